@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,39 @@ FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 }
 
 
+def fp8_powers(name: str, weight: torch.Tensor) -> Made:
+    """Return codes with scales that are powers of two, of eight bits."""
+    scales = (_tiles(weight, TILE, TILE) / 448).log2().ceil().exp2()
+    wide = _spread(scales, TILE, TILE, weight.shape)
+    codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = scales.to(torch.float8_e8m0fnu)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": stored}, codes.float() * wide
+
+
+def fp8_tensor(name: str, weight: torch.Tensor) -> Made:
+    scale = (weight.float().abs().amax() / 448).reshape(1)
+    codes = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
+
+
+def int8_channel(name: str, weight: torch.Tensor) -> Made:
+    scales = (weight.float().abs().amax(1, keepdim=True) / 127.5).to(torch.bfloat16)
+    codes = (weight.float() / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales.float()
+
+
+EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "fp8-block-bf16": (partial(fp8_block, scale=torch.bfloat16), FORMS["fp8-block"][1]),
+    "fp8-powers": (fp8_powers, FORMS["fp8-block"][1] | {"scale_fmt": "ue8m0"}),
+    "fp8-tensor": (fp8_tensor, _compressed(num_bits=8, type="float", strategy="tensor")),
+    "int8-channel": (int8_channel, _compressed(num_bits=8, type="int", strategy="channel")),
+}
+"""Forms that are stored as those above are, with other scales."""
+
+
 def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
     """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
-    make, table = FORMS[form]
+    make, table = (FORMS | EIGHT_BITS)[form]
     tensors: Table = {}
     for file in sorted(base.glob("*.safetensors")):
         tensors |= load_file(file)

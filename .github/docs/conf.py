@@ -1,4 +1,4 @@
-"""The documentation: hand-written pages, and a reference that is read off the program."""
+"""The documentation: hand-written pages, and a reference that is generated from the program."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click", "read_off"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings are written as Markdown
-nitpicky = True  # a reference to a page or term that is not there is an error; types are named, and need no link
+nitpicky = True  # a reference to a missing page or term is an error; types need no link
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

@@ -1,4 +1,4 @@
-"""What the pages say of rules, guards, exit codes, commands, schemas and the Python face is read off the program."""
+"""Generate the pages on rules, guards, exit codes, commands, schemas and the Python API from the program."""
 
 from __future__ import annotations
 

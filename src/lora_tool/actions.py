@@ -13,6 +13,7 @@ class TensorAction(str, enum.Enum):
     CAST = "cast"
     DEQUANTISED = "dequantised"
     MERGED = "merged"
+    RESCALED = "rescaled"
     REPLACED = "replaced"
     ADDED = "added"
     COMPUTED = "computed"

@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
 def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--ignore", "LT41l")
     assert called.code == 2
-    assert "No rule is called 'LT41l'" in called.err
+    assert "There is no rule 'LT41l'" in called.err
 
 
 def test_an_existing_output_is_refused_before_values_are_read(
@@ -162,7 +162,7 @@ def test_what(what: str, call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--what", what)
     assert called.code == (3 if what == "model" else 0)
     if what == "model":
-        assert "it is not a model by itself" in called.err
+        assert "holds a PEFT model, which is not a plain model" in called.err
 
 
 @pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/base", "fixtures/zero", "nowhere"])

@@ -58,7 +58,7 @@ def test_a_dry_run_writes_nothing(drifted: Path, call: Caller, tmp_path: Path) -
         (["fixtures/causal-llama/adapter", "--to", "pefft"], 2, "'pefft' is not"),
         (["fixtures/causal-llama/adapter"], 2, "Missing option '--to'"),
         (["nowhere", "--to", "peft"], 3, "nowhere: no such folder"),
-        (["fixtures/causal-llama/adapter", "--to", "peft", "--ignore", "LT9"], 2, "No rule is called 'LT9'"),
+        (["fixtures/causal-llama/adapter", "--to", "peft", "--ignore", "LT9"], 2, "There is no rule 'LT9'"),
     ],
 )
 def test_what_is_refused(call: Caller, arguments: list[str], code: int, message: str) -> None:

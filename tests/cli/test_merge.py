@@ -139,7 +139,7 @@ def test_an_unknown_command_names_the_closest(call: Caller) -> None:
             ["is a run folder: expected an adapter", "lora-tool merge fixtures/reward-run/checkpoint-4"],
         ),
         ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is a trainer checkpoint: expected a model"]),
-        ([LLAMA, "--base", ""], ["no such folder"]),
+        ([LLAMA, "--base", ""], ["the name is empty: give a folder or a Hub id"]),
     ],
 )
 def test_what_cannot_be_done_is_told_with_exit_code_3(
@@ -285,8 +285,8 @@ def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([LLAMA, "--rm"], ["LT304", "a reward model was asked for, this is the adapter of a causal LM"]),
-        ([QWEN, "--num-labels", "4"], ["LT303", "has 1 rows, asked for: 4 labels"]),
+        ([LLAMA, "--rm"], ["LT304", "a reward model was requested, but this is the adapter of a causal LM"]),
+        ([QWEN, "--num-labels", "4"], ["LT303", "has 1 row, but 4 labels are requested"]),
     ],
 )
 def test_findings_refuse_with_exit_code_1(arguments: list[str], words: list[str], tmp_path: Path, call: Caller) -> None:

@@ -30,7 +30,7 @@ def test_a_merge_says_why(call: Caller, tmp_path: Path) -> None:
         f"../base is the folder {base}, seen from {adapter}",
         f"base: {base}, which {adapter / 'adapter_config.json'} names",
         "task: seq-cls, as the adapter's config says",
-        "names: qwen2 lies on disk as it is in memory, so transformers is not asked",
+        "names: those of qwen2 are the same on disk and in memory, so transformers is not needed",
         "head: `score.weight` of the adapter, which saved it whole, 1 row",
         next(line for line in done.err.splitlines() if "arithmetic" in line).removeprefix("decided: "),
     ]
@@ -38,11 +38,11 @@ def test_a_merge_says_why(call: Caller, tmp_path: Path) -> None:
     assert decisions(call("merge", adapter, "-o", tmp_path / "out", "--overwrite")) == []
     given = decisions(call("merge", adapter, "--base", base, "--rm", "--dry-run", "--verbose"))
     assert f"base: {base}, which was given" in given
-    assert "task: reward, which was asked for" in given
+    assert "task: reward, as requested" in given
 
 
 def test_a_task_that_nobody_names_is_the_heads_or_the_bases(call: Caller, tmp_path: Path) -> None:
-    for fixture, why in ((REWARD, "for the adapter holds a head, `score`"), (CAUSAL, "is LlamaForCausalLM")):
+    for fixture, why in ((REWARD, "because the adapter holds a head, `score`"), (CAUSAL, "is LlamaForCausalLM")):
         adapter = copy_of(fixture, tmp_path)
         with fields(adapter) as config:
             config["task_type"] = None
@@ -81,7 +81,7 @@ def test_consolidate_says_which_tag_and_config(call: Caller, tmp_path: Path) -> 
     ranks = FIXTURES / "zero" / "stage3-saved"
     said = decisions(call("consolidate", ranks, "-o", tmp_path / "out", "-v"))
     assert "tag: global_step2, as `latest` says" in said
-    assert "what: adapter, for there are LoRA tensors" in said
+    assert "what: adapter, because there are LoRA tensors" in said
     assert f"adapter config: {ranks / 'adapter_config.json'}, the nearest" in said
     asked = decisions(call("consolidate", ranks, "--tag", "global_step2", "--what", "state", "--dry-run", "-v"))
     assert asked[0] == "tag: global_step2, as requested"

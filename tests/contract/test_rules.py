@@ -91,7 +91,7 @@ def test_select_and_ignore_take_beginnings() -> None:
 
 @pytest.mark.parametrize("code", ["LT9", "E501", "", "LT2011"])
 def test_unknown_codes_are_refused(code: str) -> None:
-    with pytest.raises(UnknownRule, match="No rule"):
+    with pytest.raises(UnknownRule, match="There is no rule"):
         expand([code])
 
 

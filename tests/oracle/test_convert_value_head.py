@@ -59,7 +59,7 @@ def test_the_rewards_are_those_of_the_value_head(
     command = re.sub(r"^.*: ", "", hint).split()[1:]
     done = call(*command, "-o", tmp_path / "reward")
     assert done.code == 0, done.err
-    assert "without its bias: every reward is 0.375 less than the value head's" in done.out
+    assert "without its bias: every reward is 0.375 lower than the value head's" in done.out
     told = json.loads((tmp_path / "reward" / "lora_tool.json").read_text())
     assert told["value_head"] == {"file": "value_head.safetensors", "constant": 0.375}
     expected = values(base, adapter, own)

@@ -143,7 +143,7 @@ def test_a_modules_json_that_would_not_load_what_is_merged_is_left_out(content: 
     (inputs / "base" / "modules.json").write_text(content)
     plan = planned(inputs)
     assert not set(_BASES) & set(sources(plan))
-    assert any("no modules of sentence-transformers are copied" in warning for warning in plan.warnings)
+    assert any("the modules of sentence-transformers are not copied" in warning for warning in plan.warnings)
 
 
 def test_a_link_out_of_the_folder_is_refused(inputs: Path) -> None:
@@ -197,5 +197,5 @@ def test_what_a_loader_could_want_is_copied_or_named(inputs: Path) -> None:
     plan = planned(inputs)
     assert {"additional_chat_templates/tool.jinja", "NOTICE", "spm.model"} <= sources(plan).keys()
     assert "not copied from the base: notes.txt, onnx/" in plan.notes
-    assert "code of the base is never run, and not copied: modeling_own.py" in plan.notes
+    assert "the base's code is neither run nor copied: modeling_own.py" in plan.notes
     assert any("processor_config.json names code" in warning for warning in plan.warnings)

@@ -170,9 +170,9 @@ def test_experts_whose_gate_and_up_are_not_interleaved(tmp_path: Path) -> None:
 def test_a_config_that_says_otherwise_than_the_weights(case: Callable[..., Case]) -> None:
     fp8 = case("fp8-block")
     lost = {found.code: found for found in fp8.judged({}, over=fp8.stored)}
-    assert "(F8_E4M3), and config.json does not say so" in lost["LT322"].message
+    assert "(F8_E4M3), but config.json does not say so" in lost["LT322"].message
     kept = {found.code: found for found in fp8.judged({}, config=fp8.base)}
-    assert "says that the weights are quantised (fp8), and none is" in kept["LT322"].message
+    assert "says that the weights are quantised (fp8), but none is" in kept["LT322"].message
 
 
 def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_pat
 
     save_file({name: each for name, each in table.items() if name != f"{UP}_scale_inv"}, folder / "model.safetensors")
     lost = {each.code: each for each in validate(folder).findings}
-    assert "there is no scale for it" in lost["LT322"].message
+    assert "has no scale `" in lost["LT322"].message
 
     mixed = {name: each for name, each in table.items() if name != KEY}
     mixed |= {name: each for name, each in fp8.stored.items() if name.startswith(KEY)}
@@ -222,8 +222,8 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
     with_eight = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 128}
     (folder / "config.json").write_text(json.dumps(with_eight))
     found = {(each.code, each.subject): each.message for each in validate(folder).findings}
-    assert "would be random" in found["LT318", UP]
-    assert "has no place in Qwen3ForCausalLM" in found["LT319", "model.layers.7.mlp.up_proj.weight"]
+    assert "transformers would initialise it at random" in found["LT318", UP]
+    assert "is not a tensor of Qwen3ForCausalLM" in found["LT319", "model.layers.7.mlp.up_proj.weight"]
     gate = UP.replace("up_proj", "gate_proj")
-    assert found["LT317", gate] == "is [96, 64], the config means [128, 64]"
+    assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
     assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}

@@ -71,7 +71,7 @@ RECIPES: Mapping[str, tuple[str, Callable[[Path], None], Mapping[str, Any]]] = {
     "Megatron-Bridge": (
         "run_config.yaml",
         _as_yaml(model={"dim": 8}, peft={"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 3, "alpha": 6}),
-        {},
+        {"use_rslora": False},
     ),
     "NeMo-RL": (
         "config.yaml",
@@ -146,7 +146,7 @@ def test_alpha_is_asked_for_by_name(run: Path, capsys: pytest.CaptureFixture[str
     call = Caller(capsys)
     refused = call("consolidate", run, "-o", tmp_path / "out")
     assert refused.code == 3
-    assert "no file there tells alpha" in refused.err
+    assert "no file there has alpha" in refused.err
     assert "--lora-alpha N" in refused.err
     done = call("consolidate", run, "-o", tmp_path / "out", "--lora-alpha", "6")
     assert done.code == 0
@@ -160,9 +160,9 @@ def test_alpha_is_asked_for_by_name(run: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_of_another_run(run: Path) -> None:
     (run / "lora_train_meta.json").write_text(json.dumps({"r": 16, "lora_alpha": 6}))
-    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, the tensors have 3: it is of another run"):
+    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is of another run"):
         plan_consolidate(run)
-    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, the tensors have 3: it is of another run"):
+    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is of another run"):
         plan_consolidate(run, adapter_config=run / "lora_train_meta.json")
     assert plan_consolidate(run, lora_alpha=6)
     with pytest.raises(WrongValue, match="says 6, found 7"):
@@ -172,7 +172,7 @@ def test_what_is_of_another_run(run: Path) -> None:
 def test_files_that_say_two_things(run: Path) -> None:
     RECIPES["verl"][1](run / "lora_train_meta.json")
     _as_yaml(adapter="lora", lora_r=3, lora_alpha=12)(run / "config.yaml")
-    with pytest.raises(UnsupportedCheckpoint, match=r"`lora_alpha` is 6 by .*meta.json, and 12 by .*config.yaml"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"`lora_alpha` is 6 in .*meta.json, but 12 in .*config.yaml"):
         plan_consolidate(run)
     # what lies nearest is of this run
     (run / "config.yaml").rename(run.parent / "config.yaml")

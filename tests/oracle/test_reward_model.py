@@ -145,7 +145,7 @@ def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) 
     opened = open_checkpoint(adapter)
     assert isinstance(opened, AdapterDir)
     (warning,) = plan_merge(open_model(base), opened).warnings
-    assert 'says float32, the weights are BF16: they keep their type; `dtype="float32"` merges' in warning
+    assert 'says float32, but the weights are BF16 and keep that dtype; `dtype="float32"` merges' in warning
     theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1))
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32))
     assert layout(ours) == layout(theirs)
@@ -163,7 +163,7 @@ def test_a_head_takes_the_place_of_one_of_another_size(model_type: str, precisio
     )
     targets = ["q_proj", "query"]
     peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
-    peft_model.save_pretrained(tmp_path / "adapter")
+    peft_model.save_pretrained(str(tmp_path / "adapter"))
     untrained = {"ignore": ["LT208"]}
     merged = load_whole(merge_with_ours(base, tmp_path / "adapter", tmp_path / "merged", precision, **untrained))
     assert merged.config.num_labels == 1

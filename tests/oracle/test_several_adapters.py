@@ -113,10 +113,13 @@ def test_the_manifest_tells_every_adapter_apart(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "saved-by-both": ([QV | {"modules_to_save": ["norm"]}] * 2, r"norm\.weight`: has other values in each"),
+    "saved-by-both": (
+        [QV | {"modules_to_save": ["norm"]}] * 2,
+        r"norm\.weight`: has different values in the two adapters",
+    ),
     "saved-and-lora": (
         [QV | {"modules_to_save": ["lm_head"]}, {"r": 2, "target_modules": ["lm_head"]}],
-        r"`lm_head\.weight`: is saved whole in one and has LoRA",
+        r"`lm_head\.weight`: is saved whole in one adapter and has LoRA",
     ),
     "dora-and-lora": ([QV | {"use_dora": True}, QV], r"q_proj`: has DoRA"),
     "tokens-of-both": ([QV | {"trainable_token_indices": [1, 2]}, QV | {"trainable_token_indices": [3]}], "in both"),
@@ -140,7 +143,7 @@ def make_different(adapter: Path) -> None:
 def test_heads_that_differ_and_the_same_adapter_twice(tmp_path: Path) -> None:
     base, adapters = two_adapters(tmp_path, "llama", "seq-cls", QV, ALL)
     make_different(adapters[1])
-    with pytest.raises(FindingsFound, match=r"LT512 .*`score\.weight`: has other values in each"):
+    with pytest.raises(FindingsFound, match=r"LT512 .*`score\.weight`: has different values in the two adapters"):
         plan(base, *adapters)
     with pytest.raises(FindingsFound, match="LT512 .*holds the same weights"):
         plan(base, adapters[0], adapters[0])

@@ -102,7 +102,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, task_type: str | None, **
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def require_pefts(loaded: PreTrainedModel, folder: Path, class_name: str, **choices: Any) -> Table:
@@ -195,7 +195,7 @@ def test_what_was_asked_for_must_be_what_the_adapter_says(tmp_path: Path) -> Non
     for asked in ("causal-lm", "reward", "question-ans"):
         with pytest.raises(FindingsFound, match="LT30[34] "):
             merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", task=asked)
-    with pytest.raises(FindingsFound, match=f"LT303 .*has {NUM_LABELS} rows, asked for: 3 labels"):
+    with pytest.raises(FindingsFound, match=f"LT303 .*has {NUM_LABELS} rows, but 3 labels are requested"):
         merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", num_labels=3)
 
 

@@ -65,7 +65,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, **lora: Any) -> Path:
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 
@@ -211,7 +211,7 @@ def theirs_in_memory(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 def test_a_base_without_a_text_class_is_not_cut(tmp_path: Path) -> None:
     base = save_whole(tmp_path / "base", "qwen3_vl")
     adapter = save_adapter(AUTO["image-text-to-text"].from_pretrained(base), tmp_path / "adapter", **LAYER)
-    with pytest.raises(UnsupportedAdapter, match="no text model of a qwen3_vl to write alone"):
+    with pytest.raises(UnsupportedAdapter, match="no class for the text model of a qwen3_vl alone"):
         merge_with_ours(base, adapter, tmp_path / "ours", "peft", text_only=True)
 
 

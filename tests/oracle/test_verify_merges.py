@@ -221,7 +221,7 @@ def test_the_base_is_found_where_it_is_named(tmp_path: Path) -> None:
     proven(verify(merged, adapters=[adapter]))
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
-    with pytest.raises(NotACheckpoint, match="neither it nor the adapter names the base model"):
+    with pytest.raises(NotACheckpoint, match="neither this model nor the adapter names the base model"):
         verify(merged, adapters=[adapter])
     config = json.loads((merged / "config.json").read_text())
     (merged / "config.json").write_text(json.dumps({**config, "_name_or_path": str(base)}))

@@ -131,7 +131,7 @@ def test_what_the_class_has_no_place_for_is_left_out_and_told_of(tmp_path: Path)
     mapping = Written(facts=facts(SHAPES, output=None), made=FUSED, unexpected=("v_head.weight",))
     found, _ = view(model(tmp_path, **{"v_head.weight": numbers(1, HIDDEN)}), lora(MLP, rows=8), mapping)
     assert [(item.name, item.reason) for item in found.leftovers] == [
-        ("v_head.weight", "TinyForCausalLM has no place for it; transformers leaves it out too")
+        ("v_head.weight", "TinyForCausalLM has no place for it, and transformers leaves it out too")
     ]
 
 
@@ -155,7 +155,7 @@ def test_a_parameter_that_nobody_has_is_a_finding(name: str, size: int, tmp_path
 
 def test_parts_of_different_types_make_no_parameter(tmp_path: Path) -> None:
     half = numbers(5, HIDDEN).astype("float16")
-    with pytest.raises(IncompatibleBase, match="made of tensors of different types, F16, F32"):
+    with pytest.raises(IncompatibleBase, match="made of tensors with different dtypes, F16, F32"):
         view(model(tmp_path, **{UP: half}), lora(MLP, rows=8))
 
 
@@ -170,7 +170,7 @@ def test_a_transposed_weight_is_read_turned_or_only_in_memory(as_in_memory: bool
     )
     on_disk = model(tmp_path, **{"old.proj": numbers(HIDDEN, 5)})
     if not as_in_memory:
-        with pytest.raises(OnlyInMemory, match="transformers writes it back so"):
+        with pytest.raises(OnlyInMemory, match="transformers writes it back transposed"):
             view(on_disk, lora("model.proj", rows=5), mapping)
         return
     found, _ = view(on_disk, lora("model.proj", rows=5), mapping)

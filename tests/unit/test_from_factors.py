@@ -49,7 +49,7 @@ def test_what_is_for_mlx_is_transposed(tmp_path: Path) -> None:
 
 
 def test_a_lower_rank_is_given_up_only_where_that_is_allowed(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedAdapter, match=r"keeps 44\.24% of .* at rank 1"):
+    with pytest.raises(UnsupportedAdapter, match=r"would keep 44\.24% of .* at rank 1"):
         prepare(ADAPTER, Server.VLLM, out=tmp_path / "out", max_rank=1)
     out = prepare(ADAPTER, Server.VLLM, out=tmp_path / "out", max_rank=1, approximate=True).path
     assert 1e-3 < farthest(ADAPTER, out) < 1

@@ -109,7 +109,7 @@ def swapped(case: Case) -> None:
     case.tensors[a], case.tensors[b] = case.tensors[b], case.tensors[a]
 
 
-@refusal("LT203", r"has rank 4, the config gives this module 5")
+@refusal("LT203", r"has rank 4, but the config gives this module rank 5")
 def wrong_rank(case: Case) -> None:
     case.config["r"] = 5
 
@@ -133,7 +133,7 @@ def incomplete(case: Case) -> None:
     case.config["target_modules"].append("k_proj")
 
 
-@refusal("LT206", r"has shape \[0\]: it was saved under ZeRO-3 without gathering")
+@refusal("LT206", r"has shape \[0\]: it was saved under ZeRO-3 without a gather")
 def not_gathered(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_A.weight"] = np.empty(0, np.float32)
 
@@ -148,12 +148,12 @@ def without_prefix(case: Case) -> None:
     case.rename(P, "")
 
 
-@refusal("LT207", r"norm\.weight`: it belongs to no target and to none of `modules_to_save`")
+@refusal("LT207", r"norm\.weight`: it belongs to no entry of `target_modules` or `modules_to_save`")
 def unexplained(case: Case) -> None:
     case.tensors[f"{P}model.norm.weight"] = np.ones(16, np.float32)
 
 
-@refusal("LT218", r"lora_magnitude_vector`: is there, but `use_dora` is false")
+@refusal("LT218", r"lora_magnitude_vector`: is in the file, but `use_dora` is false")
 def unasked_magnitude(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_magnitude_vector"] = np.ones(16, np.float32)
 
@@ -168,28 +168,28 @@ def missing_lora_bias(case: Case) -> None:
     case.config["lora_bias"] = True
 
 
-@refusal("LT218", r"lora_B.bias`: is there, but `lora_bias` is false")
+@refusal("LT218", r"lora_B.bias`: is in the file, but `lora_bias` is false")
 def unasked_lora_bias(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_B.bias"] = np.ones(16, np.float32)
 
 
-@refusal("LT226", "`model.embed_tokens` is in `modules_to_save`, too")
+@refusal("LT226", "`model.embed_tokens` is also in `modules_to_save`")
 def trained_whole_and_by_rows(case: Case) -> None:
     case.config |= {"modules_to_save": ["embed_tokens"], "trainable_token_indices": [1]}
     case.tensors[f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta"] = np.ones((1, 16), np.float32)
 
 
-@refusal("LT207", "a LoRA layer has no such tensor")
+@refusal("LT207", "LoRA layers have no tensor of this name")
 def odd_part(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_A.bias"] = np.ones(4, np.float32)
 
 
-@refusal("LT505", r"mlp.up_proj`: `target_parameters` names 1 parameter of it in .*base, LoRA is on 0")
+@refusal("LT505", r"mlp.up_proj`: `target_parameters` names 1 parameter of it in .*base, but LoRA is on 0")
 def incomplete_parameters(case: Case) -> None:
     case.config["target_parameters"] = ["mlp.up_proj.weight"]
 
 
-@refusal("LT503", r"layers.7.self_attn.q_proj.lora_A.weight`: is of layer 7, the last one of the base is 1")
+@refusal("LT503", r"layers.7.self_attn.q_proj.lora_A.weight`: belongs to layer 7, but the base's last layer is 1")
 def layer_beyond_the_base(case: Case) -> None:
     for part in "AB":
         case.tensors[f"{P}model.layers.7.self_attn.q_proj.lora_{part}.weight"] = case.tensors[
@@ -197,13 +197,13 @@ def layer_beyond_the_base(case: Case) -> None:
         ]
 
 
-@refusal("LT502", r"lora_B·lora_A is \[16, 12\], the base's `model.layers.0.self_attn.q_proj.weight` is \[16, 16\]")
+@refusal("LT502", r"lora_B·lora_A is \[16, 12\], but the base's `model.layers.0.self_attn.q_proj.weight` is \[16, 16\]")
 def other_width(case: Case) -> None:
     name = f"{P}{Q0}.lora_A.weight"
     case.tensors[name] = np.ascontiguousarray(case.tensors[name][:, :12])
 
 
-@refusal("LT502", r"lora_B·lora_A is \[310, 16\], the adapter's own `.*base_layer.weight` is \[312, 16\]")
+@refusal("LT502", r"lora_B·lora_A is \[310, 16\], but the adapter's own `.*base_layer.weight` is \[312, 16\]")
 def carried_of_another_height(case: Case) -> None:
     case.config["target_modules"].append("embed_tokens")
     case.tensors |= {
@@ -213,7 +213,7 @@ def carried_of_another_height(case: Case) -> None:
     }
 
 
-@refusal("LT506", r"norm.weight`: is \[15\], the base's `model.norm.weight` is \[16\]")
+@refusal("LT506", r"norm.weight`: is \[15\], but the base's `model.norm.weight` is \[16\]")
 def saved_of_another_shape(case: Case) -> None:
     case.config["modules_to_save"] = ["model.norm"]
     case.tensors[f"{P}model.norm.weight"] = np.ones(15, np.float32)
@@ -326,11 +326,15 @@ def test_integers_are_no_lora_factors(tmp_path: Path) -> None:
         (
             "causal-llama",
             {"task": "reward"},
-            "LT304 .*a reward model was asked for, this is the adapter of a causal LM",
+            "LT304 .*a reward model was requested, but this is the adapter of a causal LM",
         ),
-        ("causal-llama", {"task": "seq-cls"}, "LT304 .*a reward model was asked for"),
-        ("reward-qwen2", {"task": "causal-lm"}, "LT304 .*a causal LM was asked for, this is the adapter of a sequence"),
-        ("reward-qwen2", {"num_labels": 2}, "LT303 .*score.weight`: has 1 rows, asked for: 2 labels"),
+        ("causal-llama", {"task": "seq-cls"}, "LT304 .*a reward model was requested"),
+        (
+            "reward-qwen2",
+            {"task": "causal-lm"},
+            "LT304 .*a causal LM was requested, but this is the adapter of a sequence",
+        ),
+        ("reward-qwen2", {"num_labels": 2}, "LT303 .*score.weight`: has 1 row, but 2 labels are requested"),
     ],
 )
 def test_what_was_asked_for_may_not_contradict_what_is_there(
@@ -358,7 +362,7 @@ def test_lora_on_a_head_that_was_never_saved_is_named(tmp_path: Path) -> None:
         f"{P}score.lora_B.weight": np.ones((1, 4), np.float32),
     }
     with pytest.raises(
-        FindingsFound, match="LT302 .*LoRA on `score`, whose frozen weight is neither in the file nor in"
+        FindingsFound, match="LT302 .*LoRA on `score`, but its frozen weight is neither in the file nor in"
     ):
         lost.plan()
 
@@ -376,7 +380,7 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
     merged = execute(once.plan(), tmp_path / "merged")
     adapter = open_checkpoint(once.root / "adapter")
     assert isinstance(adapter, AdapterDir)
-    with pytest.raises(FindingsFound, match="LT511 .*holds this very adapter already"):
+    with pytest.raises(FindingsFound, match="LT511 .*is a merged model that already contains this adapter"):
         plan_merge(open_model(merged), adapter)
     other = case(tmp_path / "other", "causal-llama")
     other.tensors[f"{P}{Q0}.lora_B.weight"] = other.tensors[f"{P}{Q0}.lora_B.weight"] * 2
@@ -387,9 +391,9 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
 
 def test_an_adapter_of_a_quantised_base_says_how_a_plain_one_differs(tmp_path: Path) -> None:
     small = case(tmp_path, "causal-llama")
-    assert not any("quantised by its name" in note for note in small.plan().notes)
+    assert not any("whose name says that it is quantised" in note for note in small.plan().notes)
     small.config["base_model_name_or_path"] = "unsloth/causal-llama-bnb-4bit"
-    (note,) = (note for note in small.plan(ignore=["LT520"]).notes if "quantised by its name" in note)
+    (note,) = (note for note in small.plan(ignore=["LT520"]).notes if "whose name says that it is quantised" in note)
     assert "was trained on unsloth/causal-llama-bnb-4bit" in note
 
 

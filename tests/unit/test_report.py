@@ -74,10 +74,12 @@ def test_text_counts_what_repeats() -> None:
 
 
 def test_text_sums_up_skipped_rules() -> None:
-    skipped = tuple(Skipped(code=f"LT50{n}", path="a", reason="no base model was given (--base)") for n in (1, 2, 3, 5))
+    skipped = tuple(
+        Skipped(code=f"LT50{n}", path="a", reason="no base model was given (use --base)") for n in (1, 2, 3, 5)
+    )
     lines = report(skipped=skipped).text().splitlines()
     assert lines == [
-        "skipped LT501-LT503, LT505 on a: no base model was given (--base)",
+        "skipped LT501-LT503, LT505 on a: no base model was given (use --base)",
         "checked 1 adapter: no findings, 4 rules skipped",
     ]
 

@@ -42,7 +42,7 @@ def test_zero_size_points_at_the_pickle_beside_it(tmp_path: Path) -> None:
     ):
         torch.save(content, folder / "adapter_model.bin")
         hint = _only(judge(folder), "LT206").hint or ""
-        assert ("adapter_model.bin beside it has all their values" in hint) is is_told
+        assert ("adapter_model.bin beside it has all values" in hint) is is_told
 
 
 def test_numbers_are_named(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_layer_number_is_named(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT503")
     messages = {f.message for f in judge(folder, base=folder.parent / "base").findings if f.code == "LT503"}
-    assert messages == {"is of layer 7, the last one of the base is 1"}
+    assert messages == {"belongs to layer 7, but the base's last layer is 1"}
 
 
 def test_adapters_of_peft_list_two_heads_and_have_one(tmp_path: Path) -> None:

@@ -118,5 +118,5 @@ def test_a_renamed_parameter_goes_back_to_its_name() -> None:
 
 def test_parts_of_different_types_are_refused() -> None:
     steps = {"q": copied(stored("q", 3, 4)), "k": copied(stored("k", 3, 4, dtype=DType.F16))}
-    with pytest.raises(UnsupportedAdapter, match="tensors of different types"):
+    with pytest.raises(UnsupportedAdapter, match="tensors with different dtypes"):
         list(disk_steps(steps, {"packed": made_of(rows("q", 0, 3), rows("k", 0, 3))}, {}))

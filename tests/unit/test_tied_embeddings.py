@@ -48,7 +48,7 @@ def test_the_shared_matrix_is_the_one_with_a_row_per_token(tmp_path: Path) -> No
 def test_a_shared_matrix_that_is_not_there_is_missed_when_it_is_needed(tmp_path: Path) -> None:
     merge = context(base(tmp_path / "base", llama(**{EMBED: None})), adapter(tmp_path / "adapter", lora(Q)))
     assert merge.ends.tied is not None
-    with pytest.raises(IncompatibleBase, match="is tied to the embeddings, and the base has none"):
+    with pytest.raises(IncompatibleBase, match="is tied to the embeddings, but the base has no embeddings"):
         _ = merge.ends.tied.embedding
 
 
@@ -64,7 +64,7 @@ def test_both_ends_with_the_same_values_are_the_shared_matrix_once(tmp_path: Pat
 
 def test_both_ends_with_other_values_are_no_shared_matrix(tmp_path: Path) -> None:
     ends = {EMBED: numbers(VOCABULARY + 2, HIDDEN), OUTPUT: numbers(VOCABULARY + 2, HIDDEN, seed=1)}
-    with pytest.raises(UnsupportedAdapter, match="has other values than .*, and this base ties the two"):
+    with pytest.raises(UnsupportedAdapter, match="has other values than .*, but this base ties the two"):
         context(base(tmp_path / "base", llama()), adapter(tmp_path / "adapter", {**lora(Q), **ends}))
 
 

@@ -125,5 +125,5 @@ def test_old_buffers_are_left_out_and_told_of(tmp_path: Path) -> None:
     view = direct_base(model, [], LLAMA, Task.CAUSAL_LM)
     assert view.base.tensors.keys() == whole().keys()
     assert {item.name: item.reason for item in view.leftovers} == dict.fromkeys(
-        buffers, "a buffer that transformers computes by itself and does not load"
+        buffers, "a buffer that transformers computes and never loads"
     )

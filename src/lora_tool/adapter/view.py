@@ -159,7 +159,7 @@ class AdapterView:
 
 
 def view_of(adapter: AdapterDir) -> AdapterView:
-    """Return the view of an opened adapter, whatever is wrong with it: made once, and the same for everybody."""
+    """Return the view of an opened adapter, whether or not it is sound: made once, and the same for everybody."""
     if not adapter.views:
         adapter.views.append(_viewed(adapter))
     view: AdapterView = adapter.views[0]

@@ -17,7 +17,7 @@ from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.output import MOST_OPEN, ShardFile
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import ComputeUnit, Unit
+from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.core.manifest import sha256_of
@@ -45,7 +45,7 @@ class LocalEngine:
         batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
         with Sources(plan.inputs) as sources, contextlib.ExitStack() as limits:
             units = (unit for _, some in batches for batch in some for unit in batch)
-            used = {self.choose(plan.precision, unit.op) for unit in units if isinstance(unit, ComputeUnit)}
+            used = {self.choose(plan.precision, op) for unit in units for op in computed_by(unit)}
             # the libraries' own threads keep away from ours, and each is loaded once, so that one error says if it
             # fails; an init's decomposition has other bits with other numbers of threads, and PEFT has them all
             for backend in used if not plan.recomputes_inits else ():

@@ -15,6 +15,9 @@ from lora_tool.tensors import FileStamp, StoredTensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from lora_tool.formats.quantised.decoding import Array, Read
+    from lora_tool.formats.quantised.encodings import Encoding
+
 
 class Sources(OpenFiles):
     """The input files of a plan, opened when they are read. A context manager; safe to read from several threads."""
@@ -53,4 +56,12 @@ class Sources(OpenFiles):
 
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
-        fill(buffer, tensor, start, self.read_exactly)
+        fill(buffer, tensor, start, self.read_exactly, _decoded)
+
+
+def _decoded(encoding: Encoding, first: int, last: int, read: Read) -> Array:
+    """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
+    from lora_tool.execution.native.dequantising import arithmetic  # noqa: PLC0415 - for quantised weights alone
+    from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
+
+    return decoded(encoding, first, last, read, arithmetic())

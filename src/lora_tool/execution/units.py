@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.actions import NEW
-from lora_tool.plan.core.ops import RowOp, row_ops
+from lora_tool.formats.quantised.grids import grid_of
+from lora_tool.plan.core.ops import Computed, RowOp, row_ops
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Shard
 from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
 
@@ -69,7 +71,47 @@ class ComputeUnit:
         return (self.last - self.first) * self.row_bytes
 
 
-Unit = CopyUnit | GatherUnit | ComputeUnit
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequantiseUnit:
+    """Rows `first` to `last` of scales, or the codes that have those scales, of `out`, which begins at byte `at` of the
+    shard file.
+    """
+
+    out: TensorSpec
+    op: Requantise[Computed]
+    first: int
+    last: int
+    at: int
+
+    def place(self, first: int, last: int) -> tuple[int, int]:
+        """Return where in the shard file what belongs to these rows of scales begins, and its size in bytes."""
+        if self.op.part is QuantisedPart.CODES:
+            first, last = grid_of(self.op.encoding).rows_of(first, last)
+        row_bytes = self.out.nbytes // self.op.shape[0]
+        return self.at + first * row_bytes, (last - first) * row_bytes
+
+    @property
+    def begin(self) -> int:
+        """Where in the shard file its bytes begin."""
+        return self.place(self.first, self.last)[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.place(self.first, self.last)[1]
+
+
+Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
+
+
+def computed_by(unit: Unit) -> tuple[RowOp, ...]:
+    """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
+    match unit:
+        case ComputeUnit():
+            return (unit.op,)
+        case RequantiseUnit():
+            return row_ops(unit.op)
+        case _:
+            return ()
 
 
 def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
@@ -82,6 +124,14 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     pending: list[CopyUnit] = []
     at = len(shard.header)
     for step in shard.steps:
+        if isinstance(step.op, Requantise):
+            yield from _joined(pending)
+            pending = []
+            grid = grid_of(step.op.encoding)
+            for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
+                yield RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at)
+            at += step.out.nbytes
+            continue
         for op in row_ops(step.op):
             # a stack of experts is worked on row by row
             out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)

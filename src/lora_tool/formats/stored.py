@@ -61,7 +61,7 @@ def fill(
             case TiledSpan():
                 _read_tiles(span, part, read)
             case QuantisedSpan():
-                part[:] = _read_quantised(span, read, decode).data
+                _read_quantised(span, part, read, decode)
             case _:
                 read(span.path, span.offset, part)
         filled += span.nbytes
@@ -81,9 +81,9 @@ def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], Non
 
 
 def _read_quantised(
-    span: QuantisedSpan, read: Callable[[Path, int, memoryview], None], decode: Decode | None
-) -> NDArray[Any]:
-    """Return the bytes of the span: the rows that they lie in are decoded."""
+    span: QuantisedSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None], decode: Decode | None
+) -> None:
+    """Fill `buffer` with the bytes of the span: the rows that they lie in are decoded."""
     import numpy as np  # noqa: PLC0415 - for few checkpoints
 
     from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
@@ -96,13 +96,15 @@ def _read_quantised(
     spec = span.encoding.spec
     row_bytes = spec.shape[-1] * spec.dtype.bits // 8
     first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
-    out = np.empty((last - first) * row_bytes, np.uint8)
+    is_whole = (span.start, span.nbytes) == (first * row_bytes, (last - first) * row_bytes)
+    out = np.frombuffer(buffer, np.uint8) if is_whole else np.empty((last - first) * row_bytes, np.uint8)
     step = max(1, _DECODED_WEIGHTS // spec.shape[-1])
     for row in range(first, last, step):
         rows = (decode or decoded)(span.encoding, row, min(row + step, last), bytes_of)
         part = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
         out[(row - first) * row_bytes :][: part.size] = part
-    return out[span.start - first * row_bytes :][: span.nbytes]
+    if not is_whole:
+        buffer[:] = out[span.start - first * row_bytes :][: span.nbytes].data
 
 
 def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:

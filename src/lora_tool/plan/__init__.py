@@ -1,1 +1,1 @@
-"""What will be done, as data: every tensor of the output, where it comes from and why."""
+"""Plans, as data: for every tensor of the output, where it comes from and why."""

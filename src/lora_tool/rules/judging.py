@@ -47,7 +47,7 @@ from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_sub
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
 
-NO_BASE = "no base model was given (--base)"
+NO_BASE = "no base model was given (use --base)"
 
 _OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where

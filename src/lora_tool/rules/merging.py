@@ -14,7 +14,7 @@ from lora_tool.rules.engine.registry import Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch, ModelSubject
 from lora_tool.rules.judging import Judge
 
-_NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
+_NO_HELP = "ignoring the rule does not help, because the merge could not compute anything"
 _OF_SHAPES = "LT317"
 """What a config says that its weights contradict."""
 _OF_TIED = "LT514"

@@ -17,6 +17,7 @@ from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
@@ -35,6 +36,14 @@ from lora_tool.verification.pieces import (
     stretches,
 )
 from lora_tool.verification.recompute import Recomputer, why_not
+from lora_tool.verification.requantised import (
+    half_steps,
+    requantised_parts,
+    scale_rows,
+    scale_tally,
+    step_bound,
+    written_as,
+)
 from lora_tool.verification.tally import Tally, tally_of
 
 _TASK_PIECES = 16
@@ -88,8 +97,7 @@ def check_steps(
     right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
     """
     seen = [
-        (step, [(part, Tally()) for part in parts_of(step, tensors[step.out.name])])
-        for step in _present(steps, tensors)
+        (step, [(part, Tally()) for part in parts]) for step in steps if (parts := _parts(step, tensors)) is not None
     ]
     with Files() as files, ieee_arithmetic(), threadpool_limits(limits=1, user_api="blas"):
         looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
@@ -97,16 +105,22 @@ def check_steps(
         return {step.out.name: evidence_of(step, parts, files) for step, parts in seen}
 
 
-def _present(steps: Iterable[Step], tensors: TensorTable) -> Iterator[Step]:
-    for step in steps:
-        stored = tensors.get(step.out.name)
-        same_kind = stored is not None and stored.dtype.is_float == step.out.dtype.is_float
-        if stored is not None and stored.shape == step.out.shape and same_kind:
-            yield step
+def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
+    """Return what is compared of a step's output; None where it is not there as it was planned, which rules say."""
+    stored = tensors.get(step.out.name)
+    if stored is None or stored.shape != step.out.shape or stored.dtype.is_float != step.out.dtype.is_float:
+        return None
+    if isinstance(step.op, Requantise):
+        written = written_as(step.op, tensors)
+        return None if written is None else tuple(requantised_parts(step.out.name, step.op, written))
+    return parts_of(step, stored)
 
 
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
-    if part.copied or (why_not(part.op) is not None and part.of_one_size):
+    if isinstance(part.op, Requantise):
+        for tiles in batched(scale_rows(part, all_of_them=level is Level.FULL), _TASK_PIECES):
+            yield _Task(part=part, rows=tiles)
+    elif part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
         for some in batched(list(found), _TASK_PIECES):
             yield _Task(part=part, stretches=some)
@@ -160,22 +174,29 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
         for start, nbytes in task.stretches:
             yield _compare_bytes(part, files, start, nbytes)
         return
+    if isinstance(part.op, Requantise):
+        yield from (scale_tally(part, first, last, files) for [(first, last)] in task.rows)
+        return
     dtype = part.stored.dtype
     if part.op.taken_out and part.op.source.dtype is not dtype:
         raise CannotTellError(
-            f"{part.op.taken_out} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
+            f"{part.op.taken_out} was taken out of the base in {dtype}, but the base is {part.op.source.dtype}"
         )
     wide = working_type(part.op, dtype)
     bounds = [stated_bound(part.op, dtype, precision or Precision.FLOAT32)]
     if precision is None:
         bounds.append(sixteen_bit_bound(part.op, dtype))
+    if part.written is not None:
+        bounds = [step_bound(bound) for bound in bounds]
     width = rows_and_columns(part.stored.shape)[1]
     for rows in task.rows:
         with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
             stored, at = files.rows(part.stored, rows), 0
             for some, expected in recomputer.blocks(part.op, rows, wide):
                 inside = slice(at, at := at + len(expected.base))
-                tally = tally_of(some_rows(stored, inside, dtype, width), dtype, expected, bounds, wide)
+                steps = None if part.written is None else half_steps(part, some, files)
+                own = some_rows(stored, inside, dtype, width)
+                tally = tally_of(own, dtype, expected, bounds, wide, steps)
                 if tally.first is not None:
                     tally.first = part.begin + _flat(tally.first, some, width)
                 yield tally

@@ -84,13 +84,18 @@ def _floats(tensor: StoredTensor, at: Array, read: Read) -> Array:
     if tensor.dtype in (DType.U8, DType.F8_E8M0):
         return np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS)
     if tensor.dtype is DType.F8_E4M3:
-        return _small_float(bits, exponent=4, mantissa=3)
+        return small_floats(bits, exponent=4, mantissa=3)
     if tensor.dtype is DType.BF16:
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return bits.view(f"<f{size}").astype(np.float64)
 
 
-def _small_float(bits: Array, *, exponent: int, mantissa: int) -> Array:
+def floats_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
+    """Return elements `first` to `last` of a tensor of scales, float64."""
+    return _floats(tensor, np.arange(first, last), read)
+
+
+def small_floats(bits: Array, *, exponent: int, mantissa: int) -> Array:
     """Return what floats of one sign bit and so many others are: E4M3's NaN, all ones, among them; E2M1 has none."""
     bits = bits.astype(np.int32)
     fraction, power = bits & ((1 << mantissa) - 1), (bits >> mantissa) & ((1 << exponent) - 1)
@@ -111,7 +116,7 @@ def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
     raw = _elements(encoding.codes, rows * width + columns, 1, read)
-    codes = _signed(raw) if encoding.codes.dtype is DType.I8 else _small_float(raw, exponent=4, mantissa=3)
+    codes = _signed(raw) if encoding.codes.dtype is DType.I8 else small_floats(raw, exponent=4, mantissa=3)
     grid = (math.ceil(height / down), math.ceil(width / across))
     matrix, row = np.divmod(rows, height)
     return codes * _floats(encoding.scales, (matrix * grid[0] + row // down) * grid[1] + columns // across, read)
@@ -167,7 +172,7 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
         width = encoding.spec.shape[-1]
     at = rows * width + columns
     byte = _elements(encoding.codes, at // 2, 1, read)
-    codes = _small_float(np.where(at % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
+    codes = small_floats(np.where(at % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
     scales = _floats(encoding.scales, at // encoding.group, read)
     if encoding.overall is not None:
         overall = _floats(encoding.overall, np.zeros(1, np.int64), read)

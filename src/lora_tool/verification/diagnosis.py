@@ -10,7 +10,8 @@ import numpy as np
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.plan.core.ops import LowRank
+from lora_tool.plan.core.ops import LowRank, RowOp
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
@@ -88,11 +89,11 @@ class _Diagnosis:
 def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
-    if part.copied:
+    if part.copied or isinstance(op, Requantise):
         return _Diagnosis(Verdict.DIFFERENT)
     if not tally.moved and not op.keeps_values:
         return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
-    how = _misread(part, files)
+    how = _misread(op, part, files) if part.written is None else ""
     if how or not isinstance(op, LowRank):
         return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
     rows = _a_sample(part)
@@ -127,9 +128,9 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     return _Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
 
 
-def _misread(part: Compared, files: Files) -> str:
+def _misread(op: RowOp, part: Compared, files: Files) -> str:
     """Return how the base's quantised weight was read wrongly, where that gives the values of the part; "" elsewhere."""
-    op, stored = part.op, part.stored
+    stored = part.stored
     encoding = encoding_of(op.source)
     if encoding is None:
         return ""

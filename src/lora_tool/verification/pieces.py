@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lora_tool.plan.core.ops import Cast, Copy, Dequantise, RowOp, row_ops
+from lora_tool.formats.quantised.grids import Requantisable
+from lora_tool.plan.core.ops import Cast, Computed, Copy, Dequantise, Op, RowOp, row_ops
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Rows, rows_and_columns
@@ -36,9 +38,11 @@ class Compared:
     """Elements of the tensor `name` from `begin`, as stored in the merged model, and the operation that makes them."""
 
     name: str
-    op: RowOp
+    op: RowOp | Requantise[Computed]
     stored: StoredTensor
     begin: int = 0
+    written: Requantisable | None = None
+    """The codes and scales in the merged model, where `stored` is one of them or what they stand for."""
 
     @property
     def copied(self) -> bool:
@@ -110,7 +114,7 @@ def split(rows: Rows, width: int) -> Iterator[Rows]:
         yield part
 
 
-def sampled_rows(tensor: StoredTensor, op: RowOp) -> Iterator[Rows]:
+def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
     """Yield rows from everywhere: the first, the last, one of every stretch, the trained ones. The same each time."""
     height, width = rows_and_columns(tensor.shape)
     if height * width <= _WHOLE_WEIGHTS:

@@ -65,18 +65,27 @@ class Tally:
         return self.dot / norms if norms else None
 
 
-def tally_of(stored: Bytes, dtype: DType, expected: Recomputed, bounds: Sequence[Bound], wide: np.dtype[Any]) -> Tally:
+def tally_of(
+    stored: Bytes,
+    dtype: DType,
+    expected: Recomputed,
+    bounds: Sequence[Bound],
+    wide: np.dtype[Any],
+    steps: Array | None = None,
+) -> Tally:
     """Return the tally of one block: `stored` are its bytes in the merged model, `first` counts from its beginning.
 
     `bounds` is the stated one, and a wider one that may explain the values too where the arithmetic is not known;
-    `wide` is the type to compare in.
+    `wide` is the type to compare in. `steps` is half the distance to the next value that could be stored, by default
+    that of `dtype`.
     """
     within = float(wide.type(bounds[0].of_result))
-    tally, places = _seen_by(comparison(), stored, dtype, expected, within, wide) or _seen_by_numpy(
-        stored, dtype, expected.widened(wide), within
+    compiled = comparison() if steps is None else None
+    tally, places = _seen_by(compiled, stored, dtype, expected, within, wide) or _seen_by_numpy(
+        stored, dtype, expected.widened(wide), within, steps
     )
     if places.size:
-        _look_closer(tally, places, stored, dtype, expected, bounds, wide)
+        _look_closer(tally, places, stored, dtype, expected, bounds, wide, steps)
     return tally
 
 
@@ -103,7 +112,9 @@ def _seen_by(
     return tally, np.array(seen.places[: seen.outside], np.intp)
 
 
-def _seen_by_numpy(stored: Bytes, dtype: DType, expected: Recomputed, within: float) -> tuple[Tally, Array]:
+def _seen_by_numpy(
+    stored: Bytes, dtype: DType, expected: Recomputed, within: float, steps: Array | None = None
+) -> tuple[Tally, Array]:
     """Return the tally and where values are off by more than `within` half units in the last place.
 
     Of these the tally has the sums, and nothing in `ulps`.
@@ -112,7 +123,7 @@ def _seen_by_numpy(stored: Bytes, dtype: DType, expected: Recomputed, within: fl
     moved = values - expected.base
     error = moved - expected.change
     np.abs(error, out=error)
-    ratio = error / half_ulps(values, dtype)
+    ratio = error / (half_ulps(values, dtype) if steps is None else steps)
     largest = ratio.max(initial=0.0)
     places = np.empty(0, np.intp)
     if not largest <= within:  # which NaN is not
@@ -139,13 +150,15 @@ def _look_closer(
     expected: Recomputed,
     bounds: Sequence[Bound],
     wide: np.dtype[Any],
+    steps: Array | None,
 ) -> None:
     """Count the values outside the bounds, of those at `places`, each with its own size of change and product."""
     rows, columns = np.divmod(places, expected.base.shape[1])
     found = decode(stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8), dtype, wide)
     chosen = expected.part(rows, columns).widened(wide)
     off = np.abs(found - chosen.base - chosen.change)
-    half = off / (off / half_ulps(found, dtype))  # NaN, which is within no bound, where a value is not finite
+    apart = half_ulps(found, dtype) if steps is None else steps[rows, columns]
+    half = off / (off / apart)  # NaN, which is within no bound, where a value is not finite
     base, change = np.abs(chosen.base), np.abs(chosen.change)
     products = expected.products(rows, columns)
     room = expected.room(rows, columns) if expected.room is not None else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -79,17 +80,27 @@ class NumpyBackend:
 
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """See `Backend`."""
-        self._retained = None
-        self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
-        with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
-            if isinstance(unit.op, DoraDelta) and unit.op.transposed:
-                self._column_norms = self._norms_of_columns(unit.op, unit)
+        with self._ready_for(unit):
             for first, last in _blocks(unit):
                 if self._stopped():
                     break
                 result = self._block(unit, first, last)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
         return self._retained
+
+    def numbers(self, unit: ComputeUnit) -> Array:
+        """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
+        with self._ready_for(unit):
+            return self._block(unit, unit.first, unit.last)
+
+    @contextlib.contextmanager
+    def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
+        self._retained = None
+        self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
+        with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
+            if isinstance(unit.op, DoraDelta) and unit.op.transposed:
+                self._column_norms = self._norms_of_columns(unit.op, unit)
+            yield
 
     def _needs_float64(self, op: RowOp) -> bool:
         """Whether the working precision is float64: asked for, or because float32 would lose bits of what is kept."""

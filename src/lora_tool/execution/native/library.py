@@ -90,6 +90,26 @@ class Kernel:
         flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
         return flagged == 0
 
+    def dequantise(
+        self,
+        out: int,
+        codes: tuple[int, int],
+        table: tuple[int, int],
+        scales: tuple[int, int],
+        size: tuple[int, int],
+        *,
+        group: int,
+        again: float,
+    ) -> None:
+        """Write what codes stand for at `out`, float32, of `size` rows and columns.
+
+        `codes` and `scales` are addresses with what a row is after the one before; `table` is that of the numbers that
+        a byte stands for, and how many of them it has. Each scale is for `group` columns.
+        """
+        self.library.lora_tool_dequantise(
+            out, codes[0], table[0], table[1] - 1, scales[0], again, *size, group, codes[1], scales[1]
+        )
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -166,6 +186,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_pack.restype = None
     library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
+    library.lora_tool_dequantise.argtypes = [pointer, pointer, pointer, number, pointer, ctypes.c_float, *[size] * 5]
+    library.lora_tool_dequantise.restype = None
     library.lora_tool_sources.restype = ctypes.c_char_p
     return library
 

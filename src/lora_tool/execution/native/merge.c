@@ -265,3 +265,5 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     restore_mode(before);
     return largest >= too_large[out_type];
 }
+
+#include "dequantise.h"

@@ -43,7 +43,7 @@ def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
     shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
     sizes = tuple(shape) if isinstance(shape, list) else ()
     sound = len(sizes) == _MATRIX and all(type(n) is int and n > 0 for n in sizes)
-    if not sound or dtype is None or type(block) is not int or block < 1:
+    if not sound or dtype is None or type(block) is not int or block < 1 or block % 2:
         raise LayoutError(state, "does not give the shape, blocksize and dtype of a matrix")
     size = math.prod(sizes)
     codes = parts.tensors.get(weight)

@@ -1,4 +1,4 @@
-"""The adapters of one merge: each with its config and its tensors by what they do, and all of them as one.
+"""The adapters of one merge: each with its config and its tensors by what they do, and all of them together.
 
 The deltas of several adapters are summed. What cannot be summed is in one of them only, or the same in all.
 """
@@ -58,9 +58,9 @@ class Adapted:
 
 
 def without_delta(part: Adapted) -> Adapted:
-    """Return the adapter with its heads and other whole tensors alone: what is left where a server adds ΔW."""
+    """Return the adapter with only its heads and other whole tensors, for a server that adds ΔW itself."""
     tensors = [tensor for layer in part.view.layers for tensor in layer.parts.values()]
-    dropped = {**part.modules.dropped, **{tensor.name: "ΔW is left to who serves the adapter" for tensor in tensors}}
+    dropped = {**part.modules.dropped, **{tensor.name: "the server of the adapter adds ΔW" for tensor in tensors}}
     nothing: dict[str, tuple[LoraTerm, ...]] = {}
     bare = replace(part.modules, lora=nothing, parameters=nothing, lora_bias={}, magnitudes={}, embeddings=frozenset())
     return replace(part, modules=replace(bare, dropped=dropped))
@@ -91,15 +91,15 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
 def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
     """Return unless a later adapter alone saved a module whole. Raises `UnsupportedAdapter`.
 
-    PEFT takes saved modules from the active adapter, which is the first, and leaves out the others' without a word
+    PEFT takes saved modules from the active adapter, which is the first, and silently leaves out the others'
     (peft 0.21, `ModulesToSaveWrapper.unload_and_optionally_merge_module`).
     """
     for part in adapted[1:]:
         for name, tensor in part.modules.saved.items():
             if part.config.saves(name) or part.config.saves(name.rpartition(".")[0]):
                 raise UnsupportedAdapter(
-                    f"{tensor.path}: `{tensor.name}` is saved whole, and PEFT takes such modules from the first of "
-                    f"several adapters alone: it would leave this one out",
+                    f"{tensor.path}: `{tensor.name}` is saved whole, and of several adapters PEFT takes such modules "
+                    f"only from the first: it would leave this one out",
                     hint=f'give {part.adapter.root} first, or merge without `precision="peft"`',
                 )
 

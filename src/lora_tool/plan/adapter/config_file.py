@@ -18,10 +18,10 @@ def config_file(
     *,
     rebuilt: Mapping[str, Any] | None = None,
 ) -> SideFile:
-    """Return the config with `changes` in its fields, which `why` says in words, and a base that is found from anywhere.
+    """Return the config with `changes` in its fields, described by `why`, and the base as an absolute path.
 
-    A relative path of the base means another folder beside the output. Without any change it is copied. Where there was
-    none, `rebuilt` are its fields.
+    A relative path of the base would mean another folder beside the output. A config without any change is copied.
+    `rebuilt` are the fields of a config that no file had.
     """
     changed, reasons = dict(changes), [*why]
     base = config.path.parent / (config.base_model or "")

@@ -1,4 +1,4 @@
-"""What an adapter does to a model, in the terms of a plan: every one of its tensors is in here once."""
+"""What an adapter does to a model, in the terms of a plan. Each of its tensors appears here once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AdapterModules:
     parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """LoRA on bare parameters, by their names."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Adapter tensor → why it takes no part: frozen originals that PEFT, too, leaves aside, and repeats."""
+    """Adapter tensor → why the merge leaves it out: a repeat, or a frozen original that PEFT leaves out too."""
 
     def without(self, tensors: Collection[StoredTensor]) -> AdapterModules:
         """Return the same without these whole tensors."""

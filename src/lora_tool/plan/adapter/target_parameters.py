@@ -44,11 +44,11 @@ def stack_is_transposed(parameter: str, facts: ModelFacts) -> bool:
 def _layout(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None) -> ExpertLayout:
     named = config.expert_layout
     if asked is not None and named not in (None, asked.value):
-        raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was asked for')
+        raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was requested')
     if asked is None and named is None and config.by_unsloth:
         raise UnsupportedAdapter(
             f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
-            "2026-09, and the file does not say which it is: the wrong one gives plausible garbage",
-            hint='`expert_layout="grouped-by-expert"` for one trained before, `expert_layout="rank-major"` for one trained after',
+            "2026-09. The file does not record which order it has, and the wrong one gives plausible garbage",
+            hint='`expert_layout="grouped-by-expert"` if it was trained before that, `expert_layout="rank-major"` if after',
         )
     return asked or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)

@@ -1,1 +1,1 @@
-"""Adapters as numbers: sums of them, smaller ones, and the forms that servers read; ΔW is never formed."""
+"""Arithmetic on adapters: sums, lower ranks, and the forms that servers read, without forming ΔW."""

@@ -1,4 +1,4 @@
-"""Where two models differ, tensor by tensor: what can be LoRA, what is saved whole, and what no adapter has a place for."""
+"""Where two models differ, tensor by tensor: what can be LoRA, what is saved whole, and what no adapter can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_tool.keys import is_under
 from lora_tool.tensors import StoredTensor
 
 _NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$", re.IGNORECASE)
-"""What the last parts of modules are called that hold a matrix and need be no linear layers: they are saved whole."""
+"""Last parts of the names of modules that hold a matrix but may not be linear layers: they are saved whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             whole[name], biases = f"{module}.base_layer.bias", True
         elif leaf not in ("weight", "bias") or not module:
             raise UnsupportedAdapter(
-                f"{tensor.path}: `{name}` differs from the base, and is no weight of a module of its own: an adapter has no "
+                f"{tensor.path}: `{name}` differs from the base, but no module has it as its weight: an adapter has no "
                 "place for it",
                 hint="keep the model itself, or publish it: lora-tool push",
             )
@@ -114,24 +114,26 @@ def _require_alike(tuned: ModelDir, base: ModelDir) -> None:
     """Raise unless the tuned model has the base's tensors, but for heads and ends, in the base's shapes."""
     ours, theirs = tuned.whole_config.model_type, base.whole_config.model_type
     if ours != theirs:
-        raise IncompatibleBase(f"{tuned.root} is a {ours}, {base.root} a {theirs}: their difference is no adapter")
+        raise IncompatibleBase(
+            f"{tuned.root} is a {ours}, {base.root} a {theirs}: no adapter can turn one into the other"
+        )
     strange = [name for name in tuned.tensors if name not in base.tensors and head_of(name.rpartition(".")[0]) is None]
     strange = [name for name in strange if not is_end(name.rpartition(".")[0])]
     if strange:
         raise IncompatibleBase(
-            f"{tuned.root} has `{strange[0]}`, {base.root} has not" + _more(strange),
+            f"{tuned.root} has `{strange[0]}`, but {base.root} does not" + _more(strange),
             hint="give the base that it was trained on",
         )
     missing = [name for name in base.tensors if name not in tuned.tensors and not is_end(name.rpartition(".")[0])]
     missing = [name for name in missing if head_of(name.rpartition(".")[0]) is None]
     if missing:
-        raise IncompatibleBase(f"{base.root} has `{missing[0]}`, {tuned.root} has not" + _more(missing))
+        raise IncompatibleBase(f"{base.root} has `{missing[0]}`, but {tuned.root} does not" + _more(missing))
     for name, tensor in tuned.tensors.items():
         known = base.tensors.get(name)
         module = name.rpartition(".")[0]
         if known is not None and known.shape != tensor.shape and not is_end(module) and head_of(module) is None:
             raise IncompatibleBase(
-                f"`{name}` is {list(tensor.shape)} in {tuned.root}, {list(known.shape)} in {base.root}: sizes of another model"
+                f"`{name}` is {list(tensor.shape)} in {tuned.root}, {list(known.shape)} in {base.root}: the two models have different sizes"
             )
 
 

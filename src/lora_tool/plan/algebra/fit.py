@@ -1,4 +1,4 @@
-"""Which adapters can be computed with: those whose ΔW is B·A and nothing else, of one base."""
+"""Which adapters can be computed with: those of one base whose ΔW is scaling · B·A."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def require_sums(view: AdapterView) -> None:
         )
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
         raise UnsupportedAdapter(
-            f"{config.path}: DoRA scales the rows of W + ΔW, so its change is no product of two factors", hint=merge
+            f"{config.path}: DoRA scales the rows of W + ΔW, so its change is not a product of two factors", hint=merge
         )
     if config.init_lora_weights in INITS_RECOMPUTED:
         raise UnsupportedAdapter(
-            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT takes the untrained factors out of the "
+            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT subtracts the untrained factors from the "
             "base first, so B·A alone is not the change",
             hint=AS_PLAIN_LORA,
         )
@@ -42,7 +42,7 @@ def require_sums(view: AdapterView) -> None:
         )
     if not view.layers:
         raise UnsupportedAdapter(
-            f"{view.adapter.root} has no LoRA layers: there is nothing to compute with", hint=merge
+            f"{view.adapter.root} has no LoRA layers, so there is nothing to compute with", hint=merge
         )
 
 
@@ -52,7 +52,7 @@ def require_one_base(views: Sequence[AdapterView]) -> None:
     for name, view in named[1:]:
         if name != named[0][0]:
             raise IncompatibleBase(
-                f"{named[0][1].adapter.root} was trained on {named[0][0]}, {view.adapter.root} on {name}: their deltas do "
-                "not belong to one model",
-                hint="if the two are the same model, say which to write: `base=MODEL`",
+                f"{named[0][1].adapter.root} was trained on {named[0][0]}, but {view.adapter.root} on {name}: ΔW of different "
+                "bases cannot be added",
+                hint="if the two are the same model, name the one to use: `base=MODEL`",
             )

@@ -72,7 +72,7 @@ def rope_notes(base: ModelDir | None) -> Iterator[str]:
     raw = base.config.raw if base and base.config else {}
     inner = raw.get("rope_parameters")
     if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
-        yield f'mlx-lm reads "rope_theta" at the top of config.json, where {base and base.root} does not have it: add it'
+        yield f'mlx-lm reads "rope_theta" at the top level of config.json; add it there, as {base and base.root} does not have it'
 
 
 def _in_layer(module: str) -> str:

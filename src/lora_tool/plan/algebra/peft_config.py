@@ -1,4 +1,4 @@
-"""The `adapter_config.json` of an adapter whose factors hold all of ΔW: its scaling is 1 everywhere, whatever the ranks."""
+"""The `adapter_config.json` of an adapter whose factors hold all of ΔW: its scaling is 1 at every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN: Mapping[str, Any] = {
     "lora_ga_config": None,
     "loftq_config": {},
 }
-"""What every adapter is whose B·A is its ΔW."""
+"""The fields of every adapter whose B·A is its ΔW."""
 
 
 def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, base: Path | None = None) -> SideFile:
@@ -43,7 +43,7 @@ def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, bas
             if getattr(view.config, name) != getattr(first, name):
                 raise UnsupportedAdapter(
                     f"`{name}` is {getattr(first, name)} in {first.path}, {getattr(view.config, name)} in "
-                    f"{view.config.path}: one adapter cannot be both",
+                    f"{view.config.path}: one adapter cannot have both",
                     hint="merge them into one model instead: lora-tool merge A B -o OUT",
                 )
     raw = {**read_json(first.path), **PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
@@ -59,7 +59,7 @@ def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, bas
 
 
 def base_of(config: AdapterConfig) -> str | None:
-    """Return the base that an adapter names; a folder beside it by its whole path, which is true elsewhere, too."""
+    """Return the base that an adapter names; a folder by its absolute path, which holds from any working directory."""
     if not config.base_model or Path(config.base_model).is_absolute():
         return config.base_model
     beside = config.path.parent / config.base_model

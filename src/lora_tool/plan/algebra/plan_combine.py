@@ -39,14 +39,14 @@ def plan_combine(
 ) -> Plan:
     """Return the plan of the adapter whose ΔW is Σ weight·ΔW of `adapters`. The rules judge them first.
 
-    `weights` are theirs, by default what stands behind the names ("A=0.7"), or 1. Without `rank` and `keep` the sum is
-    exact: factors stand beside one another, and their ranks add up. `rank` is the largest rank that a module gets,
-    `keep` the share of ‖ΔW‖² that each module keeps at least, at the lowest rank that does; both give the best
-    approximation that there is at that rank. The scalings of all adapters are in the new B. Heads and other whole
-    tensors that differ are those of `head_of`, one of the adapters. `base` is the model that all of them belong to, by
-    default the one that their configs name; given, the rules compare them with it. `dtype` None is float32, and the
-    adapters' own type where nothing is rounded. `ignore` are codes of rules. With `rank` or `keep` all factors are read
-    once. Raises `FindingsFound`, `UnsupportedAdapter` for what does not add up, `IncompatibleBase`, `WrongValue`.
+    `weights` are by default those in the names ("A=0.7"), or 1. Without `rank` and `keep` the sum is exact: it puts the
+    factors side by side, so their ranks add up. `rank` is the largest rank of a module; `keep` is the smallest share of
+    ‖ΔW‖² that each module keeps, at the lowest rank that keeps it. Both give the best approximation of that rank. The
+    new B holds the scalings of all adapters. Heads and other whole tensors that differ come from `head_of`, one of the
+    adapters. `base` is the model of all adapters, by default the one that their configs name; the rules compare them
+    with a given one. `dtype` None means the adapters' own dtype where nothing is rounded, else float32. `ignore` are
+    codes of rules. With `rank` or `keep`, planning reads all factors once. Raises `FindingsFound`,
+    `UnsupportedAdapter` for what cannot be added up, `IncompatibleBase`, `WrongValue`.
     """
     names, given = all_weighted(adapters, weights)
     at = None if head_of is None else place_of(head_of, names)
@@ -64,15 +64,15 @@ def plan_resize(
     dtype: DType | str | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan of an adapter with lower ranks: the best approximation of `adapter`'s ΔW that there is.
+    """Return the plan of an adapter with lower ranks: the best approximation of `adapter`'s ΔW at those ranks.
 
-    `rank` is the largest rank that a module gets, `keep` the share of ‖ΔW‖² that each module keeps at least, at the
-    lowest rank that does: one of the two is needed. `dtype` None is float32; `ignore` are codes of rules. All factors
-    are read once. Raises as `plan_combine`.
+    Give one of the two: `rank`, the largest rank of a module, or `keep`, the smallest share of ‖ΔW‖² that each module
+    keeps, at the lowest rank that keeps it. `dtype` None means float32; `ignore` are codes of rules. Planning reads all
+    factors once. Raises as `plan_combine`.
     """
     asked = Ranks(rank=rank, keep=keep)
     if asked.exact:
-        raise WrongValue("rank, keep: one of the two says which rank a module gets", hint="rank=16, or keep=0.99")
+        raise WrongValue("rank, keep: give one of the two", hint="rank=16, or keep=0.99")
     kind = None if dtype is None else float_type(dtype)
     return _planned("resize", (opened_adapter(adapter),), (1.0,), asked, kind, head_of=None, base=None, ignore=ignore)
 
@@ -159,7 +159,7 @@ def _notes(
         yield from rank_lines(ranks)
     else:
         largest = max(sums, key=lambda each: each.rank)
-        yield f"exact: rank {largest.rank} = {' + '.join(str(term.rank) for term in largest.terms)}, nothing is left out"
+        yield f"exact: rank {largest.rank} = {' + '.join(str(term.rank) for term in largest.terms)}, nothing left out"
     scaled = any(weight != 1 for weight in weights)
     if whole and scaled:
-        yield f"weights scale ΔW alone: {counted(len(whole), 'whole tensor')}, such as {whole[0].out.name}, stay as they are"
+        yield f"weights scale only ΔW: {counted(len(whole), 'whole tensor')}, such as {whole[0].out.name}, stay as they are"

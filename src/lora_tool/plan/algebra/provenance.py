@@ -1,4 +1,4 @@
-"""What a computed adapter was made from, by its manifest: so that it can be computed again."""
+"""What a computed adapter was made from, as its manifest says, so that verify can compute it again."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class SumInputs:
     manifest: Manifest
     adapters: tuple[AdapterDir, ...]
     weights: tuple[float, ...]
+    base: ModelDir | None = None
+    """The model that some of it was computed from; None where its inputs' factors were enough."""
 
     @property
     def keep(self) -> float | None:
@@ -55,13 +57,23 @@ class SumInputs:
         name = self.manifest.raw.get("head_of")
         return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
 
+    @property
+    def discarded(self) -> dict[str, float]:
+        """Module → the share of ‖ΔW‖ that was said to be left out."""
+        return dict(_figures(self.manifest, "error"))
+
     def fingerprints(self) -> dict[str, str]:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
-        return {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
+        own = {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
+        return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
 
 
-def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs | None:
+def find_sum(
+    folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
+) -> SumInputs | None:
     """Return a computed adapter with its inputs, `adapters` or those that its manifest names; None for anything else.
+
+    `base` is the model that some of it was computed from, if not the one that the manifest names.
 
     Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
     """
@@ -73,11 +85,18 @@ def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs
     opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
     if len(opened) != len(recorded):
         raise NotACheckpoint(
-            f"{made.root} was computed from {len(recorded)} adapters, {len(opened)} were given",
+            f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
+    named = manifest.input("base")
+    model = (opened_model(base) if base is not None else _model(named, made)) if named else None
     return SumInputs(
-        made=made, stored=stored, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded))
+        made=made,
+        stored=stored,
+        manifest=manifest,
+        adapters=opened,
+        weights=tuple(map(_weight, recorded)),
+        base=model,
     )
 
 
@@ -113,6 +132,14 @@ def _is_extracted(manifest: Manifest) -> bool:
     return manifest.raw.get("operation") == "extract"
 
 
+def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the modules that a manifest has a figure of, and that figure."""
+    listed = manifest.raw.get("modules")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and "module" in entry and isinstance(entry.get(name), int | float):
+            yield str(entry["module"]), float(entry[name])
+
+
 def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
     number = 1
     while entry := manifest.input(input_name(number)):
@@ -145,7 +172,7 @@ def _opened(
         return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{made.root} was {how} from {hub_id or entry.get('path')}, which is not there any more: {error}", hint=hint
+            f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
         ) from error
 
 
@@ -162,13 +189,7 @@ class ExtractInputs:
     @property
     def residuals(self) -> dict[str, float]:
         """Module → how far from the difference its ΔW was said to be."""
-        listed = self.manifest.raw.get("modules")
-        found = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-        return {
-            str(entry["module"]): float(entry["residual"])
-            for entry in found
-            if "module" in entry and isinstance(entry.get("residual"), int | float)
-        }
+        return dict(_figures(self.manifest, "residual"))
 
     @property
     def transposed(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a change of ranks does to each module, in figures: known before anything is written."""
+"""What a change of ranks does to each module, in figures that are known before anything is written."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def keeping_little(modules: Sequence[Kept], share: float, what: str) -> str | No
 def rank_warnings(modules: Sequence[ModuleRank]) -> Iterator[str]:
     """Yield a warning where a module loses much."""
     if (lost := keeping_little(modules, _LITTLE, "‖ΔW‖²")) is not None:
-        yield f"{lost}: --keep {_ENOUGH} chooses each rank by what it keeps"
+        yield f"{lost}: --keep {_ENOUGH} chooses each rank by the share that it keeps"
 
 
 def _span(ranks: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from lora_tool.tensors import DType, StoredTensor
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _CANCELLED = 1e-4
-"""‖ΔW‖ over the sum of its terms' norms, below which they cancel so far that a Gram matrix would show it."""
+"""If ‖ΔW‖ is below this share of the sum of its terms' norms, they cancel too far for a Gram matrix."""
 _NEARLY_SINGULAR = 1e-10
 """An eigenvalue below this share of the largest has lost six digits in a Gram matrix."""
 
@@ -84,8 +84,8 @@ def compressed(factors: Factors, *, rank: int | None = None, keep: float = 1.0) 
     if not all(np.isfinite(gram).all() for gram in grams):
         names = ", ".join(part.name for part in (*factors.b_parts, *factors.a_parts))
         raise UnsupportedAdapter(
-            f"{factors.b_parts[0].path}: a factor of `{factors.module}` holds NaN or infinity, or squares overflow: {names}",
-            hint="lora-tool validate --deep ADAPTER says which",
+            f"{factors.b_parts[0].path}: a factor of `{factors.module}` holds NaN or infinity, or its squares overflow: {names}",
+            hint="lora-tool validate --deep ADAPTER names the tensor",
         )
     lengths = [np.sqrt(np.maximum(np.diag(gram), 0.0)) for gram in grams]
     inverse = [np.divide(1.0, each, out=np.zeros(total), where=each > 0) for each in lengths]

@@ -1,4 +1,4 @@
-"""The modules of a weighted sum of adapters: for each the factors of its ΔW, as matrices, whoever they are from."""
+"""The modules of a weighted sum of adapters: for each the factors of its ΔW, as matrices, from all of the adapters."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _term(layer: LoraLayer, weight: float) -> Term:
     a, b = layer.a, layer.b
     named = layer.any_tensor
     if a is None or b is None or layer.scaling is None or layer.rank is None or layer.strays:
-        raise UnsupportedAdapter(f"{named.path}: `{layer.module}` is no pair of lora_A and lora_B", hint=_WHICH)
+        raise UnsupportedAdapter(f"{named.path}: `{layer.module}` is not a pair of lora_A and lora_B", hint=_WHICH)
     if b.shape[1] != a.shape[0]:
         raise UnsupportedAdapter(
             f"{named.path}: `{layer.module}` is a grouped convolution, whose B belongs to A group by group",
@@ -122,7 +122,7 @@ def _factors(module: str, own: Sequence[tuple[LoraLayer, Term]]) -> Factors:
         if sizes != (terms[0].b.shape[0], inner, layers[0].embedding):
             raise IncompatibleBase(
                 f"`{module}` is [{term.b.shape[0]}, {term.a.shape[1]}] in {term.a.path.parent}, "
-                f"[{terms[0].b.shape[0]}, {terms[0].a.shape[1]}] in {terms[0].a.path.parent}: not adapters of one base",
+                f"[{terms[0].b.shape[0]}, {terms[0].a.shape[1]}] in {terms[0].a.path.parent}: the two adapters have different bases",
                 hint="combine adapters that were trained on the same model",
             )
     return Factors(module=module, terms=terms, embedding=layers[0].embedding, inner=inner, outer=outer)

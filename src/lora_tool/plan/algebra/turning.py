@@ -1,4 +1,4 @@
-"""Which modules lose rank, by which small matrices, and what that costs: all of it before anything is written."""
+"""Which modules lose rank, by which small matrices, and how much of ΔW that loses, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_tool.progress import told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Which rank a module gets: a number, or the least that keeps a share of ‖ΔW‖²; all of it where neither is asked.
+    """The rank of each module: a number, or the least that keeps a share of ‖ΔW‖²; with neither, all of its rank.
 
     Raises `WrongValue`.
     """
@@ -28,7 +28,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.keep is not None:
-            raise WrongValue("rank, keep: one of the two says which rank a module gets, not both")
+            raise WrongValue("rank, keep: give one of the two, not both")
         if self.rank is not None:
             positive(self.rank)
         if self.keep is not None and not 0 < self.keep <= 1:
@@ -49,7 +49,7 @@ class Turned:
 
 
 def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
-    """Return how the modules get to the ranks that are asked for; nothing where nothing is left out.
+    """Return the small matrices that take the modules to the requested ranks; none where nothing is left out.
 
     All factors are read once, by one worker per core. Raises as `compressed`.
     """

@@ -1,4 +1,4 @@
-"""What adapters hold besides LoRA in their sum: heads, saved modules, biases, trained tokens. They do not add up."""
+"""What a sum of adapters holds besides LoRA: heads, saved modules, biases, trained tokens. They cannot be added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WholeTensors:
 def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None = None) -> WholeTensors:
     """Return every whole tensor of the adapters once: those that are the same in all of them, or in one alone.
 
-    Where several have other values, those of `head_of` are taken. Raises `UnsupportedAdapter` where it does not say.
+    If their values differ, those of `head_of` are taken. Raises `UnsupportedAdapter` if they differ without `head_of`.
     """
     kept: dict[str, tuple[StoredTensor, AdapterView]] = {}
     dropped: list[InputRecord] = []
@@ -39,11 +39,11 @@ def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None =
             same = same_values(first, tensor)
             if not same and whose is not head_of:
                 raise UnsupportedAdapter(
-                    f"{tensor.path}: `{tensor.name}` has other values than in {whose.adapter.root}, and whole tensors do "
-                    "not add up as ΔW does",
-                    hint=f"say whose to keep: --head-of {whose.adapter.root}",
+                    f"{tensor.path}: `{tensor.name}` differs from the one in {whose.adapter.root}, and whole tensors "
+                    "cannot be added as ΔW can",
+                    hint=f"choose which to keep: --head-of {whose.adapter.root}",
                 )
-            why = "holds it with the same values" if same else "has the one that was asked for"
+            why = "holds it with the same values" if same else "has the requested one"
             dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
     return WholeTensors(
         steps=tuple(

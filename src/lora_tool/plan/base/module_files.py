@@ -1,6 +1,6 @@
 """The modules of sentence-transformers that go with an embedding model: pooling, normalising, dense layers.
 
-Without them sentence-transformers pools by the mean, and says so in a log line at most.
+Without them sentence-transformers pools by the mean and reports that in a log line at most.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM
 
 @dataclass(slots=True, kw_only=True)
 class ModuleSideFiles:
-    """The files to copy, and what is to be said of them."""
+    """The files to copy, with the notes and warnings about them."""
 
     files: list[SideFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSide
             modules = read_modules(home[0].root)
         except CorruptFile as error:
             found.warnings.append(
-                f"{error}: no modules of sentence-transformers are copied, and it would pool by the mean"
+                f"{error}: the modules of sentence-transformers are not copied, and without them it pools by the mean"
             )
             return found
     taken: set[str] = set()
@@ -86,7 +86,7 @@ def _add_folders(found: ModuleSideFiles, modules: Modules, owners: Sequence[tupl
             found.notes.append(f"not copied from the {whose}: {', '.join(files.left)}")
     if modules.foreign:
         found.warnings.append(
-            f"{MODULES} names {', '.join(modules.foreign)}: code that is not copied, without which "
+            f"{MODULES} names {', '.join(modules.foreign)}, custom code that is not copied: without it "
             f"sentence-transformers cannot load the model; its files are in {modules.root}"
         )
 
@@ -96,7 +96,7 @@ def _say_missing(found: ModuleSideFiles, name: str, modules: Modules) -> None:
     if name in modules.without_files:
         found.notes.append(f"{said}: it needs none")
     else:
-        found.warnings.append(f"{said}: sentence-transformers takes its defaults for it, or cannot load the model")
+        found.warnings.append(f"{said}: sentence-transformers uses defaults for it, or cannot load the model")
 
 
 def _copied(root: Path, name: str, whose: str) -> SideFile:

@@ -1,4 +1,4 @@
-"""The files beside the weights: config, tokenizer, licence. Copied byte for byte, or written and said so."""
+"""The files beside the weights: config, tokenizer, licence. They are copied byte for byte, or written with a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_tok
 
 
 def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
-    """Return what `config.json` must say for a class with this number of labels; nothing where it says so now."""
+    """Return what `config.json` must say for a class with this number of labels; nothing where it says so already."""
     said = base.whole_config.num_labels
     return (
         {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
@@ -166,7 +166,7 @@ def _copied(folder: Folder, name: str, whose: str) -> SideFile:
 
 
 def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
-    """Yield what to say of the base's files and folders that are neither weights nor copied, its code by itself."""
+    """Yield notes on the base's files and folders that are neither weights nor copied, with its code apart."""
     weights = {file.path.name for file in base.weights.files}
     index = {base.weights.index.name} if base.weights.index else set()
     names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
@@ -179,7 +179,7 @@ def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
     if code:
-        yield f"code of the base is never run, and not copied: {', '.join(code)}"
+        yield f"the base's code is neither run nor copied: {', '.join(code)}"
 
 
 _NAMED = 40
@@ -201,7 +201,7 @@ def code_named(files: Iterable[SideFile]) -> Iterator[str]:
         named = table.get("auto_map") if isinstance(table, dict) else None
         if named:
             yield (
-                f"{file.filename} names code (`auto_map`), which is not copied: load what it describes from "
+                f"{file.filename} names code (`auto_map`), which is not copied: load it from "
                 f"{file.source.parent}, or copy the code once you trust it"
             )
 
@@ -213,6 +213,6 @@ def another_dtype(base: ModelDir) -> Iterator[str]:
     if named is not None and held and named not in held:
         found, wanted = ", ".join(sorted(dtype.value for dtype in held)), FLOAT_NAMES[named]
         yield (
-            f"{base.root / model_config.FILE_NAME} says {wanted}, the weights are {found}: they keep their type; "
+            f"{base.root / model_config.FILE_NAME} says {wanted}, but the weights are {found} and keep that dtype; "
             f'`dtype="{wanted}"` merges what transformers and PEFT would load'
         )

@@ -1,4 +1,4 @@
-"""What the merged model is for: a causal language model, a sequence classifier with its head, or another class."""
+"""The task of the merged model: a causal language model, a sequence classifier with its head, or another class."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lora_tool.progress import decided
 
 @enum.unique
 class Task(Choice):
-    """What `--task` takes. REWARD is SEQ_CLS with one label; AUTO is what adapter and base say.
+    """The values of `--task`. REWARD is SEQ_CLS with one label; AUTO follows the adapter and the base.
 
-    AS_TRAINED is the class that the adapter was trained on, which PEFT writes where there is no task type, or else the
-    base's own.
+    AS_TRAINED is the class that the adapter was trained on, which PEFT records if there is no task type, else the
+    class of the base.
     """
 
     AUTO = "auto"
@@ -39,7 +39,7 @@ class Task(Choice):
 
     @property
     def expected(self) -> str | None:
-        """What the rules expect the merged model to be; None where adapter and base say it."""
+        """What the rules expect the merged model to be; None where adapter and base decide it."""
         return None if self in (Task.AUTO, Task.AS_TRAINED) else self.value
 
     @property
@@ -133,16 +133,16 @@ def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, hea
     """
     said = asked if asked is not Task.AUTO else _declared(adapters)
     if said is not None:
-        why = "which was asked for" if asked is not Task.AUTO else "as the adapter's config says"
+        why = "as requested" if asked is not Task.AUTO else "as the adapter's config says"
         decided(f"task: {said}, {why}")
         return said
     modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}
     has_head = head is not None and any(module.startswith(f"{head}.") for module in modules)
     if has_head:
-        decided(f"task: {Task.SEQ_CLS}, for the adapter holds a head, `{head}`")
+        decided(f"task: {Task.SEQ_CLS}, because the adapter holds a head, `{head}`")
         return Task.SEQ_CLS
     task = Task.SEQ_CLS if names_classifier(base.whole_config.architectures) else Task.CAUSAL_LM
     decided(
-        f"task: {task}, for the adapter names none and the base is {some(base.whole_config.architectures) or 'of no class'}"
+        f"task: {task}, because the adapter names none and the base is {some(base.whole_config.architectures) or 'of no class'}"
     )
     return task

@@ -1,4 +1,4 @@
-"""The ends of a merged language model: it has to stop where the tokenizer that it was trained with ends a turn."""
+"""The end tokens of a merged language model: it must stop where the chat template of its training ends a turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EOS = "eos_token_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What the tokenizer changes of how a merged language model generates."""
+    """The generation settings that change with the tokenizer of a merged language model."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     """Changes of `config.json`."""
@@ -47,7 +47,7 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     if end is not None and ends and end.ids.isdisjoint(ends):
         more.append(end.token.id)
         stops = f"the base stops only at {', '.join(map(str, ends))}"
-        text = f"`{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, and {stops}"
+        text = f"`{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, but {stops}"
         note = f"generation stops at {text}"
     return Generation(
         config=_config_changes(base.config, special, more, alone=not old),
@@ -90,7 +90,7 @@ def _file(old: Mapping[str, Any], special: Mapping[str, int], more: Iterable[int
     if not changes:
         return None
     content = json_bytes({**old, **changes}, indent=2, sort_keys=True)
-    reason = f"the base's, with {', '.join(sorted(changes))} of the tokenizer"
+    reason = f"the base's, with {', '.join(sorted(changes))} from the tokenizer"
     return SideFile(filename=FILE_NAME, content=content, reason=reason)
 
 

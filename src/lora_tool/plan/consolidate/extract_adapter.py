@@ -35,7 +35,7 @@ _LORA = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What of a training module goes out, the files beside it, and what to say."""
+    """The tensors of a training module that are written, the files beside them, notes and warnings."""
 
     names: Mapping[str, str]
     """Name in the output → name in the training module."""
@@ -69,7 +69,7 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
             continue
         elif role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
-                f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
+                f"`{name}` was trained, but is neither LoRA nor in `modules_to_save`: an adapter has no place for it",
                 hint='`what="state"` writes every tensor',
             )
         elif role is Role.TRAINED or (role is Role.SAVED and (alone or _may_be_trained(config, key))):
@@ -112,8 +112,8 @@ def _require_ranks(entries: Mapping[str, StateEntry], parsed: Mapping[str, Adapt
         shape = entries[name].shape
         if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
             raise UnsupportedCheckpoint(
-                f"`{name}` has rank {shape[0]}, {config.path} says {config.rank(key.module)}: it is of another run",
-                hint="give the right one: `adapter_config=FILE`",
+                f"`{name}` has rank {shape[0]}, but {config.path} says {config.rank(key.module)}: that config is of another run",
+                hint="give the config of this run: `adapter_config=FILE`",
             )
 
 
@@ -147,8 +147,8 @@ def _left_behind(entries: Mapping[str, StateEntry], taken: frozenset[str]) -> It
             if part is Part.ORIGINAL_MODULE:
                 yield name, "the frozen original of a module that was trained whole"
             elif part in _LORA:
-                yield name, "of another, frozen adapter"
+                yield name, "belongs to another, frozen adapter"
             elif entries[name].role is Role.SAVED:
-                yield name, "not LoRA: the base model has it, unless it was trained, which the checkpoint does not say"
+                yield name, "not LoRA: the base model has it; the checkpoint does not say whether it was trained"
             else:
                 yield name, "frozen: the base model has it"

@@ -37,12 +37,14 @@ from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, Tenso
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
 """Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
+_MEGATRON = re.compile(r"(\A|\.)decoder\.layers\.(\d+\.)?(self_attention|mlp)\.(experts\.)*linear_(qkv|proj|fc[12])\.")
+"""Names of Megatron's modules."""
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
 
 @enum.unique
 class What(Choice):
-    """What `--what` takes."""
+    """The values of `--what`."""
 
     AUTO = "auto"
     """An adapter where there are LoRA tensors, else a model."""
@@ -65,15 +67,16 @@ def plan_consolidate(
 ) -> Plan:
     """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
 
-    Nothing is written, and no values are read. `what` is "adapter", "model", "state", or "auto": an adapter where there
-    are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
-    file of that name or its folder, or the file of the run's arguments, where none lies near the checkpoint. Without
-    one the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`. `dtype` None keeps each tensor's own:
-    float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
-    codes of faults, or their beginnings, to go on in spite of: they are among the plan's findings. Whoever executes the
-    plan looks once at every byte that it uses (CRC32, NaN, all-zero parts, rounding), unless all of that is ignored.
-    Raises `FindingsFound` for faults that are errors, as the execution does for those of the values; `UnknownRule` for
-    a code that no rule has; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together at all.
+    Writes nothing and reads no values. `what` is "adapter", "model", "state", or "auto": an adapter if there are LoRA
+    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config` is
+    adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If there
+    is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
+    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones. `max_shard_bytes`
+    None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not refuse the checkpoint;
+    they stay among the plan's findings. The execution of the plan checks every byte that it uses (CRC32, NaN, all-zero
+    parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for errors, as the execution
+    does for errors in the values; `UnknownRule` for a code that no rule has; `UnsupportedCheckpoint` and
+    `CheckpointError` for a checkpoint that cannot be consolidated.
     """
     ignored = _rules(codes(ignore))
     dtype = None if dtype is None else float_type(dtype)
@@ -83,7 +86,7 @@ def plan_consolidate(
     target, lora = What(what), has_lora(state.entries)
     if target is What.AUTO:
         target = What.ADAPTER if lora else What.MODEL
-        decided(f"what: {target}, for there are {'' if lora else 'no '}LoRA tensors")
+        decided(f"what: {target}, because there are {'' if lora else 'no '}LoRA tensors")
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
         if target is What.ADAPTER and lora
@@ -159,13 +162,19 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
     if foreign is not None:
         raise UnsupportedCheckpoint(
             f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
-            "of these tensors would be the base with the adapter beside it, unmerged",
+            "of these tensors would be the base with an unmerged adapter beside it",
             hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
+        )
+    fused = next(filter(_MEGATRON.search, state.entries), None)
+    if fused is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is a model of Megatron's, under names that are not transformers' (`{fused}`)",
+            hint='convert it with the program that trained it; `what="state"` writes every tensor',
         )
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
-            f"{state.folder} is of a PEFT model: it is not a model by itself",
-            hint='take the adapter out with `what="adapter"`, then merge it; `what="state"` writes every tensor',
+            f"{state.folder} holds a PEFT model, which is not a plain model",
+            hint='consolidate the adapter with `what="adapter"`, then merge it; `what="state"` writes every tensor',
         )
     files, warnings = _model_files(state, dtype or _usual_dtype(state))
     return Selection(
@@ -178,11 +187,11 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
 
 
 def _require_shapes(state: TrainingState, selection: Selection) -> None:
-    """Raise `UnsupportedCheckpoint` where a tensor that is wanted is a row of elements without a shape."""
+    """Raise `UnsupportedCheckpoint` if a requested tensor is a row of elements without a shape."""
     lost = sorted(state.shapeless.intersection(selection.names.values()))
     if lost:
         more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
-        message = f"`{lost[0]}`{more} saved flat, {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
+        message = f"`{lost[0]}`{more} saved as {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
         hint = f"put the model's {model_config.FILE_NAME} beside the rank files: a head's shape follows from its hidden size"
         raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
 
@@ -196,8 +205,8 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             severity=Severity.ERROR,
             path=str(state.folder),
             subject=lost[0],
-            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
-            hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes what there is',
+            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen parameters were not saved",
+            hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes the tensors that exist',
         )
 
 
@@ -206,7 +215,7 @@ def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:
     names = {keys.unwrapped(name): name for name in entries}
     if len(names) != len(entries):
         raise UnsupportedCheckpoint(
-            "two tensors have one name without their wrappers", hint='`what="state"` writes both'
+            "two tensors have the same name without their wrappers", hint='`what="state"` writes both'
         )
     while names and all(name.startswith("module.") for name in names):
         names = {name.removeprefix("module."): saved for name, saved in names.items()}
@@ -222,7 +231,7 @@ def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ..
     raw: dict[str, Any] = dict(read_json(path))
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = FLOAT_NAMES[dtype]
-    reason = f"that of {path.parent}, with the type that the weights now have"
+    reason = f"that of {path.parent}, with the dtype of the written weights"
     config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
     generation = _find(state, generation_config.FILE_NAME)
     copied = (

@@ -1,8 +1,8 @@
 """The `adapter_config.json` of an adapter that has none: rank and targets from the tensors, alpha from the run's files.
 
-Nothing is guessed. What a tensor tells is taken from the tensors, and a file that says otherwise is of another run.
-What only the run's files tell is taken from them, and each field's origin is recorded; alpha, without which there is no
-scaling, is asked for by name where no file has it.
+Nothing is guessed. What the tensors tell is taken from them, and a file that contradicts them is of another run. The
+other fields come from the run's files, with their origin recorded. If no file has alpha, without which there is no
+scaling, the user must give it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TENSORS = "the tensors"
 _ASK = "say it: `lora_alpha=N`"
 _FACTORS = frozenset({Part.LORA_A, Part.EMBEDDING_A})
 _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alpha_pattern")
-"""What decides about ΔW and stands in no tensor."""
+"""Fields that decide about ΔW and that no tensor tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def adapter_config_of(
     """
     path = _config_path(given, state.near)
     if path is not None:
-        decided(f"adapter config: {path}, {'which was given' if given else 'the nearest'}")
+        decided(f"adapter config: {path}, {'as requested' if given else 'the nearest'}")
         config = read_adapter_config(path)
         if lora_alpha is not None and config.lora_alpha != lora_alpha:
             raise WrongValue(f"lora_alpha: {path} says {config.lora_alpha:g}, found {lora_alpha:g}")
@@ -68,7 +68,7 @@ def adapter_config_of(
     own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None)}
     tensors = dict(_of_tensors(state, own))
     recipes = _recipes(state.near, given, tensors)
-    decided("adapter config: none is near, so it is rebuilt from the tensors and what the trainer wrote down")
+    decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
     return _rebuilt(state, tensors, recipes, given, lora_alpha)
 
 
@@ -85,12 +85,14 @@ def _recipes(near: Iterable[Path], given: Path | None, tensors: Mapping[str, Any
         recipe = read_recipe(given)
         if recipe is None:
             raise UnsupportedCheckpoint(
-                f"{given} says nothing of a LoRA run: neither its rank nor alpha",
+                f"{given} describes no LoRA run: it has neither rank nor alpha",
                 hint=f"give adapter_config.json, or the file of the run's arguments: {', '.join(NAMED)}, …",
             )
         if not _of_this_run(recipe, tensors):
-            message = f"{given} says rank {recipe.rank}, the tensors have {tensors['r']}: it is of another run"
-            raise UnsupportedCheckpoint(message, hint="give the right one: `adapter_config=FILE`")
+            message = (
+                f"{given} says rank {recipe.rank}, but the tensors have {tensors['r']}: the file is of another run"
+            )
+            raise UnsupportedCheckpoint(message, hint="give the file of this run: `adapter_config=FILE`")
         return (recipe,)
     for folder in near:
         found = tuple(recipe for recipe in recipes_in(folder) if _of_this_run(recipe, tensors))
@@ -121,7 +123,7 @@ def _rebuilt(
         for name, value in recipe.fields.items():
             if name in _MUST_AGREE and name in origins and fields[name] != value and origins[name] != _TENSORS:
                 raise UnsupportedCheckpoint(
-                    f"`{name}` is {fields[name]} by {origins[name]}, and {value} by {recipe.path}",
+                    f"`{name}` is {fields[name]} in {origins[name]}, but {value} in {recipe.path}",
                     hint="give the file of this run: `adapter_config=FILE`",
                 )
             if name not in origins:
@@ -135,19 +137,19 @@ def _rebuilt(
         places = ", ".join(map(str, (given,) if given else state.near))
         for stranger in () if given else _strangers(state.near, tensors):
             raise UnsupportedCheckpoint(
-                f"{stranger.path} says rank {stranger.rank}, the tensors have {tensors['r']}: it is of another run, and "
-                "no other file tells alpha",
+                f"{stranger.path} says rank {stranger.rank}, but the tensors have {tensors['r']}: the file is of another run, and "
+                "no other file has alpha",
                 hint=_ASK,
             )
         raise IncompleteCheckpoint(
-            f"no {FILE_NAME} in {places}: rank and targets are in the tensors, and no file there tells alpha "
+            f"no {FILE_NAME} in {places}: the tensors tell rank and targets, but no file there has alpha "
             f"({', '.join((*NAMED, TRAINING_ARGS))}, a YAML file of the run)",
             hint=f"{_ASK}; or give the config that the run began with: `adapter_config=FILE`",
         )
     warnings = tuple(_unknown(fields))
     head = next(filter(is_new_head, tensors["target_modules"]), None)
     if head is not None and fields.get("task_type") in ADDED_BY_PEFT:
-        said = f"{fields.pop('task_type')} by {origins.pop('task_type')}"
+        said = f"{fields.pop('task_type')} from {origins.pop('task_type')}"
         text = f"task_type is left out: with {said} PEFT would save `{head}` whole, which has LoRA here"
         warnings = (*warnings, text)
     where = next((recipe.path.parent for recipe in recipes), state.folder)
@@ -156,17 +158,17 @@ def _rebuilt(
 
 
 def _unknown(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ΔW depends on and nothing tells."""
+    """Yield a warning for each field that decides about ΔW and that neither tensors nor files tell."""
     if "use_rslora" not in fields:
         factor = fields["r"] ** 0.5
         yield (
-            f"{FILE_NAME} is rebuilt, and no file says whether the run used rsLoRA: taken as false; with rsLoRA every "
+            f"{FILE_NAME} is rebuilt, and no file says whether the run used rsLoRA: use_rslora is set to false; with rsLoRA every "
             f"ΔW would be {factor:.3g} times as large"
         )
     if "rank_pattern" in fields and "alpha_pattern" not in fields:
         yield (
-            f"{FILE_NAME} is rebuilt: ranks differ by module, and no file says whether alpha does, too; "
-            f"{fields['lora_alpha']} is taken for all"
+            f"{FILE_NAME} is rebuilt: ranks differ by module, and no file says whether alpha does too; "
+            f"all modules get {fields['lora_alpha']}"
         )
 
 

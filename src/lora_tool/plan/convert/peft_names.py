@@ -1,4 +1,4 @@
-"""The names that PEFT gives an adapter's tensors, for an adapter whose names are others."""
+"""The names that PEFT gives an adapter's tensors, for an adapter with other names."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftN
             continue
         if not same_values(tensors[first], tensors[name]):
             raise UnsupportedAdapter(
-                f"`{name}` and `{first}` would be one tensor of the adapter, and have other values",
-                hint="remove the one that is not the trained one, or save the adapter again with PEFT",
+                f"`{name}` and `{first}` would be one tensor of the adapter, but have different values",
+                hint="remove the one that was not trained, or save the adapter again with PEFT",
             )
         dropped.append((name, f"the same as `{first}`"))
     changes = dict(_changes(view.config))
@@ -74,13 +74,13 @@ def _require_one_adapter(view: AdapterView) -> None:
     named = sorted({layer.adapter_name for layer in view.layers if layer.adapter_name is not None})
     if len(named) > 1:
         raise UnsupportedAdapter(
-            f"{view.adapter.root} holds {len(named)} adapters ({', '.join(named)}); PEFT loads one from a file",
-            hint="save each by itself: model.save_pretrained(FOLDER, selected_adapters=[NAME])",
+            f"{view.adapter.root} holds {len(named)} adapters ({', '.join(named)}), but PEFT loads only one from a file",
+            hint="save each into its own folder: model.save_pretrained(FOLDER, selected_adapters=[NAME])",
         )
 
 
 _ATTRIBUTES = {"trainable_token_indices": "token_indices"}
-"""Fields of the file that `AdapterConfig` calls otherwise."""
+"""Field of the file → its name in `AdapterConfig`, where the two differ."""
 _ONE_VALUE = "write the module's path once, without the wrapper, with the value that was trained"
 _LISTS = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters")
 _TABLES = ("rank_pattern", "alpha_pattern", "trainable_token_indices")

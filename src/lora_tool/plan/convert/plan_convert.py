@@ -31,9 +31,9 @@ from lora_tool.sources import source_of
 from lora_tool.tensors import FileStamp
 
 _JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
-"""What decides whether PEFT loads an adapter, with nothing missing and nothing left over."""
+"""The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
 _BESIDE = "LT222"
-"""What is said of weights that stay beside the adapter."""
+"""The rule that reports weights beside the adapter."""
 
 
 def plan_convert(
@@ -53,7 +53,7 @@ def plan_convert(
     "mlx": what MLX-LM reads, every tensor with its values, transposed. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
     None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
     causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
-    are codes to go on in spite of. Raises `FindingsFound` for what they call an error, `UnsupportedAdapter` for names
+    are codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for names
     that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """
     form, ignored = AdapterForm(to), codes(ignore)
@@ -110,22 +110,24 @@ def plan_convert(
 
 
 def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None) -> str:
-    """Return what settles how names are meant."""
+    """Return the hint for names that fit two readings."""
     if config.task_type is None and base is not None:
-        return f'write what it was trained for into {config.path.name}: "task_type": "CAUSAL_LM"'
+        return f'write the task of the training into {config.path.name}: "task_type": "CAUSAL_LM"'
     return f"give the model that it was trained on: lora-tool convert {shlex.quote(str(adapter.root))} --to peft --base MODEL"
 
 
 def _why_not_compared(base: ModelDir | None, why_no_base: str) -> str:
     kind = base.config.model_type if base is not None and base.config is not None else None
-    return why_no_base if base is None else f"no table knows those of a {kind or 'model without a type'}"
+    return (
+        why_no_base if base is None else f"lora-tool has no table of the modules of a {kind or 'model without a type'}"
+    )
 
 
 def _constant(head: ValueHead) -> str:
     without = (
-        f", without its bias: every reward is {head.constant:.9g} less than the value head's" if head.constant else ""
+        f", without its bias: every reward is {head.constant:.9g} lower than the value head's" if head.constant else ""
     )
-    return f"the score head is that of {head.name}{without}"
+    return f"the score head comes from {head.name}{without}"
 
 
 def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:

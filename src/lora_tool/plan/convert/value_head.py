@@ -2,7 +2,7 @@
 
 LLaMA-Factory and TRL's PPO put a linear layer with one output, ``v_head.summary``, on the last hidden state of a causal
 LM, and save it beside the adapter. The classifier that transformers has for the same model puts `score` on the same
-hidden state, without a bias: its rewards are the value head's less one constant, which changes no comparison.
+hidden state, without a bias: its rewards are those of the value head minus one constant, which changes no comparison.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GIVE_BASE = "give the model that it was trained on: --base MODEL"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueHead:
-    """The head that lies beside an adapter. `constant` is its bias, which every reward is less without it."""
+    """The value head beside an adapter. `constant` is its bias; without it every reward is lower by that much."""
 
     weights: Weights
     weight: StoredTensor
@@ -45,7 +45,7 @@ class ValueHead:
 def value_head_of(adapter: AdapterDir) -> ValueHead:
     """Return the value head beside an adapter.
 
-    Raises `UnsupportedAdapter` where there is none, or one of another form; `CorruptFile` where it cannot be read.
+    Raises `UnsupportedAdapter` if there is none or it has another form; `CorruptFile` if it cannot be read.
     """
     name = next((name for name in _FILES if name in adapter.folder.files), None)
     if name is None:
@@ -64,7 +64,7 @@ def value_head_of(adapter: AdapterDir) -> ValueHead:
         found = ", ".join(f"{each.name} {list(each.shape)}" for each in tensors.values()) or "nothing"
         raise UnsupportedAdapter(
             f"{adapter.root / name}: expected {_WEIGHT} of shape [1, hidden size] and {_BIAS}, found {found[:200]}",
-            hint="use it with the program that trained it",
+            hint="use the value head with the program that trained it",
         )
     return ValueHead(weights=weights, weight=weight, constant=0.0 if bias is None else _value(bias))
 
@@ -78,27 +78,27 @@ def with_score(named: PeftNames, head: ValueHead, adapter: AdapterDir, base: Mod
     config = base.config if base is not None else None
     if base is None or config is None:
         raise UnsupportedAdapter(
-            f"{adapter.root}: whether its base has a classifier with a score head is not known, as the base is not at hand",
+            f"{adapter.root}: the base is not at hand, so lora-tool cannot tell whether it has a classifier with a score head",
             hint=_GIVE_BASE,
         )
     arch = architecture_of(config.model_type or "")
     if arch is None or arch.head != _SCORE or arch.causal_lm is None or config.custom_code:
         raise UnsupportedAdapter(
-            f"{base.root}: no classifier of a {config.model_type or 'model without a type'} is known to put a linear "
+            f"{base.root}: lora-tool knows no classifier of a {config.model_type or 'model without a type'} that puts a linear "
             "layer without a bias on the hidden state of its causal LM",
             hint="use the value head with the program that trained it",
         )
     hidden = config.raw.get("hidden_size")
     if isinstance(hidden, int) and hidden != head.weight.shape[1]:
         raise UnsupportedAdapter(
-            f"{head.weight.path}: `{_WEIGHT}` has {head.weight.shape[1]} columns, the hidden size of {base.root} is {hidden}",
+            f"{head.weight.path}: `{_WEIGHT}` has {head.weight.shape[1]} columns, but the hidden size of {base.root} is {hidden}",
             hint=_GIVE_BASE,
         )
     output = next((name for name in named.tensors if is_output(parse(name).module)), None)
     if output is not None:
         raise UnsupportedAdapter(
             f"`{output}`: the adapter changes the output layer, which a classifier does not have",
-            hint="the policy with its output layer is another adapter: convert without --rm",
+            hint="to convert the policy with its output layer, leave out --rm",
         )
     saved = tuple(dict.fromkeys((*named.config.modules_to_save, _SCORE)))
     changes: Mapping[str, object] = {"task_type": _TASK, "modules_to_save": list(saved)}

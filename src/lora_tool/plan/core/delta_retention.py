@@ -46,7 +46,7 @@ class DeltaRetention:
         return self.shared / math.sqrt(self.meant * self.written) if self.written else 0.0
 
     def as_json(self) -> dict[str, float | None]:
-        """Return what the manifest says of it."""
+        """Return its entry in the manifest."""
         kept, cosine = self.kept, self.cosine
         return {
             "kept": None if kept is None else round(kept, _DIGITS),
@@ -65,13 +65,13 @@ def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
 
 
 def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
-    """Return advice where too little survives, None where enough does."""
+    """Return advice if too little of ΔW survives, None if enough does."""
     if found is None or found["cosine"] is None or found["cosine"] >= BAD_COSINE:
         return None
     dtypes = sorted({step.out.dtype.value for step in plan.steps if step.out.name in found["weakest"]})
     return (
-        f"only {found['kept']:.0%} of the change survives rounding to {', '.join(dtypes)} (cosine {found['cosine']:.2f}): "
-        "it is small against the weights; --dtype float32 keeps all of it, or serve the adapter unmerged"
+        f"only {found['kept']:.0%} of ΔW survives rounding to {', '.join(dtypes)} (cosine {found['cosine']:.2f}): "
+        "it is small relative to the weights; --dtype float32 keeps all of it, or serve the adapter unmerged"
     )
 
 

@@ -1,7 +1,7 @@
 """The operations that make LoRA factors of other factors: columns beside one another, and products with a small matrix.
 
-Both are in float64 and rounded once, whatever the precision of the plan: a factor is small, and a scaling or a rotation
-of it must cost nothing that its own type does not cost.
+Both are in float64 and rounded once, at every precision of the plan: a factor is small, and a scaling or a rotation of
+it must lose no more than its own dtype loses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SmallMatrix:
         return SmallMatrix.of(self.values[:, first : first + columns])
 
     def describe(self) -> dict[str, Any]:
-        """Return its size and what it is known again by, as JSON data."""
+        """Return its size and digest, as JSON data."""
         return {"rows": self.rows, "columns": self.columns, "sha256": hashlib.sha256(self.data).hexdigest()}
 
 
@@ -106,7 +106,7 @@ class Beside(_FactorOperation):
 
     @property
     def source(self) -> StoredTensor:
-        """The first part's tensor: what a message names."""
+        """The first part's tensor, which messages name."""
         return self.parts[0].tensor
 
     @property
@@ -162,7 +162,7 @@ class Mix(_FactorOperation):
 
     @property
     def source(self) -> StoredTensor:
-        """The first part: what a message names."""
+        """The first part, which messages name."""
         return self.parts[0]
 
     @property
@@ -177,7 +177,7 @@ class Mix(_FactorOperation):
         return Sums(deltas=1, products=self.matrix.rows)
 
     def __str__(self) -> str:
-        return f"turned from rank {self.matrix.rows} to rank {self.matrix.columns}"
+        return f"recompressed from rank {self.matrix.rows} to rank {self.matrix.columns}"
 
     def cut(self, start: int, rows: int) -> tuple[Mix, ...]:
         """See `RowOp`."""
@@ -198,4 +198,4 @@ class Mix(_FactorOperation):
 
 
 FactorOp = Beside | Mix
-"""What makes factors of factors."""
+"""The operations that make factors of factors."""

@@ -1,4 +1,4 @@
-"""What `lora_tool.json` records, and how an input is known again later."""
+"""What `lora_tool.json` records, and how an input is recognised later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hub_sha256(path: Path) -> str | None:
 
 
 def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, Any]:
-    """Return the manifest's entry of one input: where it was, which revision, how to know it again."""
+    """Return the manifest's entry of one input: its place, its revision, and its fingerprint."""
     return {
         "path": None if source.hub_id else str(source.path.resolve()),
         "hub_id": source.hub_id,
@@ -51,7 +51,7 @@ def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, A
 
 
 def input_name(number: int) -> str:
-    """Return what the manifest calls the adapter of that number: `adapter`, then `adapter 2` and so on."""
+    """Return the manifest's name for the adapter of that number: `adapter`, then `adapter 2` and so on."""
     return "adapter" if number == 1 else f"adapter {number}"
 
 
@@ -88,8 +88,9 @@ def manifest_bytes(
 ) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes.
 
-    `hashes` are those of `plan.hashed`, `survived` says of each changed tensor what rounding left of the change,
-    `arithmetic` what computed the values, None where nothing did, `verification` what a check of the written folder found, None without one.
+    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding; `arithmetic`
+    names the backends that computed values, None if every tensor was copied; `verification` is the result of a check of
+    the written folder, None without one.
     """
     fidelity = summary(survived)
     table = {
@@ -98,7 +99,7 @@ def manifest_bytes(
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "arithmetic": arithmetic,
-        "versions": _versions(plan.precision.packages),
+        "versions": _versions(() if plan.only_copies else plan.precision.packages),
         "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),

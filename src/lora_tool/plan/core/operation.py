@@ -1,4 +1,4 @@
-"""What every operation states of itself: whoever handles operations reads this, and seldom asks which one it has."""
+"""What every operation states about itself, so that most code need not ask which operation it has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ InputNames = Mapping[Path, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The sums behind each value of an output, which decide how far rounding may take it from the exact one."""
+    """The sums behind each value of an output, which bound its distance from the exact value."""
 
     deltas: int = 0
     """How many are added to the source, one after the other."""
@@ -68,7 +68,7 @@ class Operation(ABC):
     def reference(self, read: Read) -> Values:
         """Return the output's values by the formula that defines the operation, whole, in float64.
 
-        `read` gives an input's values. Slow, and apart from the arithmetic of writing and verifying: both are tested
+        `read` gives an input's values. Slow, and independent of the code that writes and verifies: both are tested
         against it.
         """
 
@@ -84,7 +84,7 @@ class Operation(ABC):
 
     @property
     def special_rows(self) -> tuple[int, ...]:
-        """Rows of the output that are made unlike the others: a sample that left them out would prove nothing."""
+        """Rows of the output that are computed differently from the others, so that a sample must include them."""
         return ()
 
 

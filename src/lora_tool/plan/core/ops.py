@@ -1,7 +1,7 @@
 """The operations that make output tensors: frozen data that state their own inputs, rows, text and formula.
 
-`Op` is a closed union. Who computes or recomputes matches it exhaustively, so that mypy names whoever forgets one; all
-others ask what `Operation` states.
+`Op` is a closed union. Code that computes or recomputes matches it exhaustively, so that mypy names each forgotten case;
+all other code asks what `Operation` states.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lora_tool.choices import Choice
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -27,7 +28,7 @@ _STACK = 3
 
 @enum.unique
 class Precision(Choice):
-    """The arithmetic of a merge; the manifest states it."""
+    """The arithmetic of a merge; the manifest records it."""
 
     FLOAT32 = "float32"
     """W + s·(B·A) accumulated in float32 and rounded once: by the compiled kernel, else in numpy."""
@@ -38,7 +39,7 @@ class Precision(Choice):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages that compute so, whose versions decide about the bits."""
+        """The packages that compute with it, whose versions decide about the bits."""
         return ("numpy", "torch") if self is Precision.PEFT else ("numpy",)
 
 
@@ -51,7 +52,7 @@ class _RowOperation(Operation):
 
     @property
     def sums(self) -> Sums:
-        """What a bound of the output's rounding is made from: one rounding of the source's value if nothing is added."""
+        """The sums that bound the output's rounding error; with nothing added it is one rounding of the source's value."""
         return Sums()
 
     @property
@@ -107,7 +108,7 @@ class Cast(_Kept):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dequantise(_Kept):
-    """What a quantised source stands for, rounded to the output's dtype."""
+    """The values that a quantised source stands for, rounded to the output's dtype."""
 
     def __str__(self) -> str:
         return f"dequantised from {encoding_of(self.source)}"
@@ -117,7 +118,7 @@ class Dequantise(_Kept):
 
 
 def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast | Dequantise:
-    """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    """Return the operation that writes a tensor as `dtype`: a copy of its bytes if it has that dtype, else a cast."""
     if encoding_of(source) is not None:
         return Dequantise(source=source)
     return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
@@ -152,7 +153,7 @@ class LoraDelta(_RowOperation):
         return self.init
 
     def __str__(self) -> str:
-        first = f", the base first changed as {self.init} does" if self.init else ""
+        first = f", after the change of the base that {self.init} makes" if self.init else ""
         return " + ".join(f"LoRA {term}" for term in self.terms) + first
 
     def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
@@ -315,23 +316,23 @@ class BiasDelta(_RowOperation):
 
 
 LowRank = LoraDelta | DoraDelta
-"""What adds products of low rank."""
+"""The operations that add products of low rank."""
 
 OnSource = Copy | Cast | Dequantise | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
-"""What can be done to one source, whose rows are the output's."""
+"""The operations on one source whose rows are the output's rows."""
 RowOp = OnSource | FactorOp
-"""What makes rows of an output. A closed union: whoever computes one handles all."""
+"""The operations that make rows of an output. A closed union: code that computes one handles all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assemble(Operation):
-    """What the parts make of their sources, one below the other: an output whose rows have different deltas."""
+    """The results of the parts, one below the other: an output whose rows have different deltas."""
 
     parts: tuple[RowOp, ...]
 
     @property
     def source(self) -> StoredTensor:
-        """The first part's source: what a message names."""
+        """The first part's source, which messages name."""
         return self.parts[0].source
 
     @property
@@ -351,13 +352,16 @@ class Assemble(Operation):
         return np.concatenate([part.reference(read) for part in self.parts])
 
 
-Op = RowOp | Assemble
-"""Everything that can be done to make an output tensor."""
+Computed = RowOp | Assemble
+"""All operations that compute numbers."""
+Op = Computed | Requantise[Computed]
+"""All operations that make an output tensor."""
 
 
 def row_ops(op: Op) -> tuple[RowOp, ...]:
-    """Return the operations that make the output's rows from top to bottom: of most one."""
-    return op.parts if isinstance(op, Assemble) else (op,)
+    """Return the operations that make the output's rows from top to bottom, of most one; of what is requantised its numbers'."""
+    made = op.made if isinstance(op, Requantise) else op
+    return made.parts if isinstance(made, Assemble) else (made,)
 
 
 def _described(

@@ -20,7 +20,7 @@ from lora_tool.tensors import FileStamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that will be written, and where each input tensor goes. `notes` are the summary's lines."""
+    """Everything that will be written, and where each input tensor goes. `notes` are the lines of the summary."""
 
     shards: tuple[Shard, ...]
     side_files: tuple[SideFile, ...]
@@ -33,9 +33,9 @@ class Plan:
     hashed: tuple[Path, ...] = ()
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     findings: tuple[Finding, ...] = ()
-    """What the rules say of the inputs, nothing of which refused the plan."""
+    """The findings of the rules about the inputs, none of which refused the plan."""
     values: ValueCheck | None = None
-    """The look at the values of the inputs that is taken while they are copied."""
+    """The check of the inputs' values, which runs while they are copied."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def expected(self) -> Expected:
-        """What it would write, in the words of the rules that judge a merged model."""
+        """What the plan would write, in the form that the rules for merged models read."""
         return Expected(tensors={step.out.name: step.out for step in self.steps}, files=self.side_files)
 
     @property
@@ -71,11 +71,13 @@ class Plan:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What is known of the result before it is written, as JSON data: the modules of an adapter that is computed."""
-        return {"modules": self.manifest["modules"]} if "modules" in self.manifest else {}
+        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's modules,
+        and how much of ΔW requantised weights keep.
+        """
+        return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
 
     def counts(self) -> dict[str, int]:
-        """Return how many tensors have each fate, of the output first, then of the inputs."""
+        """Return how many tensors each action has: of the output first, then of the inputs."""
         fates = [step.action.value for step in self.steps] + [item.action.value for item in self.leftovers]
         return {fate: fates.count(fate) for fate in dict.fromkeys(fates)}
 

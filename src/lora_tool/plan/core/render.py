@@ -20,7 +20,7 @@ def plan_lines(
     side_files: Iterable[SideFile],
     leftovers: Iterable[InputRecord],
 ) -> Iterator[str]:
-    """Yield a plan's lines: notes, what happens to how many tensors, files, and one step of each sort."""
+    """Yield a plan's lines: notes, the number of tensors for each action, files, and one step of each sort."""
     yield from map(printable, notes)
     yield "tensors: " + ", ".join(f"{count} {action}" for action, count in counts.items())
     nbytes = sum(shard.data_bytes for shard in shards)

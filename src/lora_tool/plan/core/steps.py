@@ -1,4 +1,4 @@
-"""What a plan consists of: steps in weight files, files beside them, and input tensors that make none of their own."""
+"""The parts of a plan: steps in weight files, files beside them, and input tensors without an output of that name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_tool.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One output tensor: its spec, the operation that makes it, its fate and the reason in words."""
+    """One output tensor: its spec, the operation that makes it, the action and the reason in words."""
 
     out: TensorSpec
     op: Op
@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRecord:
-    """An input tensor that makes no output tensor of its own name: dropped, or consumed by a step."""
+    """An input tensor without an output tensor of the same name: dropped, or consumed by a step."""
 
     path: Path
     name: str
@@ -52,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideFile:
-    """A file that is no weights file: copied from `source`, or written with `content`."""
+    """A file without weights: copied from `source`, or written with `content`."""
 
     filename: str
     reason: str

@@ -1,4 +1,4 @@
-"""What every later step of a merge reads of the base: the decisions about its model, and its tensors as in memory.
+"""The base as every later step of a merge reads it: the decisions about its model, and its tensors as in memory.
 
 `DirectBase` is a base that is stored so, `ConvertedBase` one that transformers translates; `read_base` decides which.
 """
@@ -49,7 +49,7 @@ class BaseView(Protocol):
 
     @property
     def missing_keys(self) -> frozenset[str]:
-        """Parameters of the class that the base has nothing for."""
+        """Parameters of the class for which the base has no tensor."""
 
     @property
     def tied_by_config(self) -> Mapping[str, str]:
@@ -106,7 +106,7 @@ class DirectBase:
 
 def direct_base(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> DirectBase:
     """Return the view of a plainly stored base, without the buffers of old checkpoints, which transformers computes."""
-    reason = "a buffer that transformers computes by itself and does not load"
+    reason = "a buffer that transformers computes and never loads"
     leftovers = tuple(
         InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
         for name, tensor in base.tensors.items()

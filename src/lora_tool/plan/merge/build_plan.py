@@ -176,8 +176,8 @@ def _one_delta_note(merge: MergeContext) -> Iterator[str]:
     if tied is not None and merge.ends.trained_as_one:
         output, embedding = (name.removesuffix(".weight") for name in (tied.output, tied.embedding.name))
         yield (
-            f"`{output}` and `{embedding}` are one matrix and were trained with one ΔW, which is added once: PEFT's merge "
-            "adds it for each of them"
+            f"`{output}` and `{embedding}` are one matrix and were trained with one ΔW, which the merge adds once; PEFT's merge "
+            "adds it twice"
         )
 
 
@@ -194,12 +194,12 @@ def _task_note(merge: MergeContext) -> str:
 
 
 def _weight_note(merge: MergeContext) -> Iterator[str]:
-    """Yield what a weight does not scale."""
+    """Yield a note on the tensors that a weight does not scale."""
     for part in merge.adapted:
         whole = [*part.modules.saved, *part.modules.tokens]
         if part.weight != 1 and whole:
             others = f" and {counted(len(whole) - 1, 'other')}" if len(whole) > 1 else ""
-            yield f"the weight {part.weight:g} scales ΔW alone: {whole[0]}{others} of {part.adapter.root} stay as trained"
+            yield f"the weight {part.weight:g} scales only ΔW: {whole[0]}{others} of {part.adapter.root} stay as trained"
 
 
 def _stamps(merge: MergeContext, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:

@@ -1,4 +1,4 @@
-"""Everything that the steps of a merge are made from: the model, what the adapters do, its head and its ends, settled once."""
+"""Everything that the steps of a merge need, decided once: the model, what the adapters do, the head and the ends."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def _head_and_labels(view: BaseView, modules: AdapterModules, *, asked: int | No
         return head, head.num_labels
     if view.task is Task.CAUSAL_LM and view.arch.causal_lm is None:
         raise UnsupportedAdapter(
-            f"{view.base.root}: {view.arch.model_type} has no causal LM that is stored as it is in memory",
+            f"{view.base.root}: {view.arch.model_type} has no causal LM whose tensors on disk are those in memory",
             hint=WITH_PEFT,
         )
     labels = count_labels(view.facts, modules.saved, view.base) if view.facts is not None else None
     if asked is not None and labels is None:
         class_name = view.facts.class_name if view.facts is not None else view.arch.causal_lm
         raise WrongValue(
-            f"{view.base.root}: a {class_name} has no labels, asked for: {asked}", hint="give no number of labels"
+            f"{view.base.root}: a {class_name} has no labels, but num_labels is {asked}", hint="leave out `num_labels`"
         )
     return None, labels
 
@@ -120,7 +120,7 @@ def _find_head(view: BaseView, modules: AdapterModules) -> Head:
     arch = view.arch
     if arch.head is None or arch.sequence_classification is None:
         raise UnsupportedAdapter(
-            f"{view.base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
+            f"{view.base.root}: {arch.model_type} has no sequence classifier that is stored like its causal LM",
             hint=WITH_PEFT,
         )
     places = {

@@ -60,12 +60,12 @@ class ConvertedBase:
 
     @property
     def missing_keys(self) -> frozenset[str]:
-        """Parameters of the class that the base has nothing for."""
+        """Parameters of the class for which the base has no tensor."""
         return frozenset(self.mapping.missing)
 
     @property
     def tied_by_config(self) -> Mapping[str, str]:
-        """What transformers ties, and would not with `tie_word_embeddings` false."""
+        """The tensors that transformers ties only while `tie_word_embeddings` is true."""
         return self.mapping.tied_by_config
 
     def in_memory(self) -> BaseMatch:
@@ -172,7 +172,7 @@ def converted_base(
         else:
             tensors[name] = _parameter(name, made, base.tensors)
     class_name = mapping.facts.class_name
-    reasons = dict.fromkeys(mapping.unexpected, f"{class_name} has no place for it; transformers leaves it out too")
+    reasons = dict.fromkeys(mapping.unexpected, f"{class_name} has no place for it, and transformers leaves it out too")
     for name in mapping.facts.unsaved & tensors.keys():
         of = tensors.pop(name)
         sources = mapping.parameters[name].sources
@@ -244,7 +244,7 @@ def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:
     dtypes = {disk[piece.name].dtype for piece in pieces} or {disk[source].dtype for source in made.sources}
     if len(dtypes) != 1:
         raise IncompatibleBase(
-            f"`{name}` is made of tensors of different types, {', '.join(sorted(map(str, dtypes)))}: "
+            f"`{name}` is made of tensors with different dtypes, {', '.join(sorted(map(str, dtypes)))}: "
             f"{pieces[0].name} and {len(pieces) - 1} others"
         )
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
@@ -281,7 +281,7 @@ def _stored(view: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterator[
             raise UnsupportedAdapter(
                 f"{view.base.root}: `{name}` {list(made.shape)} is stored transposed"
                 + (f", {list(tensor.shape)}" if tensor else "")
-                + ", and transformers would not write it so",
+                + ", and transformers would not write it that way",
                 hint=_SAVE_AGAIN,
             )
         yield Step(out=tensor.spec, op=Copy(source=tensor), action=TensorAction.COPIED, reason="as in the base")
@@ -303,14 +303,14 @@ def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
         if not pieces <= per_expert.keys():
             raise UnsupportedAdapter(
                 f"{view.adapters[0].root}: {len(pieces - per_expert.keys())} of the {len(pieces)} tensors that make "
-                f"`{parameter}` have no LoRA: PEFT fuses the factors of all",
+                f"`{parameter}` have no LoRA, but PEFT fuses the factors of all",
                 hint=_OWN_WAY,
             )
     for config in (adapter.config for adapter in view.adapters if per_expert and adapter.config):
         if config.use_rslora or config.rank_pattern or config.alpha_pattern:
             raise UnsupportedAdapter(
                 f"{config.path}: use_rslora, rank_pattern or alpha_pattern on single experts: PEFT fuses their factors, "
-                "and would scale them otherwise than they were trained",
+                "and would scale them differently than in training",
                 hint=_OWN_WAY,
             )
 
@@ -326,8 +326,8 @@ def _require_pefts_reading(mapping: WeightMapping, adapter: AdapterDir) -> None:
         weights = {f"{path}.weight" for path in found.values() if path}
         tied = {name for pair in mapping.facts.tied.items() for name in pair} & weights
         raise UnsupportedAdapter(
-            f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
-            f"`{lost[0]}`, and would leave them out with a warning",
+            f"{adapter.root}: with the installed transformers, PEFT has no place for {len(lost)} of its tensors and would leave "
+            f"them out with a warning; the first is `{lost[0]}`",
             hint=_UNTIED_WAY if tied else _OWN_WAY if placed else f"lora-tool validate {adapter.root}",
         )
 
@@ -344,11 +344,11 @@ def _require_as_in_memory(view: ConvertedBase, modules: AdapterModules) -> None:
     for name in sorted(adapted & view.copied_only.keys()):
         tensor = view.copied_only[name]
         message = (
-            f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}; the adapter is for "
+            f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}, but the adapter is for "
             f"`{name}`, {list(view.facts.shapes[name])}"
         )
         if not view.mapping.is_written_as_in_memory(name):
-            raise OnlyInMemory(f"{message}, and transformers writes it back so", hint=ALLOW_IN_MEMORY)
+            raise OnlyInMemory(f"{message}, and transformers writes it back transposed", hint=ALLOW_IN_MEMORY)
         raise UnsupportedAdapter(message, hint=_SAVE_AGAIN)
 
 
@@ -363,14 +363,14 @@ def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
         if f"{module}.weight" in shared:
             raise UnsupportedAdapter(
                 f"`{module}` is one layer in several places of {facts.class_name}: PEFT's merge would add the LoRA of "
-                "each place to all of them, though each was trained for its own",
+                "each place to all of them, although each was trained for one place",
                 hint="serve the adapter unmerged",
             )
 
 
 def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
     if not step.op.is_copy:
-        raise UnsupportedAdapter(f"`{step.out.name}` has LoRA of its own and as a part of a fused parameter")
+        raise UnsupportedAdapter(f"`{step.out.name}` has LoRA both by itself and as a part of a fused parameter")
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)
     return Step(out=step.out, op=op, action=TensorAction.MERGED, reason=str(op))

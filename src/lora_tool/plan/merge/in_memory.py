@@ -40,7 +40,7 @@ _REASON = "merged by PEFT, with the whole model in memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemory:
-    """What PEFT is asked for: a model for `task`, with `num_labels` where it has labels."""
+    """The request to PEFT: a model for `task`, with `num_labels` where it has labels."""
 
     base: ModelDir
     adapters: tuple[AdapterDir, ...]
@@ -51,7 +51,7 @@ class InMemory:
     facts: ModelFacts | None = None
     """The class, where it was looked up: a language model that sees is none of `AutoModelForCausalLM`'s."""
     findings: tuple[Finding, ...] = ()
-    """What the rules say of the inputs."""
+    """The findings of the rules about the inputs."""
 
     @property
     def needed_bytes(self) -> int:
@@ -85,7 +85,7 @@ def ask_in_memory(
     """
     if in_full_precision(base) is not base:
         raise UnsupportedAdapter(
-            f"{base.root}: the base is quantised, and what transformers writes of one after PEFT's merge cannot be loaded",
+            f"{base.root}: the base is quantised, and transformers cannot load what it writes of such a base after PEFT's merge",
             hint=give_full_precision(source_of(base.root).hub_id, base.config, base.root),
         )
     judge = MergeJudge(

@@ -1,4 +1,4 @@
-"""Where every tensor of base and adapter went: into a step, or dropped for a reason. Nothing is left unsaid."""
+"""Where every tensor of base and adapter goes: into a step, or dropped with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dropped_from_base(merge: MergeContext) -> Iterator[InputRecord]:
     """Yield the tensors of the base that the output does not have, with the reason."""
     for tensor in merge.base.tensors.values():
         if is_dropped(merge, tensor.name):
-            reason = f"a {merge.arch.sequence_classification} has no language model head"
+            reason = f"a {merge.arch.sequence_classification} has no language-modelling head"
             if merge.head is None:
                 reason = f"tied to {merge.ends.copies[tensor.name]}, which is written once"
             yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
@@ -66,7 +66,7 @@ def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> Incompa
     if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
         return IncompatibleBase(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
-            "changing it would change both ends",
+            "a change of it would change both ends",
             hint=UNMERGED,
         )
     return not_in_base(merge, tensor, wanted)

@@ -1,6 +1,6 @@
-"""What transformers would load a base as: the class, and with it which tensors on disk make each parameter.
+"""The class that transformers would load a base as, and with it which tensors on disk make each parameter.
 
-Of several classes the one is taken that has a module for every tensor of the adapters.
+Of several classes, the merge takes the one that has a module for every tensor of the adapters.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def text_base(base: ModelDir) -> ModelDir:
     config = meta.text_config(base.whole_config)
     if config is None:
         raise UnsupportedAdapter(
-            f"{base.root}: transformers has no text model of a {base.whole_config.model_type} to write alone",
+            f"{base.root}: transformers has no class for the text model of a {base.whole_config.model_type} alone",
             hint="leave out `text_only`",
         )
     return replace(base, config=config)
@@ -136,8 +136,8 @@ def _text_model(
 ) -> WeightMapping | None:
     """Return the whole model in the names of its text class, where the adapters were trained on that; else `whole`.
 
-    `classes` are the auto class and the text class that it gives. Raises `UnsupportedAdapter` where transformers makes
-    up weights of the text class, or has no class for the whole.
+    `classes` are the auto class and the text class that it gives. Raises `UnsupportedAdapter` where transformers re-initialises
+    weights of the text class, or has no class for the whole.
     """
     auto_class, name = classes
     if whole is not None and not any(_strangers(adapter, whole) or _lacks(adapter, whole) for adapter in adapters):
@@ -152,15 +152,15 @@ def _text_model(
     if made_up:
         raise UnsupportedAdapter(
             f"{base.root}: the adapter was trained on a {name}, and the installed transformers cannot load one from it: "
-            f"it finds nothing for {len(made_up)} of its parameters, the first is `{made_up[0]}`, and makes them up at "
-            "random, so what was trained is not for these weights",
+            f"it re-initialises {len(made_up)} of its parameters, the first is `{made_up[0]}`, so the adapter was not trained "
+            "on the weights of this base",
             hint=f"train it anew on the whole model: {_WHOLE_CLASS.get(auto_class, auto_class)}.from_pretrained(BASE)",
         )
     if whole is None:
         raise UnsupportedAdapter(
             f"{base.root}: the adapter was trained on a {name}, and transformers has no class with such a head for the "
             f"whole {base.whole_config.model_type}",
-            hint="`text_only=True` writes the text model alone",
+            hint="`text_only=True` writes only the text model",
         )
     return WholeInTextNames(text, whole)
 
@@ -176,7 +176,7 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
 
 def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
     return UnsupportedAdapter(
-        f"{config.path}: model_type {config.model_type}: the installed transformers has {what} of it",
+        f"{config.path}: model_type {config.model_type}: the installed transformers has {what} for it",
         hint="install the release that has it: pip install -U transformers",
     )
 

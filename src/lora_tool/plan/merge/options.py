@@ -1,4 +1,4 @@
-"""What a merge can be asked for, declared once.
+"""The options of a merge, declared once.
 
 Each field of `MergeOptions` is an argument of the library's `merge`, an option of the commands `merge` and `ci`, and a
 key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `ci` does not have.
@@ -56,7 +56,7 @@ def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """What is asked of a merge, whoever asks. Raises `WrongValue` for a value that is not allowed."""
+    """The options of a merge, for the library, the commands and run.yaml. Raises `WrongValue` for a bad value."""
 
     out: str | os.PathLike[str] | None = option(
         None, "Folder to write.  [default: a `-merged` sibling]", name="output", short=("-o",), metavar="PATH"
@@ -66,7 +66,7 @@ class MergeOptions:
     )
     task: Task | str = option(
         Task.AUTO,
-        "What the merged model is; reward is seq-cls with one label, as-trained the class that adapter or base name.",
+        "Task of the merged model: reward is seq-cls with one label, as-trained the class that the adapter or base names.",
         parse=Task,
     )
     num_labels: int | None = option(None, "Number of labels that the head must have.", parse=positive)
@@ -85,13 +85,18 @@ class MergeOptions:
         default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=flag
     )
     text_only: bool = option(
-        default=False, text="Write the text model of a multimodal base alone, as PEFT does.", parse=flag
+        default=False, text="Write only the text model of a multimodal base, as PEFT does.", parse=flag
     )
     store: Storage | str | None = option(
         None,
-        "A quantised base: all plain, plain where the adapter changes it, or as it is.  "
+        "Weights of a quantised base: all in 16 bits, only those that the adapter changes, or none.  "
         "[default: as-base where the adapter changes no quantised weight, else all-16bit]",
         parse=Storage,
+    )
+    allow_loss: bool = option(
+        default=False,
+        text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
+        parse=flag,
     )
     expert_layout: ExpertLayout | str | None = option(
         None,
@@ -100,7 +105,7 @@ class MergeOptions:
         name="moe-b-layout",
     )
     allow_in_memory: bool = option(
-        default=False, text="Let PEFT merge what only it can, with the whole model in memory.", parse=flag
+        default=False, text="Let PEFT merge what only PEFT can, with the whole model in memory.", parse=flag
     )
     max_shard_size: int | str | None = option(
         None, "Maximum size of a weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
@@ -136,13 +141,13 @@ class MergeOptions:
         return Spread(engine=EngineName(self.engine), address=self.address, workers=self.workers)
 
     def planning(self) -> dict[str, Any]:
-        """Return what is asked of the plan, as `plan_merge` takes it."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "max_shard_bytes")
-        asked = {name: getattr(self, name) for name in (*names, "expert_layout")}
+        """Return the arguments of `plan_merge`."""
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss")
+        asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()
 
     def rules(self) -> dict[str, Any]:
-        """Return what is asked of the judge, as `plan_merge` takes it."""
+        """Return those arguments of `plan_merge` that choose the rules."""
         return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
 
     def __post_init__(self) -> None:
@@ -158,7 +163,7 @@ class MergeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeArguments(MergeOptions):
-    """What is asked of one merge, and of nothing else."""
+    """The options of the library's `merge` and the command alone."""
 
     verify: bool = option(
         default=True, text="Read samples back and check them before the output gets its name.", parse=flag
@@ -166,7 +171,7 @@ class MergeArguments(MergeOptions):
     resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
 
     def writing(self) -> dict[str, Any]:
-        """Return what is asked of the writing, as `write` takes it."""
+        """Return the arguments of `write`."""
         asked = {name: getattr(self, name) for name in ("verify", "jobs", "overwrite", "resume")}
         return asked | {"spread": self.spread}
 

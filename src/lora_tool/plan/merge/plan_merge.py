@@ -17,6 +17,7 @@ from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.build_plan import build_plan
@@ -47,28 +48,32 @@ def plan_merge(
     untie: bool = False,
     text_only: bool = False,
     store: Storage | str | None = None,
+    allow_loss: bool = False,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     fail_on: Severity | str = Severity.ERROR,
 ) -> Plan:
-    """Return the plan that merges `adapter`, or several of them, into `base`. The rules judge the adapters first, as
-    `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
+    """Return the plan that merges `adapter`, or several of them, into `base`.
 
-    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order,
-    each times its own of `weights`, by default what stands behind its name ("A=0.7"), or 1. `head_alone` leaves ΔW
-    out: the base with the adapter's head, which a server needs that adds ΔW itself. `task`
-    "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
-    and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
-    makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its
-    weights stay as they are where the adapters change none of them, and else all are dequantised. `max_shard_bytes`
-    None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does not. Every tensor of all inputs
-    is in the plan, as a step or as a leftover with its reason. What lies in the Hub's cache has its Hub id and commit
-    in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored rule refuses all the same
-    where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the
-    others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase` where transformers
-    finds no place for a tensor.
+    The rules judge the adapters first, as `validate` does. Reads headers, the adapters' values, and a few KB of samples;
+    writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The manifest
+    records the Hub id and commit of inputs in the Hub's cache.
+
+    Both inputs may be paths, Hub ids or opened checkpoints. The merge sums the ΔW of several adapters in their order,
+    each times its weight: one of `weights`, by default the number in its name ("A=0.7"), or 1. `head_alone` leaves ΔW
+    out and writes the base with the adapter's head, for a server that adds ΔW itself. `task` "reward" means one label;
+    `num_labels` is the number of labels that the head must have. `dtype` None keeps the dtype of each tensor;
+    `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
+    writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
+    default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
+    a tenth of ΔW. `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
+
+    `select` and `ignore` are codes of rules, or their beginnings. An ignored error still refuses the merge if nothing
+    can be computed despite it. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the other findings,
+    `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase` where transformers has no place
+    for a tensor.
     """
     base = opened_model(base)
     names, factors = all_weighted(adapter, weights)
@@ -113,11 +118,13 @@ def plan_merge(
     if plain is not base:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
-        stored = QuantisedBase(stored=base, plain=plain).settle(steps, store, without, cast=cast)
+        stored = QuantisedBase(stored=base, plain=plain).settle(steps, store, without, cast=cast, allow_loss=allow_loss)
+        _require_numbers(stored.steps, precision)
         steps, notes = stored.steps, (stored.note,)
         if stored.storage is not Storage.ALL_16BIT:  # what the class has no place for stays with the rest
             left = left if merge.head is not None else ()
         left, options = (*left, *stored.leftovers), {**options, "store": stored.storage.value}
+        options |= {"requantised": stored.kept} if stored.kept else {}
         merge = replace(merge, base=replace(merge.base, config=stored.config))
     leftovers = (*dropped, *left, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
@@ -132,9 +139,18 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
     inits = [step.op.taken_out for step in steps if step.op.taken_out]
     if inits and precision is Precision.FLOAT64:
         raise UnsupportedAdapter(
-            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "
-            '`precision="float64"` promises the same bytes everywhere',
-            hint='`precision="peft"` gives PEFT\'s own bits on this machine',
+            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine, "
+            'but `precision="float64"` promises the same bytes on every machine',
+            hint='`precision="peft"` gives the bits of PEFT on this machine',
+        )
+
+
+def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
+    """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
+    if precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in steps):
+        raise UnsupportedAdapter(
+            '`store="as-base"`: PEFT rounds merged weights to no format but that of bitsandbytes, and those it spoils',
+            hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
         )
 
 

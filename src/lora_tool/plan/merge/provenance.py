@@ -1,4 +1,4 @@
-"""What a merged folder was made from: given, named by its manifest, or by the configs; and planning it again."""
+"""What a merged folder was made from: as given, or as its manifest or the configs say; and planning it again."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Provenance:
 
     @property
     def by_manifest(self) -> Mapping[str, Any] | None:
-        """What the manifest says of the merge; None where another tool made it, or it was another operation."""
+        """The manifest of the merge; None if another tool or another operation wrote the folder."""
         manifest = self.merged.manifest
         return manifest.raw if manifest is not None and manifest.raw.get("operation") == "merge" else None
 
     @property
     def precision(self) -> Precision | None:
-        """The arithmetic of the merge, None where nobody says."""
+        """The arithmetic of the merge, None if no manifest records it."""
         return _known(Precision, (self.by_manifest or {}).get("precision"))
 
     def plan(self) -> Plan:
-        """Return the plan of the same merge, made now; what is wrong with its inputs was said when they were merged.
-        Raises as `plan_merge` does where nothing can be computed.
+        """Return the plan of the same merge, made now, without judging its inputs again. Raises as `plan_merge` where
+        nothing can be computed.
         """
         record = self.by_manifest or {}
         labels = record.get("num_labels")
@@ -65,6 +65,7 @@ class Provenance:
             untie=self._untied(record),
             text_only=self._text_only(record),
             store=self._store(record),
+            allow_loss=True,
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
         )
@@ -117,8 +118,8 @@ def find_inputs(
     """Return the merged model, its base and its adapters.
 
     Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
-    model's `_name_or_path`. What is given may be downloaded; what is only named must be on this disk. Raises
-    `NotACheckpoint` where one is not known, and as `open_checkpoint` does.
+    model's `_name_or_path`. Given ones may be downloaded; those that only a file names must be on this disk.
+    Raises `NotACheckpoint` if one is unknown, and as `open_checkpoint` does.
     """
     model = open_model(merged) if isinstance(merged, str | os.PathLike) else opened_model(merged)
     names, given = all_weighted(adapters, None)
@@ -143,7 +144,7 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
         number += 1
     if number == 1:
         raise NotACheckpoint(
-            f"{merged.root} does not say which adapter it was merged with",
+            f"{merged.root} does not record which adapter was merged into it",
             hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
         )
 
@@ -169,7 +170,7 @@ def _open_base(merged: ModelDir, adapter: AdapterDir, given: Reference | None) -
                 raise
             if not path.samefile(merged.root):
                 return open_model(path)
-    raise NotACheckpoint(f"{merged.root}: neither it nor the adapter names the base model", hint=hint)
+    raise NotACheckpoint(f"{merged.root}: neither this model nor the adapter names the base model", hint=hint)
 
 
 def _recorded(merged: ModelDir, name: str) -> Mapping[str, Any] | None:
@@ -185,11 +186,11 @@ def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Pat
         return resolve(reference, revision=revision if isinstance(revision, str) else None).path
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{merged.root} was made from the {name} {printable_reference(entry)}, which is not there any more: {error}",
+            f"{merged.root} was made from the {name} {printable_reference(entry)}, which no longer exists: {error}",
             hint=f"lora-tool verify {merged.root} {option}",
         ) from error
 
 
 def printable_reference(entry: Mapping[str, Any]) -> str:
-    """Return what a manifest's entry calls an input."""
+    """Return the name of an input in a manifest's entry."""
     return str(entry.get("hub_id") or entry.get("path"))

@@ -2,7 +2,7 @@
 
 These are decided here, once. Headers and the table of architectures decide where they can; transformers is asked for the
 rest, and only then imported. Some bases hold tensors that their model has no place for, of another class, another trainer
-or another number of layers: which of them belong, transformers alone can tell, so here it is only said whether the names
+or another number of layers. Only transformers can tell which of them belong, so this module only says whether the names
 are those of a plain model.
 """
 
@@ -28,7 +28,7 @@ from lora_tool.tensors import StoredTensor
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _MAPPERS = ("torch", "transformers")
-"""What says where parameters are on disk."""
+"""The package that knows where parameters lie on disk."""
 
 
 def read_base(
@@ -51,7 +51,9 @@ def read_base(
     if row is not None:
         task = decide_task(asked, adapters, base, row.head)
         if _is_certain(base, adapters, row, task, exact=exact):
-            decided(f"names: {row.model_type} lies on disk as it is in memory, so transformers is not asked")
+            decided(
+                f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
+            )
             return direct_base(base, adapters, row, task)
     require_transformers()
     from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
@@ -61,7 +63,7 @@ def read_base(
     except (IncompatibleBase, UnsupportedAdapter):
         if row is None or task is None:
             raise
-        decided(f"names: as they are on disk, for transformers cannot build this {row.model_type}")
+        decided(f"names: as they are on disk, because transformers cannot build this {row.model_type}")
         return direct_base(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
     decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
     return converted_base(base, adapters, found.mapping, found.arch, found.task, plain=row is not None)

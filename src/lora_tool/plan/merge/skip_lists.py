@@ -38,8 +38,8 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
     keys = _LISTS.get(config.quantization or "")
     if keys is None or not isinstance(table, dict):
         raise UnsupportedAdapter(
-            f"{config.path}: {config.quantization or 'this way of quantising'} has no list of plain modules that loaders "
-            "would respect",
+            f"{config.path}: {config.quantization or 'this way of quantising'} has no list of plain modules that "
+            "loaders respect",
             hint='`store="all-16bit"` writes plain weights throughout',
         )
     key = next((name for name in keys if table.get(name)), keys[-1])

@@ -26,7 +26,7 @@ def base_steps(merge: MergeContext) -> Iterator[Step]:
 
 
 def is_dropped(merge: MergeContext, name: str) -> bool:
-    """Return whether the output does without this tensor of the base: a tied copy, or of a head that it lacks."""
+    """Return whether the output leaves out this tensor of the base: a tied copy, or part of a head that it lacks."""
     return name in merge.ends.copies or (merge.head is not None and name in merge.arch.causal_only)
 
 
@@ -79,7 +79,7 @@ def _spec(merge: MergeContext, tensor: StoredTensor) -> TensorSpec:
 
 
 def own_dtype(merge: MergeContext, tensor: StoredTensor) -> DType:
-    """Return the type of a tensor of the base; of what a quantised weight stands for, the model's."""
+    """Return the dtype of a tensor of the base; for a quantised weight, that of the model."""
     return tensor.dtype if encoding_of(tensor) is None else merge.base.dtype or tensor.dtype
 
 
@@ -132,9 +132,9 @@ def lora_step(merge: MergeContext, source: StoredTensor, name: str, module: str)
     # PEFT leaves embeddings as they are, and loads a weight that the adapter carries over what the init changed
     init = None if embedding or carried else recomputed_init(merge, module)
     if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
-        why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
+        why = "of several adapters" if len(terms) > 1 else "on a layer that is not linear"
         raise OnlyInMemory(
-            f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} is not recomputed",
+            f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} cannot be recomputed",
             hint=ALLOW_IN_MEMORY,
         )
     op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=embedding, init=init)
@@ -219,13 +219,13 @@ def not_in_base(merge: MergeContext, tensor: StoredTensor, name: str) -> Incompa
     if merge.facts is not None and name in merge.facts.unsaved:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{name}`, which {merge.facts.class_name} computes and does not "
-            "save: the change would be lost, and PEFT's merge loses it",
+            "save: the change would be lost, as it is in PEFT's merge",
             hint=UNMERGED,
         )
     if merge.facts is not None and merge.facts.tied.get(name) in merge.base.tensors:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which is tied to `{merge.facts.tied[name]}` in "
-            f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
+            f"{merge.facts.class_name}: the adapter trained it separately, but there is one matrix for both",
             hint=UNMERGED,
         )
     message = f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have"

@@ -1,17 +1,19 @@
-"""What becomes of the quantised weights of a base: they stay as they are, or the whole model becomes a plain one.
+"""Which weights of a quantised base stay quantised in the merged model.
 
 A plan is made on the matrices that they stand for. Where the adapters change none of them, every tensor of the base
 that is not changed is copied as it is stored, and the config with it. Where they change one, all are dequantised:
-W + ΔW lies between the numbers that a quantised weight can be, and rounding back to those takes ΔW away.
+W + ΔW lies between the numbers that a quantised weight can be. Rounding back to those takes part of ΔW away, of four bits
+nearly all of it: it is done where it is asked for, and what is left is measured first.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures.fused_layers import together
@@ -24,6 +26,7 @@ from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.merge.requantised import kept_line, kept_share, requantised_steps, require_kept
 from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.tensors import StoredTensor
 
@@ -33,16 +36,16 @@ class Storage(Choice):
     """How the weights of a quantised base are stored in the merged model."""
 
     ALL_16BIT = "all-16bit"
-    """Every weight as the matrix that it stands for, in the type of the model; nothing is quantised."""
+    """Every weight dequantised, in the dtype of the model; no weight stays quantised."""
     TOUCHED_16BIT = "touched-16bit"
-    """The weights that the adapters change, and those that servers fuse with them, as plain ones; the rest as in the base."""
+    """Dequantised: the weights that the adapters change and those that servers fuse with them; the rest as in the base."""
     AS_BASE = "as-base"
-    """Quantised weights byte for byte; only for adapters that change none of them."""
+    """Quantised weights stay quantised: the merge rounds those that the adapters change to their format again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """What is written of a quantised base with its changes."""
+    """What a merge writes of a quantised base and its changes."""
 
     storage: Storage
     steps: tuple[Step, ...]
@@ -51,6 +54,8 @@ class StoredModel:
     config: ModelConfig
     note: str
     """What the plan says of it."""
+    kept: Mapping[str, Any] | None = None
+    """How much of ΔW is left where merged weights were rounded to their format again."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: what is asked twice is kept
@@ -67,25 +72,25 @@ class QuantisedBase:
         return {name: encoding for name, encoding in found if encoding is not None}
 
     def settle(
-        self, steps: Sequence[Step], asked: Storage | None, dropped: Collection[str], *, cast: bool
+        self,
+        steps: Sequence[Step],
+        asked: Storage | None,
+        dropped: Collection[str],
+        *,
+        cast: bool,
+        allow_loss: bool,
     ) -> StoredModel:
         """Return what is written: as `asked`, else as the base where `steps` change no quantised weight, else plain.
 
         `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that the
-        output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost.
+        output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost, unless
+        that is to be allowed.
         """
         touched = self._touched(steps)
         if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
             raise UnsupportedAdapter(
-                f"{self.stored.root}: weights that stay quantised keep their type and their names",
-                hint=f'`store="{Storage.ALL_16BIT}"` for another dtype, or for the text model alone',
-            )
-        if asked is Storage.AS_BASE and touched:
-            raise UnsupportedAdapter(
-                f"{self.stored.root}: the adapter changes {counted(len(touched), 'quantised weight')}, the first is "
-                f"`{touched[0].out.name}` ({self._format(touched[0])}): rounded back to that format it would lose most of "
-                "what was trained",
-                hint=f'`store="{Storage.ALL_16BIT}"` and `store="{Storage.TOUCHED_16BIT}"` merge exactly',
+                f"{self.stored.root}: weights that stay quantised keep their dtype and their names",
+                hint=f'`store="{Storage.ALL_16BIT}"` writes another dtype, or only the text model',
             )
         storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
         if storage is Storage.ALL_16BIT:
@@ -95,9 +100,47 @@ class QuantisedBase:
                 steps=tuple(steps),
                 leftovers=tuple(self._left_behind(names)),
                 config=self.plain.whole_config,
-                note=self._note(f"{self._what(names)} dequantised and merged as plain weights", steps),
+                note=self._note(f"{self._what(names)} dequantised and merged in 16 bits", steps),
             )
+        if storage is Storage.AS_BASE and touched:
+            return self._requantised(steps, dropped, touched, allow_loss=allow_loss)
         return self._mostly_as_stored(steps, storage, dropped, frozenset(step.out.name for step in touched))
+
+    def _requantised(
+        self, steps: Sequence[Step], dropped: Collection[str], touched: Sequence[Step], *, allow_loss: bool
+    ) -> StoredModel:
+        """Return what is written where the changed weights are rounded to their format again."""
+        changed = {step.out.name: step for step in touched}
+        self._require_own_names([name for name in changed if name not in self.encodings])
+        made = (requantised_steps(step, self.encodings[name]) for name, step in changed.items())
+        by_name = {step.out.name: step for both in made for step in both}
+        left = tuple(self._dropped_parts(dropped))
+        others = [step for step in steps if step.out.name not in changed]
+        stored = self._as_stored(others, {*dropped, *(item.name for item in left)}, frozenset())
+        found = tuple(by_name.get(step.out.name, step) for step in stored)
+        kept = kept_share(found)
+        what = f"{self._what(changed)} merged and rounded to their format again"
+        require_kept(kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
+        return StoredModel(
+            storage=Storage.AS_BASE,
+            steps=found,
+            leftovers=left,
+            config=self.stored.whole_config,
+            note=f"{what}{kept_line(kept)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
+            + self._beside(changed),
+            kept=kept,
+        )
+
+    def _beside(self, changed: Collection[str]) -> str:
+        """Return the end of a sentence about what was measured beside the changed weights before the merge."""
+        of, modules = self._weights_of_parts, {name.removesuffix(".weight") for name in changed}
+        names = [
+            name
+            for name in self.stored.tensors
+            if name not in self.plain.tensors and name not in of and name.rpartition(".")[0] in modules
+        ]
+        what = counted(len(names), "scale")
+        return f"; {what} of inputs, the first {names[0]}, as measured before the merge" if names else ""
 
     def _mostly_as_stored(
         self, steps: Sequence[Step], storage: Storage, dropped: Collection[str], touched: frozenset[str]
@@ -114,7 +157,7 @@ class QuantisedBase:
                 f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
             )
             stay = counted(len(self.encodings) - len(freed), "other")
-            note = self._note(f"{self._what(freed)} written as plain ones{fused}; {stay} as in the base", found)
+            note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
         return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
 
     def _touched(self, steps: Sequence[Step]) -> list[Step]:
@@ -148,14 +191,16 @@ class QuantisedBase:
                 found[name] = _copy(tensor)
         others = [step for name, step in wanted.items() if name not in found]
         renamed = [step.out.name for step in others if step.action is not TensorAction.ADDED]
-        renamed += sorted(freed - wanted.keys())
+        self._require_own_names([*renamed, *sorted(freed - wanted.keys())])
+        return (*found.values(), *others)
+
+    def _require_own_names(self, renamed: Sequence[str]) -> None:
         if renamed:
             raise UnsupportedAdapter(
-                f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, and the names of "
-                "weights that stay quantised are kept",
-                hint=f'`store="{Storage.ALL_16BIT}"` writes all under their new names',
+                f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, but "
+                "weights that stay quantised keep their names",
+                hint=f'`store="{Storage.ALL_16BIT}"` writes all weights under their new names',
             )
-        return (*found.values(), *others)
 
     @cached_property
     def _weights_of_parts(self) -> dict[str, str]:
@@ -174,7 +219,7 @@ class QuantisedBase:
             elif name not in self.plain.tensors and name not in of and freed:
                 everywhere = self.encodings.keys() <= set(freed)
                 if everywhere or name.rpartition(".")[0] in modules:
-                    reason = "measured on the quantised weight, and of no use to a plain one"
+                    reason = "measured on the quantised weight, and useless for a dequantised one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
     def _dropped_parts(self, dropped: Collection[str]) -> Iterator[InputRecord]:
@@ -200,8 +245,8 @@ def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iter
         named = (adapter.config.base_model if adapter.config else None) or ""
         if full_precision_name(named.rpartition("/")[2]) is not None:
             yield (
-                f"{adapter.root} was trained on {named}, which is quantised by its name: {base.root} has other weights, by "
-                "the error of rounding them; with the named model as the base the merge is what was trained"
+                f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of {base.root} differ "
+                "from it by the rounding error; merge into the named model to get what was trained"
             )
 
 

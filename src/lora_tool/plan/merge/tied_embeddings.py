@@ -43,14 +43,14 @@ class TiedEmbeddings:
         """
         if not self.candidates:
             raise IncompatibleBase(
-                f"{self.root}: `{self.output}` is tied to the embeddings, and the base has none under the names of its "
+                f"{self.root}: `{self.output}` is tied to the embeddings, but the base has no embeddings under the names of its "
                 "class",
                 hint=OTHER_BASE,
             )
         if len(self.candidates) != 1:
             raise UnsupportedAdapter(
-                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token: "
-                "which is the embedding cannot be told"
+                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token, "
+                "so lora-tool cannot tell which of them is the embedding"
             )
         return self.candidates[0]
 
@@ -75,7 +75,7 @@ class ModelEnds:
     untied_tensors: Mapping[str, str] = field(default_factory=dict)
     """Other tensors that the config alone tied, which are written besides, and the base's tensors that they equal."""
     untied_unsaved: Mapping[str, str] = field(default_factory=dict)
-    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
+    """The same where PEFT's merge leaves them out, and transformers re-initialises them on loading."""
     vocabulary: Vocabulary | None = None
     """Where the adapter brings another number of tokens than the base has."""
 
@@ -253,7 +253,7 @@ def _require_one(one: StoredTensor | None, other: StoredTensor) -> None:
     if one is None or not same_values(one, other):
         what = f"other values than `{one.name}`" if one else "other tokens than the embedding"
         raise UnsupportedAdapter(
-            f"{other.path}: `{other.name}` has {what}, and this base ties the two",
+            f"{other.path}: `{other.name}` has {what}, but this base ties the two",
             hint="give a base saved with tie_word_embeddings=false",
         )
 

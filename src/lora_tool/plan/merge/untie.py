@@ -1,4 +1,4 @@
-"""What becomes of tied embeddings: one matrix on disk that is both the input embedding and the output layer.
+"""Tied embeddings in a merge: one matrix on disk that is both the input embedding and the output layer.
 
 Where an adapter saved one end whole, PEFT's merged model has two matrices and says so in its config. Where it has LoRA
 on an end, PEFT changes the shared matrix, and with it the end that was not trained, or the same end twice: that is
@@ -24,7 +24,7 @@ from lora_tool.tensors import StoredTensor, TensorSpec
 
 
 def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
-    """Return unless LoRA was put on an end of embeddings that stay tied, or what was one with them would be lost.
+    """Return unless LoRA was put on an end of embeddings that stay tied, or a tensor tied to them would be lost.
 
     Raises `UnsupportedAdapter`.
     """
@@ -58,7 +58,7 @@ def require_no_lora_on_tied_ends_in_memory(view: BaseView) -> None:
 def _changes_both(tensor: StoredTensor, name: str) -> str:
     return (
         f"{tensor.path}: `{tensor.name}` changes `{name}`, which this base ties to the other end of the model: PEFT's "
-        "merge would change both ends, and not as they were trained"
+        "merge would change both ends, unlike the training"
     )
 
 
@@ -108,8 +108,8 @@ def _require_no_tokens_beside_lora(merge: MergeContext, tied: TiedEmbeddings) ->
     rows = merge.modules.tokens.get(tied.embedding.name.removesuffix(".weight"))
     if rows is not None:
         raise UnsupportedAdapter(
-            f"{rows.path}: `{rows.name}`: rows of both ends were trained, and `{output}` has LoRA besides: the two "
-            "cannot be told apart",
+            f"{rows.path}: `{rows.name}`: rows of both ends were trained and `{output}` also has LoRA: the two "
+            "changes cannot be separated",
             hint=UNMERGED,
         )
 
@@ -120,7 +120,7 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
     if module in merge.modules.lora and merge.head is None and tied_under_one_name(merge.base, merge.facts):
         raise UnsupportedAdapter(
             f"{merge.modules.lora[module][0].b.path}: LoRA on `{module}`, which is the embedding of this base too: PEFT's "
-            "merge would change both ends, and not as they were trained",
+            "merge would change both ends, unlike the training",
             hint=UNMERGED,
         )
 
@@ -132,8 +132,8 @@ def _require_nothing_lost(merge: MergeContext) -> None:
         module = of.rpartition(".")[0]
         if name.endswith(".weight") and any(config.saves(module) for config in configs):
             raise UnsupportedAdapter(
-                f"{merge.adapted[0].adapter.root}: `{module}` is in `modules_to_save`, and `{name}` was one with it: "
-                "PEFT's merge drops what the other layers read",
+                f"{merge.adapted[0].adapter.root}: `{module}` is in `modules_to_save`, and `{name}` was tied to it: "
+                "PEFT's merge drops the tensor that the other layers read",
                 hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
             )
 
@@ -146,6 +146,6 @@ def _require_unchanged_by_init(merge: MergeContext, tied: TiedEmbeddings) -> Non
         if init is not None and module in merge.modules.lora and module not in merge.modules.embeddings:
             raise UnsupportedAdapter(
                 f"{merge.modules.lora[module][0].b.path}: `init_lora_weights` {init} on `{module}`, which this base "
-                "ties to the other end of the model: it changed both before the training",
+                "ties to the other end of the model: the init changed both before the training",
                 hint=UNMERGED,
             )

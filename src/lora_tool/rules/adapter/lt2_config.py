@@ -25,19 +25,21 @@ _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
-_FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one; remove the field if it is misspelt"
+_FROM_NEWER_PEFT = (
+    "load the adapter with the PEFT version that wrote it or a newer one; remove the field if it is misspelt"
+)
 
 
 @rule("LT205", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
 def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    """A target that matches nothing in the file.
+    """A target without tensors in the file.
 
     What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors.
 
-    Why it matters: Either the model had no such module, and what you meant to train was not trained; or the tensors
-    were lost, and PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
+    Why it matters: Either the model had no such module, so what you meant to train was not trained; or the tensors were
+    lost. PEFT then loads missing LoRA as zeros with a warning, and stops with an error on a missing whole module.
 
-    Example: `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
+    Example: `target_modules` of a Llama adapter lists "c_attn", which is a module of GPT-2.
 
     What to do: Compare the entry with the base's module names (`lora-tool inspect BASE`), and remove it or train again.
     """
@@ -100,7 +102,7 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
-            message = "no tensor of such a module is in the file"
+            message = "the file has no tensor of such a module"
             yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
 
 
@@ -111,12 +113,12 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Matches tensors with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT
     does.
 
-    Why it matters: PEFT builds the layers that the config names and drops all other tensors without a word: part of the
-    training is silently not used. A plain tensor that the base has by the same name silently replaces the base's. An
-    end of the model that PEFT trained with the one that it is tied to (`ensure_weight_tying`), and forgets, is a
-    warning: a merge writes it as it was trained.
+    Why it matters: PEFT builds the layers that the config names and silently drops all other tensors, so part of the
+    training is not used. A plain tensor that has the name of a base tensor silently replaces it. The finding is only a
+    warning for LoRA on embeddings or output layer that PEFT trained tied to the other (`ensure_weight_tying`) and drops
+    when it loads the adapter: a merge writes it as it was trained.
 
-    Example: The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
+    Example: The file has LoRA on `up_proj`, but `target_modules` is ["q_proj", "v_proj"].
 
     What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
     config of the run that wrote the weights.
@@ -129,7 +131,7 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
             yield _lost_end(layer)
         elif not subject.config.refused:
             for tensor in layer.strays:
-                yield _dropped(tensor, "a LoRA layer has no such tensor")
+                yield _dropped(tensor, "LoRA layers have no tensor of this name")
     adapted = {layer.target for layer in subject.layers}
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)
@@ -138,14 +140,14 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _dropped(tensor: StoredTensor, why: str) -> Fault:
-    return Fault(subject=tensor.name, message=f"{why}: PEFT would drop it without a word")
+    return Fault(subject=tensor.name, message=f"{why}: PEFT would silently drop it")
 
 
 def _lost_end(layer: LoraLayer) -> Fault:
     """Return the warning of an end that a merge has, as it was trained, and PEFT has not."""
     message = (
-        f"PEFT trained `{layer.target}` with the end that it is tied to, and drops its LoRA without a word when it loads "
-        "the adapter; a merge writes it"
+        f"PEFT trained `{layer.target}` together with the layer that it is tied to, but silently drops its LoRA when "
+        "it loads the adapter; a merge writes it"
     )
     hint = f"add `{layer.target}` to `target_modules` of `adapter_config.json`"
     return Fault(subject=layer.any_tensor.name, message=message, hint=hint, severity=Severity.WARNING)
@@ -159,7 +161,7 @@ def _says_tied(subject: AdapterSubject) -> bool | None:
 def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collection[str]) -> str | None:
     match item.part:
         case Part.PLAIN if not _repeats_base(subject, item) and not targeting.explains(subject.config, item):
-            return "it belongs to no target and to none of `modules_to_save`"
+            return "it belongs to no entry of `target_modules` or `modules_to_save`"
         case Part.TOKENS_DELTA if not subject.config.token_indices:
             return "`trainable_token_indices` is not set"
         case Part.BASE_LAYER if item.module not in adapted and not _is_targeted_end(subject, item):
@@ -189,15 +191,15 @@ def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
 
 @rule("LT210", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
-    """The adapter is scaled to nothing.
+    """The adapter is scaled to zero.
 
     What it does: Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
 
-    Why it matters: ΔW is scaling · B·A: with a scaling of 0 the module is the base's, in training and afterwards.
+    Why it matters: ΔW is scaling · B·A, so a module with a scaling of 0 equals the base's, in training and afterwards.
 
     Example: `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
 
-    What to do: Set `lora_alpha` (or the entry of `alpha_pattern`) to what was trained with.
+    What to do: Set `lora_alpha` (or the entry of `alpha_pattern`) to the value that training used.
     """
     config = subject.config
     sources: dict[str, int] = {}
@@ -207,7 +209,7 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
             source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
             sources[source] = sources.get(source, 0) + 1
     for source, count in sources.items():
-        message = f"gives {count} of {len(subject.layers)} layers a scaling of 0: they change nothing"
+        message = f"gives {count} of {len(subject.layers)} layers a scaling of 0, so they change nothing"
         yield Fault(subject=source, message=message, path=subject.config_path)
 
 
@@ -215,15 +217,15 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
 def wrong_field(subject: Subject) -> Iterator[Fault]:
     """A config field that is missing, of the wrong type, or unknown.
 
-    What it does: Reads `adapter_config.json`, `config.json` and `trainer_state.json` with the types that their fields
-    have. Fields that no PEFT we know has are noted.
+    What it does: Checks the type of every field of `adapter_config.json`, `config.json` and `trainer_state.json`. A
+    field that no known PEFT release has is reported as info.
 
-    Why it matters: PEFT takes a string for a number without a word and fails later, or computes something else. Unknown
-    fields are ignored on loading: if a newer PEFT wrote them, what they asked for does not happen.
+    Why it matters: PEFT silently accepts a string in place of a number and fails later, or computes something else. It
+    ignores unknown fields when it loads an adapter: if a newer PEFT wrote them, the feature they turn on stays off.
 
     Example: `r: expected int, found "8"`.
 
-    What to do: Correct the field in the file that is named.
+    What to do: Correct the field in the file that the message names.
     """
     for problem in subject.problems:
         if problem.defect is Defect.BAD_FIELD:
@@ -231,7 +233,7 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
             yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
     if isinstance(subject, AdapterSubject) and subject.config.has_known_type:
         for name in subject.config.unknown:
-            message = "is no field of LoraConfig that we know; PEFT ignores what it does not know"
+            message = "is not a known field of LoraConfig; PEFT ignores fields that it does not know"
             yield Fault(
                 subject=name, message=message, path=subject.config_path, severity=Severity.INFO, hint=_FROM_NEWER_PEFT
             )
@@ -239,12 +241,12 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT215", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
 def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
-    """Something that `lora-tool merge` does not merge.
+    """A feature that `lora-tool merge` does not merge.
 
-    What it does: Names the adapter's features that `lora-tool merge` refuses, as it cannot merge them exactly: by its
-    config, and beside a base the bias of a LoRA on a layer that has none.
+    What it does: Looks for features that `lora-tool merge` refuses because it cannot merge them exactly: those that the
+    config turns on, and with a base model also a LoRA bias on a layer that has no bias.
 
-    Why it matters: The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
+    Why it matters: The adapter is fine and PEFT loads it; only `lora-tool merge` stops, with the same message.
 
     Example: `"layer_replication": [[0, 16], [8, 32]]`.
 
@@ -266,12 +268,11 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for at least one LoRA tensor in the weights file.
 
     Why it matters: Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files
-    under DeepSpeed ZeRO-3: 16 to 40 bytes, or the head alone.
+    under DeepSpeed ZeRO-3: they have 16 to 40 bytes, or hold only the head.
 
     Example: `adapter_model.safetensors` has 40 bytes and no tensor.
 
-    What to do: Look for the run's training checkpoint (`global_stepN/`), which has the values, or save the adapter
-    again.
+    What to do: Take the values from the run's training checkpoint (`global_stepN/`), or save the adapter again.
     """
     config = subject.config
     lora = subject.layers or subject.view.tokens
@@ -287,11 +288,12 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Reads `peft_type`.
 
-    Why it matters: Prompt tuning, IA³, LoHa and their like have other tensors, which lora-tool cannot judge or merge.
+    Why it matters: Prompt tuning, IA³, LoHa and similar methods have other tensors, which lora-tool cannot check or
+    merge.
 
     Example: `"peft_type": "IA3"`.
 
-    What to do: Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
+    What to do: Use PEFT for this adapter, or correct `peft_type` if the adapter is LoRA after all.
     """
     if subject.config.is_of_another_kind:
         message = f"expected LORA, found {subject.config.peft_type}"
@@ -302,50 +304,57 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
 def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens do not match the config.
 
-    What it does: Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for
-    each index, an index is not negative and stands there once, and the embedding has no LoRA and is not in
-    `modules_to_save` as well.
+    What it does: Compares `trainable_token_indices` with the trained rows of the embedding: there must be one row per
+    index, each index must be non-negative and unique, and the embedding must not also have LoRA or be in
+    `modules_to_save`.
 
-    Why it matters: The rows are put at the indices in order. With another number loading fails; where the embedding was
-    saved whole, too, PEFT mixes the two up when it saves.
+    Why it matters: PEFT assigns the rows to the indices in order. If their numbers differ, loading fails; if the
+    embedding was also saved whole, PEFT mixes the two up when it saves.
 
-    Example: `trainable_token_indices` lists 3 tokens, and the file has 2 rows.
+    Example: `trainable_token_indices` lists 3 tokens, but the file has 2 rows.
 
-    What to do: Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows.
+    What to do: Put the indices that were trained into `adapter_config.json`. Train an embedding either whole or by
+    rows.
     """
     wanted = subject.config.token_indices
     if wanted and not subject.view.tokens:
-        message = "names tokens, and the file has no rows for them: what they learned is lost"
+        message = "names tokens, but the file has no rows for them: their training is lost"
         yield Fault(subject="trainable_token_indices", message=message, path=subject.config_path)
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
         if wanted and rows.shape[:1] != (len(indices),):
-            message = f"has shape {list(rows.shape)}, `trainable_token_indices` lists {counted(len(indices), 'token')}"
+            message = (
+                f"has shape {list(rows.shape)}, but `trainable_token_indices` lists {counted(len(indices), 'token')}"
+            )
             yield Fault(subject=rows.name, message=message)
         if any(index < 0 for index in indices):
-            yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}: an index counts from 0")
+            yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}, but token indices start at 0")
         if len(set(indices)) < len(indices):
-            yield Fault(subject=rows.name, message="has several rows for one token of `trainable_token_indices`")
+            yield Fault(
+                subject=rows.name,
+                message="has several rows for one token: `trainable_token_indices` lists a token twice",
+            )
         if subject.config.saves(module):
-            yield Fault(subject=rows.name, message=f"`{module}` is in `modules_to_save`, too: PEFT mixes them up")
+            yield Fault(subject=rows.name, message=f"`{module}` is also in `modules_to_save`: PEFT mixes the two up")
         if any(layer.module == module for layer in subject.layers):
-            yield Fault(subject=rows.name, message=f"`{module}` has LoRA, too: one of the two would be lost")
+            yield Fault(subject=rows.name, message=f"`{module}` also has LoRA: one of the two would be lost")
 
 
 @rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     """Fused-expert LoRA whose column order is not recorded.
 
-    What it does: Looks for a `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. One that
-    names no order that there is, is an error.
+    What it does: Looks for `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. An unknown
+    layout is an error.
 
-    Why it matters: Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them
-    rank by rank. Both have the same shape; the wrong one loads, and gives plausible garbage.
+    Why it matters: Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, while PEFT and vLLM pack them
+    rank by rank. Both have the same shape, so the wrong one loads and gives plausible garbage.
 
-    Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, in an order that no config says.
+    Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and no config records its column
+    order.
 
-    What to do: If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else
-    `rank_major`; or write `"lora_B_layout"` into `adapter_config.json`.
+    What to do: Merge an adapter trained before 2026-09 with `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`,
+    a later one with `rank_major`; or write `"lora_B_layout"` into `adapter_config.json`.
     """
     config = subject.config
     if config.expert_layout is not None:
@@ -358,6 +367,9 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     for layer in subject.layers:
         ranks = targeting.ranks_of(config, layer) if any(targeting.parameters_of(config, layer.target)) else None
         if ranks and layer.a is not None and layer.b is not None and layer.a.shape[0] not in ranks:
-            message = f"was written by Unsloth, and the order of its experts' columns is not said: {_REFUSES} unasked"
+            message = (
+                f"was written by Unsloth, but does not record the column order of its experts: {_REFUSES} "
+                "without --moe-b-layout"
+            )
             yield Fault(subject=layer.b.name, message=message, path=str(layer.b.path))
             return

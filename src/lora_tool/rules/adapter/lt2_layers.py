@@ -22,16 +22,16 @@ _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
-    """Half of a LoRA pair.
+    """A LoRA pair with only one half.
 
-    What it does: Looks for a `lora_A` without its `lora_B`, and the other way round.
+    What it does: Looks for a `lora_A` without its `lora_B`, or a `lora_B` without its `lora_A`.
 
-    Why it matters: PEFT fills the missing half with its initial value and says so in a warning only: B is then zero,
-    and the module does nothing, or A is random, and the module adds noise.
+    Why it matters: PEFT initialises the missing half, with only a warning: B is then zero and the module does nothing,
+    or A is random and the module adds noise.
 
-    Example: `layers.3.self_attn.q_proj.lora_A.weight` is in the file, `…lora_B.weight` is not.
+    Example: `layers.3.self_attn.q_proj.lora_A.weight` is in the file, but `…lora_B.weight` is not.
 
-    What to do: Save the adapter again from the training state; the missing half is nowhere else.
+    What to do: Save the adapter again from the training state, the only place that has the missing half.
     """
     for layer in subject.layers:
         lost = [part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None]
@@ -43,12 +43,13 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT202", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
-    """A pair that does not fit together.
+    """A pair whose factors do not fit together.
 
     What it does: Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B`
-    with the length of DoRA's magnitude and of its own bias. Looks for factors that are no matrices.
+    with the length of DoRA's magnitude and of its own bias. Looks for factors that are not matrices.
 
-    Why it matters: B·A cannot be computed: loading fails. They are of two runs, or FSDP or DeepSpeed flattened them.
+    Why it matters: B·A cannot be computed, so loading fails. The factors come from two runs, or FSDP or DeepSpeed
+    flattened them.
 
     Example: `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
 
@@ -59,10 +60,13 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
         if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
             continue
         if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
-            shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
+            shapes = f"lora_A has shape {list(a.shape)} and lora_B has shape {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
         elif swapped_rank(subject.config, layer) is None:
-            ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
+            ranks = (
+                f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), but lora_B has rank {b.shape[1]} (shape "
+                f"{list(b.shape)})"
+            )
             yield Fault(subject=a.name, message=ranks)
     for layer in subject.layers:
         beside = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
@@ -78,7 +82,7 @@ def _of_other_length(layer: LoraLayer, beside: Iterable[StoredTensor]) -> Iterat
     rows = b.shape[0]
     for tensor in beside:
         if not (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows):
-            yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, its lora_B has {rows} rows")
+            yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, but its lora_B has {rows} rows")
 
 
 @rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
@@ -87,12 +91,12 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
 
-    Why it matters: Loading fails with a size mismatch. And the scaling alpha/r is computed from the config: with the
-    wrong r every delta is too large or too small.
+    Why it matters: Loading fails with a size mismatch. Also, the scaling alpha/r is computed from the config, so with
+    the wrong r every delta is too large or too small.
 
-    Example: `adapter_config.json` says `"r": 16`, and every `lora_A` has 8 rows.
+    Example: `adapter_config.json` says `"r": 16`, but every `lora_A` has 8 rows.
 
-    What to do: Put the rank that was trained into `adapter_config.json`; take the file of the same run if you have it.
+    What to do: Put the trained rank into `adapter_config.json`, or use the `adapter_config.json` of the same run.
     """
     for layer in subject.layers:
         expected = ranks_of(subject.config, layer)
@@ -102,7 +106,7 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
         if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
             continue
         name = layer.a.name if layer.a else layer.module
-        message = f"has rank {found}, the config gives this module {' or '.join(map(str, sorted(expected)))}"
+        message = f"has rank {found}, but the config gives this module rank {' or '.join(map(str, sorted(expected)))}"
         yield Fault(subject=name, message=message)
 
 
@@ -115,14 +119,14 @@ def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
 def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """A and B are swapped.
 
-    What it does: Looks for pairs whose `lora_A` has the rank as columns and whose `lora_B` has it as rows.
+    What it does: Looks for pairs whose `lora_A` has r columns and whose `lora_B` has r rows.
 
-    Why it matters: The factors were written under each other's name, or both transposed, as converters from other
-    frameworks do. Loading fails with a size mismatch.
+    Why it matters: A converter from another framework wrote each factor under the other's name, or transposed both.
+    Loading fails with a size mismatch.
 
     Example: r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
 
-    What to do: Convert the adapter again; PEFT wants `lora_A` as (r, in) and `lora_B` as (out, r).
+    What to do: Convert the adapter again. PEFT expects `lora_A` as (r, in) and `lora_B` as (out, r).
     """
     for layer in subject.layers:
         rank = swapped_rank(subject.config, layer)
@@ -148,9 +152,9 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for tensors with a size of 0 in their shape.
 
-    Why it matters: Under ZeRO-3 each process holds a part of every parameter, and a model that is saved without
-    gathering them gets empty ones. The trained values are not in this file; loading fails, or, with
-    `ignore_mismatched_sizes`, merges random numbers.
+    Why it matters: Under ZeRO-3 each process holds a part of every parameter; saving without a gather writes empty
+    tensors. The trained values are not in this file. Loading it fails, or with `ignore_mismatched_sizes` uses random
+    numbers.
 
     Example: `…q_proj.lora_A.weight` has shape [0].
 
@@ -163,7 +167,8 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
     for tensor in empty:
         message = (
-            f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
+            f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without a gather, so its values are not in "
+            "this file"
         )
         yield Fault(subject=tensor.name, message=message, hint=hint)
 
@@ -179,22 +184,24 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     held = read_single(pickle).tensors
     # OpenRLHF gathers the adapter into a .bin, and PEFT loads the empty .safetensors before it
     if all(name in held and held[name].spec.numel for name in empty):
-        return f"{ADAPTER_PICKLE} beside it has all their values: PEFT loads it once {ADAPTER_WEIGHTS} is moved away"
+        return (
+            f"{ADAPTER_PICKLE} beside it has all values: move {ADAPTER_WEIGHTS} away, and PEFT loads {ADAPTER_PICKLE}"
+        )
     return None
 
 
 @rule("LT212", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
-    """LoRA tensors that are not floats.
+    """LoRA tensors with a non-float dtype.
 
-    What it does: Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
+    What it does: Checks that LoRA tensors and the weights of modules saved whole are F32, BF16, F16 or F64.
 
-    Why it matters: Integers are quantised weights or a broken save. PEFT casts them to floats without a word: the scale
-    that they were quantised with is not applied, and the delta is nonsense.
+    Why it matters: Integers are quantised weights or a broken save. PEFT silently casts them to floats without applying
+    their quantisation scale, so the delta is nonsense.
 
     Example: `…lora_A.weight` is I8.
 
-    What to do: Save the adapter in its training type: float32 or bfloat16.
+    What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
     lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
     plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf in ("weight", "bias"))
@@ -209,12 +216,12 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares `use_dora` with the `lora_magnitude_vector`s, and `lora_bias` with the biases of `lora_B`.
 
-    Why it matters: Tensors without their flag are dropped without a word, a flag without its tensors fills in initial
-    values: the model computes something that was never trained.
+    Why it matters: PEFT silently drops tensors whose flag is false, and initialises tensors whose flag is true but
+    which are missing. Either way the model computes something that was never trained.
 
-    Example: The file has a `lora_magnitude_vector` for each module, and `"use_dora": false`.
+    Example: The file has a `lora_magnitude_vector` for each module, but the config says `"use_dora": false`.
 
-    What to do: Set the flag in `adapter_config.json` to what was trained; the tensors tell.
+    What to do: Set the flag in `adapter_config.json` to match the tensors.
     """
     config = subject.config
     for layer in subject.layers:
@@ -228,7 +235,7 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             if flag == "lora_bias" and layer.embedding:
                 continue
             if tensor is not None and not wanted:
-                message = f"is there, but `{flag}` is false: PEFT would drop it without a word"
+                message = f"is in the file, but `{flag}` is false: PEFT would silently drop it"
                 yield Fault(subject=tensor.name, message=message)
             elif tensor is None and wanted and not _is_stacked(config, layer):
                 message = f"has no {part}, but `{flag}` is true"

@@ -21,27 +21,27 @@ from lora_tool.rules.engine.subjects import AdapterSubject
 _HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"
 """What PEFT calls an adapter that nobody named."""
-_ONE_BY_ONE = "save each by itself: model.save_pretrained(FOLDER, selected_adapters=[NAME])"
-_KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
+_ONE_BY_ONE = "save each adapter in its own folder: model.save_pretrained(FOLDER, selected_adapters=[NAME])"
+_KEPT_ON_PURPOSE = "no action is needed; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
 @rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
-    """A name that does not begin as PEFT's do.
+    """A tensor name without PEFT's prefix.
 
-    What it does: Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile,
-    FSDP and DistributedDataParallel and without an adapter's name, and that the file holds one adapter only.
+    What it does: Checks that each tensor is named `base_model.model.<module>…`, without the prefixes of torch.compile,
+    FSDP and DistributedDataParallel and without an adapter's name, and that the file holds only one adapter.
 
-    Why it matters: PEFT passes over all names but its own: the adapter loads, with a warning at most, and does nothing.
-    Tensors that are called `…lora_A.default.weight` PEFT loads under the name default alone, and vLLM not at all.
+    Why it matters: PEFT ignores tensors under other names: the adapter loads, with a warning at most, and does nothing.
+    PEFT loads `…lora_A.default.weight` only as the adapter named default; vLLM does not load it at all.
 
-    Example: `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
+    Example: `base_model.model._orig_mod.model.layers.0…` was saved from a model wrapped by torch.compile.
 
-    What to do: `lora-tool convert ADAPTER --to peft` gives the tensors their names. Later, save the unwrapped model
+    What to do: Repair the names: `lora-tool convert ADAPTER --to peft`. In future, save the unwrapped model
     (`accelerator.unwrap_model(model).save_pretrained(…)`).
 
-    `lora-tool validate --fix` takes prefixes out of the names in place, where the file's header has room for all of
-    them; the weights stay where they are.
+    `lora-tool validate --fix` removes prefixes from the names in place if the new names fit into the file's header; the
+    weights are not moved.
     """
     view = subject.view
     hint = f"lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft"
@@ -68,7 +68,8 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
     if fitting and AS_THEY_ARE not in fitting:
         path = readings.paths[0]
         message = (
-            f"is `{fitting[0].path(path)}` in a {subject.config.task_type or 'model'} of that base: PEFT finds none"
+            f"is called `{fitting[0].path(path)}` in a {subject.config.task_type or 'model'} of that base: PEFT finds "
+            "no such module"
         )
         yield Fault(subject=path, message=message, hint=hint, severity=Severity.WARNING, mergeable=True)
 
@@ -79,29 +80,32 @@ def _adapter_names(view: AdapterView, hint: str) -> Iterator[Fault]:
     if len(named) > 1:
         listed = ", ".join(sorted(name or "one without a name" for name in named))
         hint = hint if len(named.keys() - {None}) == 1 else _ONE_BY_ONE
-        yield Fault(message=f"holds {len(named)} adapters ({listed}); PEFT loads one from a file", hint=hint)
+        yield Fault(message=f"holds {len(named)} adapters ({listed}), but PEFT loads only one per file", hint=hint)
         return
     for name, first in named.items():
         if name == _DEFAULT:
-            message = "has the adapter's name `default` in it: PEFT loads it under that name alone, and vLLM not at all"
+            message = (
+                "contains the adapter name `default`: PEFT loads it only as an adapter of that name, and vLLM "
+                "does not load it"
+            )
             yield Fault(subject=first, message=message, hint=hint, severity=Severity.INFO, mergeable=True)
         elif name is not None:
             message = (
-                f"has the adapter's name `{name}` in it: PEFT loads it under that name alone, and not as `default`"
+                f"contains the adapter name `{name}`: PEFT loads it only as an adapter of that name, not as `default`"
             )
             yield Fault(subject=first, message=message, hint=hint, mergeable=True)
 
 
 @rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def bloat(subject: AdapterSubject) -> Iterator[Fault]:
-    """Copies that nobody needs.
+    """Redundant copies of tensors.
 
-    What it does: Looks for `modules_to_save.` and `original_module.` copies beside the tensor itself, and for frozen
-    base weights (`base_layer.weight`) that are no embedding.
+    What it does: Looks for `modules_to_save.` and `original_module.` copies of a tensor that the file also holds, and
+    for frozen base weights (`base_layer.weight`) other than embeddings.
 
-    Why it matters: The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary
-    with `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings
-    and output layers under LoRA: that is noted only. Two copies with different values are an error.
+    Why it matters: The adapter is larger than necessary, by whole matrices. PEFT itself saves some copies: a resized
+    vocabulary with `modules_to_save` three times, the biases of a head with `bias="all"`, and the base's matrix of
+    embeddings and output layers under LoRA. Those are reported as info. Two copies with different values are an error.
 
     Example: `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
 
@@ -113,12 +117,12 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     repeats = subject.view.repeats.items()
     other_values = {name: first for name, first in repeats if not same_values(subject.tensors[name], first)}
     for name, first in other_values.items():
-        message = f"has other values than `{first.name}`, and both are the same module's"
+        message = f"differs from `{first.name}`, although both belong to the same module"
         yield Fault(subject=name, message=message, severity=Severity.ERROR)
     for item in subject.view.whole:
         name, held = item.tensor.name, size(item.tensor.nbytes)
         if item.part in copied and item.name in plain:
-            message = f"{copied[item.part]}, {held} that nobody reads"
+            message = f"{copied[item.part]}, {held} that PEFT never reads"
             severity = Severity.INFO if is_end(item.module) or item.name.endswith(".bias") else None
             if name not in other_values:
                 yield Fault(subject=name, message=message, severity=severity)
@@ -126,7 +130,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(item.module) or item.module in embeddings
             severity = Severity.INFO if expected else None
-            message = f"the frozen weight of the base, {held} that the base has too"
+            message = f"a frozen weight of the base, {held} that the base has already"
             hint = _KEPT_ON_PURPOSE if severity else None
             yield Fault(subject=name, message=message, severity=severity, hint=hint)
 
@@ -138,25 +142,26 @@ def _plain(subject: AdapterSubject) -> frozenset[str]:
 
 @rule("LT222", Severity.WARNING, on=AdapterSubject)
 def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
-    """Trained weights beside the adapter that PEFT does not read.
+    """Trained weights beside the adapter, which PEFT does not read.
 
-    What it does: Looks in the adapter's folder for what trainers save besides LoRA: LLaVA's `non_lora_trainables.bin`,
-    the `value_head` of LLaMA-Factory, the `vit` of ms-swift, the value head that TRL calls `pytorch_model.bin`.
+    What it does: Looks in the adapter's folder for other trained weights that trainers save: LLaVA's
+    `non_lora_trainables.bin`, LLaMA-Factory's `value_head`, ms-swift's `vit`, and TRL's value head,
+    `pytorch_model.bin`.
 
-    Why it matters: They belong to the trained model. PEFT, vLLM and a merge take the adapter without them: a projector
-    is then the base's, and a value head is gone.
+    Why it matters: They belong to the trained model, but PEFT, vLLM and a merge use the adapter without them: the model
+    gets the base's projector, and has no value head.
 
     Example: `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
-    What to do: Merge with the program that trained it, or put these weights into the base first. Leave a value head of
-    PPO behind if only the policy is wanted; that of a reward model becomes its score head by `lora-tool convert ADAPTER
-    --to peft --rm`.
+    What to do: Merge with the program that trained it, or put these weights into the base first. A PPO value head can
+    be left behind if you only need the policy. To make a reward model's value head its score head: `lora-tool convert
+    ADAPTER --to peft --rm`.
     """
     root = subject.checkpoint.root
     for name in subject.checkpoint.folder.trained_beside:
-        message = "holds trained weights that are not part of the adapter: PEFT does not read it"
+        message = "holds trained weights that are not part of the adapter, and PEFT does not read it"
         is_head = name.startswith("value_head.") and subject.config.task_type == "CAUSAL_LM"
         hint = (
-            f"if it is a reward model's: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
+            f"if this is a reward model: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
         )
         yield Fault(message=message, path=str(root / name), hint=hint)

@@ -26,14 +26,14 @@ _ABSURD = 65536.0
 def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter looks untrained: every lora_B is zero.
 
-    What it does: Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training.
-    All of them being zero is an error, single ones are noted.
+    What it does: Reads each layer's `lora_B` (for an embedding, its `lora_embedding_A`), which is zero before training.
+    It is an error if all are zero; single zero ones are reported as info.
 
-    Why it matters: With B = 0 the adapter changes nothing, and the merged model is the base. The run did not train: a
-    learning rate of 0, frozen parameters, gradients that were all zero, or a save before the first step. A single zero
-    B is a module that got no gradient, such as an expert that no token reached.
+    Why it matters: With B = 0 the adapter changes nothing, and the merged model equals the base. The run did not train:
+    its learning rate was 0, its parameters were frozen, all gradients were zero, or it saved before the first step. A
+    single zero B belongs to a module without a gradient, such as an expert that no token reached.
 
-    Example: A GRPO run whose rewards were all equal ends with loss 0 and this adapter.
+    Example: A GRPO run in which all rewards were equal ends with loss 0 and such an adapter.
 
     What to do: Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
     """
@@ -41,7 +41,7 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     read = [tensor for tensor in factors if tensor is not None and tensor.dtype.is_float and tensor.spec.numel]
     zero = [tensor for tensor in read if subject.scan(tensor).all_zero]
     if zero and len(zero) == len(read):
-        yield Fault(message=f"all {len(zero)} lora_B are zero, as before training: the adapter changes nothing")
+        yield Fault(message=f"all {len(zero)} lora_B are zero, as before training, so the adapter changes nothing")
         return
     for tensor in zero:
         message = "is all zero: this module was not trained"
@@ -52,15 +52,15 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
 def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter holds the rows of only one rank.
 
-    What it does: Looks whether every `lora_B` is zero but for the rows that one rank of N would hold, the same rank of
-    the same N in all modules.
+    What it does: Checks whether every `lora_B` is zero except for the rows that one rank of N would hold, with the same
+    rank and N in all modules.
 
-    Why it matters: Under FSDP each rank holds some rows of a matrix. One that saves without gathering, or loads its own
-    part into a fresh adapter, keeps what it has: the rest of every module is as before training.
+    Why it matters: Under FSDP each rank holds some rows of a matrix. A rank that saves without a gather, or loads its
+    own part into a fresh adapter, saves only its own rows: the rest of every module is untrained.
 
-    Example: In all 224 modules only rows 0 to 511 of 4,096 in `lora_B` are not zero, after training on 8 GPUs.
+    Example: After training on 8 GPUs, in all 224 modules only rows 0 to 511 of the 4,096 in `lora_B` are not zero.
 
-    What to do: Save it from the training state again: `lora-tool consolidate CHECKPOINT`, of a sharded checkpoint.
+    What to do: Save the adapter again from the sharded training checkpoint: `lora-tool consolidate CHECKPOINT`.
     """
     factors = [layer.b for layer in subject.layers if layer.b is not None and len(layer.b.shape) == MATRIX]
     parts: set[tuple[int, int]] = set()  # how many ranks and which of them, as far as all factors agree
@@ -76,8 +76,8 @@ def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
         (ranks, rank), first = min(parts), factors[0]
         kept = _rows_of((ranks, rank), first.shape[0])
         message = (
-            f"only rows {kept.start:,} to {kept.stop - 1:,} of {first.shape[0]:,} are not zero, and so it is in all "
-            f"{len(factors)} lora_B: the part of rank {rank} of {ranks}"
+            f"only rows {kept.start:,} to {kept.stop - 1:,} of {first.shape[0]:,} are not zero, as in all "
+            f"{len(factors)} lora_B: they are the part of rank {rank} of {ranks}"
         )
         yield Fault(subject=first.name, message=message)
 
@@ -108,10 +108,10 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
 
     What it does: Reads every value of the F16, BF16, F32 and F64 tensors.
 
-    Why it matters: NaN spreads to every output; or, worse, it does not: under SDPA one NaN in a `q_proj` gave a finite,
-    wrong score. PEFT and transformers load and merge it without a word.
+    Why it matters: NaN spreads to every output; or worse, it does not: under SDPA one NaN in a `q_proj` gave a finite,
+    wrong score. PEFT and transformers load and merge it silently.
 
-    Example: A reward model trained in fp16 overflowed; the log shows loss 0.0, because NaN is filtered there.
+    Example: A reward model trained in fp16 overflowed; its log shows loss 0.0, because the Trainer filters NaN there.
 
     What to do: Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
     """
@@ -127,13 +127,14 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT219", Severity.WARNING, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def constant(subject: AdapterSubject) -> Iterator[Fault]:
-    """A factor whose values are all the same.
+    """A factor whose values are all equal.
 
-    What it does: Looks for each `lora_A` and `lora_B` with one value throughout. A `lora_B` of zeros is LT208's.
+    What it does: Looks for every `lora_A` and `lora_B` that holds a single value throughout. LT208 covers a `lora_B` of
+    zeros.
 
-    Why it matters: No training ends so: the values were lost and filled in, as by a broken conversion, a placeholder,
-    or memory that was never written. An A of zeros makes its module do nothing; another constant adds the same to each
-    output.
+    Why it matters: Training never ends like this. The values were lost and filled in, by a broken conversion, a
+    placeholder or uninitialised memory. An A of zeros makes its module do nothing; another constant adds the same to
+    each output.
 
     Example: Every value of `…q_proj.lora_A.weight` is 0.
 
@@ -146,24 +147,24 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
             found = subject.scan(tensor)
             if found.constant or (found.all_zero and tensor is not layer.zero_initialised):
                 value = "zero" if found.all_zero else "the same"
-                message = f"all {tensor.spec.numel:,} values are {value}: not what training gives"
+                message = f"all {tensor.spec.numel:,} values are {value}, which training never produces"
                 yield Fault(subject=tensor.name, message=message)
 
 
 @rule("LT220", Severity.WARNING, on=AdapterSubject, deep=True)
 def absurd(subject: AdapterSubject) -> Iterator[Fault]:
-    """Values far beyond what training gives.
+    """Values far larger than training produces.
 
-    What it does: Looks for values of 512 or more in factors and saved modules; trained ones stay below about 1. From
-    65,536 on, where float16 ends, it is an error.
+    What it does: Looks for values of 512 or more in factors and saved modules; trained values stay below about 1.
+    Values from 65,536 on, where float16 overflows, are an error.
 
-    Why it matters: Larger by thousands are a run that diverged, bytes read in the wrong type or order, or a damaged
-    file: the model answers with nonsense, or with NaN where 16 bits overflow.
+    Why it matters: The run diverged, the bytes were read in the wrong type or order, or the file is damaged. The model
+    answers with nonsense, or with NaN where 16-bit types overflow.
 
-    Example: `lora_B` holds 3.4e+38 after a step whose gradient overflowed; or one bit of it was flipped.
+    Example: `lora_B` holds 3.4e+38, because the gradient of a step overflowed or one of its bits was flipped.
 
-    What to do: Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one. Copy
-    the file again if the values were good where it was made.
+    What to do: Use an earlier checkpoint; `grad_norm` and `loss` in `trainer_state.json` show where the run diverged.
+    If the original file is fine, copy it again.
     """
     factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
     plain = [item.tensor for item in subject.view.parts(Part.PLAIN)]
@@ -178,12 +179,12 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
 def zero_head(subject: Subject) -> Iterator[Fault]:
     """A head that is all zero.
 
-    What it does: Reads `score.weight` or `classifier.weight`, of an adapter or a model.
+    What it does: Reads `score.weight` or `classifier.weight` of an adapter or a model.
 
     Why it matters: A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails. The
-    trained head was not saved, was read before it was gathered from its ranks, or got no gradient.
+    trained head was not saved, was read before its gather from the ranks, or got no gradient.
 
-    Example: Every value of `base_model.model.score.weight` is 0, beside trained factors.
+    Example: Every value of `base_model.model.score.weight` is 0, although the LoRA factors are trained.
 
     What to do: Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
     """
@@ -192,5 +193,5 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
     if head is None or not head.dtype.is_float or not head.spec.numel:
         return
     if subject.scan(head).all_zero:
-        message = f"all {head.spec.numel:,} values of the head are zero: the model gives every text the same score"
+        message = f"all {head.spec.numel:,} values of the head are zero, so the model gives every text the same score"
         yield Fault(subject=head.name, message=message)

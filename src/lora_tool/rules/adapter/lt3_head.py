@@ -30,7 +30,7 @@ from lora_tool.rules.shared.heads import (
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
+_IMAGE_OR_TEXT = 'this is right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
 
 
 @rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
@@ -38,18 +38,18 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     """The trained head is not in the adapter.
 
     What it does: Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a
-    classifier's class without any task type, or that are said to be reward models (`--rm`). PEFT lists both
-    `classifier` and `score` in `modules_to_save`; one of them has to be there.
+    classifier class without a task type, or that `--rm` declares reward models. PEFT lists both `classifier` and
+    `score` in `modules_to_save`; the file must have one of them.
 
-    Why it matters: A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put
-    a random head there, another one on every load.
+    Why it matters: A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools add
+    a random head, a different one on every load.
 
     Example: A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
 
     What to do: Look for `score.weight` in the training checkpoint, or train again with `task_type="SEQ_CLS"`.
 
-    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type` is
-    not set and the base is not known: PEFT then takes the head that the base has.
+    If the base is itself a trained reward model, its head is used, so this is only a warning. It is also a warning if
+    `task_type` is not set and the base is unknown, because PEFT then uses the base's head.
     """
     config = subject.config
     unsaid = config.task_type is None and not subject.is_reward() and _classifies(subject, CLASSIFYING)
@@ -58,15 +58,18 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
         return
     if carries_head(subject) or lora_heads(subject):
         return
-    lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
+    lost = "the file has no trained head (`score.weight` or `classifier.weight`)"
     base_head = _head_of_base(subject)
     if base_head is None and not (unsaid and subject.base is None):
-        yield Fault(message=f"{lost}: what it learned to score is lost", hint=_where_the_head_is(subject))
+        yield Fault(message=f"{lost}: the trained rewards are lost", hint=_where_the_head_is(subject))
     elif base_head is None:
-        message = f"{lost}, which was trained on a {config.trained_class} without a task type; it must be in the base"
+        message = (
+            f"{lost}, and the adapter was trained on a {config.trained_class} without a task type; the base "
+            "must have the head"
+        )
         yield Fault(message=message, severity=Severity.WARNING)
     elif not unsaid and head_of(base_head.name) in PEFT_CLASSIFIERS:  # PEFT keeps any other head
-        message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
+        message = f"the file has no trained head; the base has one, `{base_head.name}`, but PEFT would not use it"
         yield Fault(message=message, severity=Severity.WARNING)
 
 
@@ -82,7 +85,7 @@ def _head_of_base(subject: AdapterSubject) -> StoredTensor | None:
 
 def _where_the_head_is(subject: AdapterSubject) -> str | None:
     command = consolidate_command(subject.checkpoint.root)
-    return f"look for it in the training checkpoint: {command}" if command else None
+    return f"recover it from the training checkpoint: {command}" if command else None
 
 
 def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
@@ -95,22 +98,22 @@ def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
 def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
-    What it does: Looks for LoRA on `score` or `classifier` where neither adapter nor base has the head's own weight.
+    What it does: Looks for LoRA on `score` or `classifier` if neither adapter nor base has the head's own weight.
 
-    Why it matters: The head of a fresh reward model is random. LoRA on it trains a difference to these random numbers,
-    and they were not saved: the rewards are lost. `target_modules="all-linear"` does this in some trainers.
+    Why it matters: The head of a fresh reward model is random. LoRA on it trains a difference to random numbers that
+    were not saved, so the rewards are lost. `target_modules="all-linear"` does this in some trainers.
 
-    Example: `score.lora_A` and `score.lora_B` are there, and the base is a causal LM.
+    Example: The adapter has `score.lora_A` and `score.lora_B`, and the base is a causal LM.
 
     What to do: Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the
     head out of `target_modules` and let `task_type="SEQ_CLS"` save it.
     """
     for module, lora_b in _lost_heads(subject).items():
         if subject.base is None:
-            message = f"LoRA on `{module}`, whose frozen weight is not in the file; it must be in the base"
+            message = f"LoRA on `{module}`, whose frozen weight is not in the file; the base must have it"
             yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING)
         else:
-            message = f"LoRA on `{module}`, whose frozen weight is neither in the file nor in {subject.base.root}"
+            message = f"LoRA on `{module}`, but its frozen weight is neither in the file nor in {subject.base.root}"
             yield Fault(subject=lora_b.name, message=message, hint=_where_the_head_is(subject))
 
 
@@ -125,19 +128,20 @@ def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
 
 @rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE, unmergeable=True)
 def labels_disagree(subject: Subject) -> Iterator[Fault]:
-    """The head has another number of rows than there are labels.
+    """The head's rows do not match the number of labels.
 
-    What it does: Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's also with the
-    labels of a base that is a classifier. LT308 compares a model's head with its own config.
+    What it does: Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's head also with
+    the labels of a base that is a classifier. LT308 compares a model's head with its own config.
 
-    Why it matters: Loading fails with a size mismatch; and a reward model with two rows gives two numbers, of which
-    tools take the first. transformers assumes two labels where the config does not tell.
+    Why it matters: Loading fails with a size mismatch. A reward model with two rows gives two numbers, of which tools
+    use the first. transformers assumes two labels if the config names none.
 
-    Example: `score.weight` is [2, 4096], and the model is to be a reward model.
+    Example: `score.weight` is [2, 4096] in what should be a reward model.
 
     What to do: Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
 
-    A head that the adapter carries whole replaces the base's: against another number there, this is a warning.
+    A head that the adapter carries whole replaces the base's, so a base with another number of labels is only a
+    warning.
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject)) or lora_head_rows(subject)
@@ -150,14 +154,18 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         return
     if weight is None or not weight.shape:
         return
-    rows, asked = f"has {weight.shape[0]} rows", subject.num_labels
+    rows, asked = f"has {counted(weight.shape[0], 'row')}", subject.num_labels
     if asked is not None and asked != weight.shape[0]:
-        yield Fault(subject=weight.name, message=f"{rows}, asked for: {counted(asked, 'label')}", path=str(weight.path))
+        yield Fault(
+            subject=weight.name,
+            message=f"{rows}, but {counted(asked, 'label')} {'is' if asked == 1 else 'are'} requested",
+            path=str(weight.path),
+        )
     elif told is not None and told != weight.shape[0] and base is not None:
-        message = f"{rows}, but {base.root / 'config.json'} means {counted(told, 'label')}"
+        message = f"{rows}, but {base.root / 'config.json'} has {counted(told, 'label')}"
         replaced = weight in saved_heads(subject).values() if isinstance(subject, AdapterSubject) else False
         if replaced:
-            message += f"; a merge takes this head, PEFT needs num_labels={weight.shape[0]} to load the base"
+            message += f"; a merge uses this head, and PEFT needs num_labels={weight.shape[0]} to load the base"
         severity = Severity.WARNING if replaced else None
         yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
@@ -166,21 +174,22 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 
-    What it does: Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none,
-    for `--rm` or another task than the adapter's, and for a causal LM's adapter beside a base that is a classifier.
+    What it does: Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or not
+    set, for a requested task (`--rm`, `--task`) that is not the adapter's, and for a causal LM's adapter with a base
+    that is a classifier.
 
-    Why it matters: PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter loses its head
-    without a word, and answers with text logits instead of rewards.
+    Why it matters: PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter silently loses
+    its head and answers with text logits instead of rewards.
 
-    Example: `"task_type": "CAUSAL_LM"`, and `base_model.model.score.weight` is in the file.
+    Example: `task_type` is `"CAUSAL_LM"`, but `base_model.model.score.weight` is in the file.
 
-    What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; else leave `--rm` out.
+    What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; otherwise omit `--rm`.
 
-    `lora-tool validate --fix` does so for a head of one row, where `--rm` is given, and where `auto_mapping` names the
-    class that was trained on.
+    `lora-tool validate --fix` sets it for a head of one row, if `--rm` is given, or if `auto_mapping` names the trained
+    class.
 
-    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
-    task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.
+    PEFT has no task type for image classifiers, so a `classifier` in `modules_to_save` is reported as info. Without a
+    task type, the class that the adapter was trained on (`auto_mapping`) decides instead.
     """
     task = subject.config.task_type
     heads = _heads_present(subject)
@@ -190,7 +199,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
         return
     for head, tensor in heads.items():
-        message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"
+        message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without this head"
         severity = None if task or subject.task == "causal-lm" else _without_task(subject, head)
         hint = _IMAGE_OR_TEXT if severity is Severity.INFO else None
         yield Fault(subject=tensor.name, message=message, severity=severity, hint=hint)
@@ -212,15 +221,17 @@ def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> str | None:
     """Return what `task_type` contradicts: what was asked for, or the class of the base; None where nothing."""
     task, wanted = subject.config.task_type, _TASK_TYPES.get(subject.task or "")
     if task == "CAUSAL_LM" and subject.is_reward():
-        return None if has_head else "a reward model was asked for, this is the adapter of a causal LM and has no head"
+        return (
+            None if has_head else "a reward model was requested, but this is the adapter of a causal LM and has no head"
+        )
     if task == "SEQ_CLS" and subject.task == "causal-lm":
-        return "a causal LM was asked for, this is the adapter of a sequence classifier"
+        return "a causal LM was requested, but this is the adapter of a sequence classifier"
     if task is not None and wanted not in (None, task):
-        return f"is {task}, asked for: {subject.task}"
+        return f"is {task}, but {subject.task} was requested"
     base = subject.base.config if subject.base else None
     classifier = next((name for name in base.architectures if name.endswith(CLASSIFYING[0])), None) if base else None
     if classifier and "CAUSAL_LM" in (task, wanted if task is None else None):
-        return f"{'is CAUSAL_LM' if task else 'a causal LM was asked for'}, and the base is a {classifier}"
+        return f"{'is CAUSAL_LM' if task else 'a causal LM was requested'}, but the base is a {classifier}"
     return None
 
 

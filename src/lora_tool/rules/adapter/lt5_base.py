@@ -103,12 +103,13 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int]
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
-    What it does: Looks for each adapted module among the base's tensors; a classifier has no output layer of a language
-    model.
+    What it does: Looks for each adapted module among the base's tensors. A classifier has no language model's output
+    layer.
 
-    Why it matters: PEFT drops what it finds no module for: with a warning at most, the adapter does nothing there.
+    Why it matters: PEFT drops LoRA for modules that the base does not have, with a warning at most, so that part of the
+    adapter does nothing.
 
-    Example: LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
+    Example: LoRA on `model.layers.0.self_attn.qkv_proj`, but the base has `q_proj`, `k_proj` and `v_proj`.
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
@@ -121,7 +122,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         return
     for module, name in absent:
         close = closest(match.name(module), modules) if module is absent[0][0] else None
-        nearest = f"; the nearest there is `{close}`" if close else ""
+        nearest = f"; the closest name there is `{close}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
     for module, name in _adapted(subject).items():
         if of_other := _of_causal_lm(subject, match, module):
@@ -130,14 +131,14 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
-    """Sizes that are not the base's.
+    """Sizes that differ from the base's.
 
-    What it does: Compares lora_B·lora_A and the rows of trained tokens with the base's weight, also where that is a
-    stack of experts, and the width of a new head with the base's hidden states.
+    What it does: Compares the shapes of lora_B·lora_A and of trained token rows with the base's weight, including
+    stacked experts, and the width of a new head with the base's hidden states.
 
-    Why it matters: The adapter was trained on another model: loading fails with a size mismatch.
+    Why it matters: The adapter was trained on a different model, so loading fails with a size mismatch.
 
-    Example: lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
+    Example: lora_B·lora_A is [4096, 4096], but the base's `q_proj.weight` is [3584, 3584].
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
@@ -155,7 +156,9 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if weight is None or pair is None or layer.rank is None:
             continue
         if not weight.dtype.is_float:
-            yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
+            yield Fault(
+                subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float"
+            )
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
@@ -163,12 +166,15 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
         if comparable and needed != weight.shape and not rows_only:
             whose = "the base's" if weight is held else "the adapter's own"
-            message = f"lora_B·lora_A is {list(needed)}, {whose} `{weight.name}` is {list(weight.shape)}"
+            message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
     for module, tokens in subject.view.tokens.items():
         weight, rows = match.tensor(module), tokens.rows
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
-            message = f"has rows of {list(rows.shape[1:])}, the base's `{weight.name}` of {list(weight.shape[1:])}"
+            message = (
+                f"has rows of {list(rows.shape[1:])}, but the base's `{weight.name}` has rows of "
+                f"{list(weight.shape[1:])}"
+            )
             yield Fault(subject=rows.name, message=message)
 
 
@@ -183,7 +189,7 @@ def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLay
     if a is None or b is None or match.facts is None:
         return
     if not weight.dtype.is_float:
-        yield Fault(subject=a.name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
+        yield Fault(subject=a.name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float")
     rank = subject.config.rank(name) * (weight.shape[0] if len(weight.shape) > MATRIX else 1)
     needed = weight.shape[-2:]
     if len(weight.shape) > MATRIX and name.rpartition(".")[0] in match.facts.transposed:
@@ -220,7 +226,7 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
             yield Fault(subject=tensor.name, message=message)
         elif tensor.shape[1] not in allowed:
             yield Fault(
-                subject=tensor.name, message=f"is {tensor.shape[1]} wide, the base's hidden states are {listed}"
+                subject=tensor.name, message=f"is {tensor.shape[1]} wide, but the base's hidden states are {listed}"
             )
 
 
@@ -252,12 +258,12 @@ def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
 
 @rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
-    """A layer that the base does not reach.
+    """A layer number beyond the base's last layer.
 
     What it does: Compares the layer numbers of the adapter with those of the base.
 
-    Why it matters: The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and
-    applies the others to a model that they were not trained on.
+    Why it matters: The adapter is for a deeper model of the family. PEFT drops the extra layers and applies the others
+    to a model that they were not trained on.
 
     Example: The adapter has layers 0 to 39, the base 0 to 31.
 
@@ -265,19 +271,19 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for _, name, beyond in _absent(subject):
         if beyond:
-            yield Fault(subject=name, message=f"is of layer {beyond[0]}, the last one of the base is {beyond[1]}")
+            yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors; and
-    for what is in the file in part, of `modules_to_save` and of the biases that `"bias": "all"` trains.
+    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for targets without tensors;
+    also for modules of `modules_to_save`, and biases that `"bias": "all"` trains, of which the file has only a part.
 
-    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0 and only a warning.
+    Why it matters: Tensors were lost. PEFT still creates LoRA there, with B = 0 and only a warning.
 
-    Example: `q_proj` has LoRA in layers 0 to 30 of 32.
+    Example: `q_proj` has LoRA in only 31 of the 32 layers.
 
     What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
@@ -314,7 +320,7 @@ def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterat
     for module, count in counts.items():
         found = sum(module + ".base_layer" * depth in held for depth in range(count))
         if found < count:
-            which = f"{counted(count, 'parameter')} of it in {match.base.root}, LoRA is on {found}"
+            which = f"{counted(count, 'parameter')} of it in {match.base.root}, but LoRA is on {found}"
             yield Fault(subject=module, message=f"`target_parameters` names {which}")
 
 
@@ -334,7 +340,7 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
             what = "`modules_to_save` names it" if named else '`"bias": "all"` trains it'
             yield Fault(
-                subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, and the file does not have it"
+                subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, but the file does not have it"
             )
 
 
@@ -346,15 +352,15 @@ def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
 
 @rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
-    """A saved tensor that the base has no place for.
+    """A saved tensor that the base does not have.
 
-    What it does: Looks for each whole tensor of the adapter among the base's, and compares the shapes, of a head those
-    before its last layer. Heads may be new, tied output layers absent, and a classifier has no output layer; LT504
-    looks at vocabularies.
+    What it does: Looks for each whole tensor of the adapter in the base and compares the shapes; of a head, only those
+    before its last layer. A head may be new, a tied output layer may be absent, and a classifier has no output layer.
+    LT504 compares vocabularies.
 
-    Why it matters: PEFT drops a tensor that has no place without a word, and one of another shape does not load.
+    Why it matters: PEFT silently drops a tensor that the base does not have, and cannot load one of another shape.
 
-    Example: `model.norm_extra.weight` is in the adapter, the base has no such tensor.
+    Example: `model.norm_extra.weight` is in the adapter, but the base has no such tensor.
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
@@ -372,7 +378,7 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
         elif tensor.spec.numel and not is_last_layer(module) and not _fits(match, tensor, base, module):
-            message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
+            message = f"is {list(tensor.shape)}, but the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
 

@@ -26,18 +26,18 @@ _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
 @rule("LT507", Severity.ERROR, on=AdapterSubject)
 def other_base(subject: AdapterSubject) -> Iterator[Fault]:
-    """Another base than the one that was trained on.
+    """Not the base that the adapter was trained on.
 
     What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
-    names, types, shapes and samples of all weights.
+    names, dtypes, shapes and samples of all weights.
 
-    Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
-    a word, and what comes out is garbage that looks fluent.
+    Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
+    them, and the result is garbage that looks fluent.
 
-    Example: The adapter was trained on `Qwen2.5-7B-Instruct` and `--base` is `Qwen2.5-7B`.
+    Example: The adapter was trained on `Qwen2.5-7B-Instruct`, but `--base` is `Qwen2.5-7B`.
 
-    What to do: Give the model that the adapter was trained on: `--base MODEL`. The same model converted to another type
-    is another one to this rule: `--ignore LT507`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. If `--base` is that model converted to
+    another dtype, which this rule cannot know: `--ignore LT507`.
     """
     path = _record_of(subject)
     if path is None:
@@ -54,7 +54,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for trained records only
 
     if base.tensors and fingerprint(base.weights) != record.base_fingerprint:
-        message = f"was trained on another base than {base.root}{_named(record)}"
+        message = f"was not trained on {base.root}{_named(record)}"
         command = ["lora-tool", "validate", "--base", record.base_id or "MODEL", str(subject.checkpoint.root)]
         hint = shlex.join(command) if record.base_id else None
         yield Fault(subject="base.fingerprint", message=message, path=str(path), hint=hint)
@@ -64,16 +64,16 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
 def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter names another base.
 
-    What it does: Compares the base with the one that `adapter_config.json` names, where that one is on this disk:
-    names, types, shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two
-    Hub ids the names are compared where the named one is not here.
+    What it does: Compares the base with the one that `adapter_config.json` names, if that one is on this disk: names,
+    dtypes, shapes and samples of all weights, so that a copy, a link or the Hub cache counts as the same model. If it
+    is not on this disk, the two Hub ids are compared.
 
-    Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
-    a word, and what comes out is garbage that looks fluent.
+    Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
+    them, and the result is garbage that looks fluent.
 
-    Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, and `--base` is `Qwen/Qwen2.5-7B`.
+    Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, but `--base` is `Qwen/Qwen2.5-7B`.
 
-    What to do: Leave out `--base`, so that the named model is taken, or correct `base_model_name_or_path`.
+    What to do: Omit `--base` to use the named model, or correct `base_model_name_or_path`.
     """
     base, named = subject.base, subject.config.base_model
     if base is None or not named or any(problem.fatal for problem in base.problems):
@@ -85,30 +85,30 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
         found = resolve(named, near=near)
     except CheckpointError:
         if given.hub_id is not None and hub_id not in (None, given.hub_id):
-            message = f"is {named}, and the base is {given.hub_id}"
+            message = f"is {named}, but the base is {given.hub_id}"
             yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
         return  # of a folder that is not here nobody can tell
     if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
         return
     if not _is_same_model(found.path, base):
-        message = f"is {named} ({found.path}), and the base is {given.hub_id or base.root}, which holds other weights"
+        message = f"is {named} ({found.path}), but the base is {given.hub_id or base.root}, whose weights differ"
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
 
 
 @rule("LT521", Severity.INFO, on=AdapterSubject)
 def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
-    """The base is no longer where the adapter says.
+    """The path of the base in the adapter's config does not exist.
 
-    What it does: Where `base_model_name_or_path` is a path that leads to nothing and no `--base` is given, looks for a
-    model in a folder of that name: in or beside the adapter's folder, beside the one above it, or in the working directory.
+    What it does: If `base_model_name_or_path` is a path that does not exist and no `--base` is given, looks for a model
+    in a folder of that name: in or beside the adapter's folder, beside its parent, or in the working directory.
 
-    Why it matters: PEFT writes the path as it was typed when training. On another machine, or from another folder, it
-    leads nowhere, and loading the adapter fails although the base is there.
+    Why it matters: PEFT records the path as it was typed for training. On another machine, or from another folder, that
+    path does not exist, and loading the adapter fails although the base is there.
 
-    Example: `base_model_name_or_path` is `/workspace/llama-base`, and `llama-base` lies beside the adapter.
+    Example: `base_model_name_or_path` is `/workspace/llama-base`, but `llama-base` lies beside the adapter.
 
-    What to do: Write the path into `adapter_config.json`: `lora-tool validate ADAPTER --fix` does so if the model fits.
-    Or name the base each time: `--base MODEL`.
+    What to do: Write the path into `adapter_config.json`: `lora-tool validate ADAPTER --fix` does it if the model fits.
+    Or give the base each time: `--base MODEL`.
     """
     named, root = subject.config.base_model, subject.checkpoint.root
     if subject.base is not None or not named:
@@ -120,9 +120,10 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
     moved = moved_to(named, root) if lost else None
     if moved is not None:
         found = from_here(moved)
-        message = f"is {named}, where no model is; one of that name is {found}"
+        message = f"is {named}, which holds no model; one of that name is at {found}"
         hint = (
-            f"if it is the same: lora-tool validate --fix {shlex.quote(str(root))}, or --base {shlex.quote(str(found))}"
+            f"if it is the same model: lora-tool validate --fix {shlex.quote(str(root))}, or give --base "
+            f"{shlex.quote(str(found))}"
         )
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path, hint=hint)
 
@@ -157,16 +158,16 @@ def _named(record: TrainingRecord) -> str:
 def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on one end of tied embeddings.
 
-    What it does: Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both. Where
-    both ends add the same, as PEFT trains them with `ensure_weight_tying`, one matrix is right.
+    What it does: Looks for LoRA on the output layer or the embeddings of a base that uses one matrix for both. LoRA
+    with the same ΔW on both, as PEFT trains it with `ensure_weight_tying`, is fine.
 
-    Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was
+    Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix and with it the layer that was
     not trained; `lora-tool merge` refuses.
 
-    Example: `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
+    Example: `target_modules` names `lm_head`, but the base's config has `"tie_word_embeddings": true`.
 
-    What to do: Merge with `--untie`, which writes two matrices, or serve it unmerged; next time train with
-    `ensure_weight_tying=True`, or on a base that was saved with `tie_word_embeddings=False`.
+    What to do: Merge with `--untie`, which writes two matrices, or serve the adapter unmerged. Next time train with
+    `ensure_weight_tying=True`, or on a base saved with `tie_word_embeddings=False`.
     """
     match = subject.match
     if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
@@ -178,7 +179,9 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
         return
     for target in (*filter(None, [output]), *inputs):
         tensor = next(layer.any_tensor for layer in subject.layers if layer.target == target)
-        message = f"adapts `{target}`, which {match.base.root} ties to the other end: one matrix cannot hold both"
+        message = (
+            f"adapts `{target}`, but {match.base.root} ties embeddings and output layer: one matrix cannot hold both"
+        )
         yield Fault(subject=tensor.name, message=message)
 
 
@@ -193,14 +196,14 @@ def _is_tied(match: BaseMatch) -> bool:
 def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A trained token that the base does not have.
 
-    What it does: Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's,
-    where it carries one, else the base's.
+    What it does: Compares `trainable_token_indices` with the number of rows of their embedding: the adapter's if it
+    carries one, else the base's.
 
-    Why it matters: The tokens were added before training, and the base lacks them. PEFT fails: index out of range.
+    Why it matters: The tokens were added before training, but the base lacks them. PEFT fails: index out of range.
 
-    Example: Token 151,670 was trained, and the base's embedding has 151,666 rows.
+    Example: Token 151,670 was trained, but the base's embedding has 151,666 rows.
 
-    What to do: Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, saved anew.
+    What to do: Give a base with the added tokens: call `model.resize_token_embeddings(ROWS)` and save it.
     """
     match = subject.match
     if not isinstance(match, BaseMatch):
@@ -209,7 +212,7 @@ def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
         held = subject.view.frozen.get(f"{module}.weight") or match.tensor(module)
         largest = max(tokens.indices, default=-1)
         if held is not None and held.shape and largest >= held.shape[0]:
-            message = f"belongs to token {largest:,}, `{held.name}` has {held.shape[0]:,} rows"
+            message = f"belongs to token {largest:,}, but `{held.name}` has {held.shape[0]:,} rows"
             yield Fault(subject=tokens.rows.name, message=message)
 
 
@@ -221,13 +224,13 @@ _DENSE = re.compile(r"(?P<block>.+\.\d+\.[^.]+)\.(?P<leaf>gate_proj|up_proj|down
 def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a dense layer where the base has experts.
 
-    What it does: Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have
-    nothing but a mixture of experts in the base.
+    What it does: Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers where the
+    base has only a mixture of experts.
 
-    Why it matters: The adapter was trained on the dense model of the family. PEFT drops these layers with a warning,
-    and applies the others, such as attention, to a model that they were not trained on.
+    Why it matters: The adapter was trained on the family's dense model. PEFT drops these layers with a warning and
+    applies the others, such as attention, to a model that they were not trained on.
 
-    Example: LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
+    Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
@@ -247,7 +250,7 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
             continue
         dense = [name for name in held if ".experts." not in name and ".shared" not in name]
         if not any(name.endswith(f".{found['leaf']}") for name in dense):
-            message = f"adapts `{layer.target}`, and {subject.base.root} has experts there, such as `{experts}`"
+            message = f"adapts `{layer.target}`, but {subject.base.root} has experts there, such as `{experts}`"
             yield Fault(subject=layer.any_tensor.name, message=message)
 
 
@@ -256,16 +259,17 @@ _LAYER = re.compile(r".+?\.\d+(?=\.)")
 
 @rule("LT511", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
 def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
-    """The base holds the adapter already.
+    """The base already contains the adapter.
 
-    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is merged
-    itself.
+    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a
+    merged model.
 
-    Why it matters: Merged again, or put onto that model unmerged, the adapter counts twice, and nothing fails.
+    Why it matters: Merged again, or loaded onto that model unmerged, the adapter is applied twice, and nothing fails.
 
     Example: `--base merged-model`, which was made from this very adapter.
 
-    What to do: Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. Use the merged model without the
+    adapter.
     """
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:
@@ -273,4 +277,4 @@ def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for merged bases only
 
     if fingerprint(subject.checkpoint.weights) in manifest.merged_adapters:
-        yield Fault(message=f"{subject.base.root} is a merged model that holds this very adapter already")
+        yield Fault(message=f"{subject.base.root} is a merged model that already contains this adapter")

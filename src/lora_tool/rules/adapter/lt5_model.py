@@ -36,18 +36,17 @@ def _by_base_names(match: BaseMatch, whole: Mapping[str, StoredTensor]) -> dict[
 
 @rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
-    """Another vocabulary than the base's.
+    """A different vocabulary from the base's.
 
     What it does: Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
 
     Why it matters: Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are
-    resized first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output
-    layer of the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model
-    would not fit each other. It is an error where the whole ends in the adapter differ in their rows, where there are
-    new rows for one end of the base and not for another, which were random then, and for LoRA on more or fewer rows
-    than the base has where the adapter does not carry the matrix that it was trained on.
+    resized first, and the model needs the adapter's tokenizer. This is reported as info if the adapter carries every
+    embedding and output layer of the base with the same number of new rows. It is an error if those matrices differ in
+    their rows; if one of them has new rows and another has none, so that these were random; and if LoRA was trained on
+    a matrix with another number of rows than the base's that the adapter does not carry.
 
-    Example: `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
+    Example: `embed_tokens.weight` has 151,668 rows in the adapter, but 151,666 in the base.
 
     What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
@@ -61,11 +60,11 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     for tensor, module, rows in _vocabularies(subject):
         base = match.tensor(module)
         if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
-            message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
+            message = f"has {rows:,} vocabulary rows, but the base's `{base.name}` has {base.shape[0]:,}"
             lost = torn or (module in adapted and f"{module}.weight" not in carried)
             lost = lost or vocabulary is None or base.name not in vocabulary.names
             if left is not None and not lost:
-                message += f", and nothing is there for the rows of `{left}`"
+                message += f", and the adapter has no new rows for `{left}`"
             severe = Severity.ERROR if lost or left is not None else severity
             yield Fault(subject=tensor.name, message=message, severity=severe)
 
@@ -115,19 +114,19 @@ def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
 
 @rule("LT513", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
-    """The head is not that of the model's class.
+    """The head does not belong to the model's class.
 
-    What it does: Compares the head of a classifier's adapter with the one that the base's architecture has: its name,
-    the number of labels in all of its tensors, also those of the base, and the number that was asked for.
+    What it does: Compares the head of a classifier's adapter with the head of the base's architecture: its name, the
+    number of labels in all tensors of the head, including the base's, and the requested number.
 
-    Why it matters: PEFT drops a head under another name without a word, and transformers puts a random one in its
-    place, another one on every load. A weight and a bias of different lengths cannot be loaded.
+    Why it matters: PEFT silently drops a head under another name, and transformers initialises a random one in its
+    place, a different one on every load. A weight and a bias of different lengths cannot be loaded.
 
-    Example: `classifier.weight` is in the adapter, and the head of a `Qwen2ForSequenceClassification` is called
+    Example: `classifier.weight` is in the adapter, but the head of a `Qwen2ForSequenceClassification` is called
     `score`.
 
-    What to do: Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors to what its
-    class has.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors as the
+    class expects.
     """
     match = subject.matched
     whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
@@ -137,10 +136,10 @@ def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
     tensor, size = sizes[0] if sizes else (None, subject.num_labels)
     other = next((each for each in sizes if each[1] != size), None)
     if tensor is not None and other is not None:
-        message = f"is for {counted(size or 0, 'label')}, `{other[0].name}` for {other[1]}"
+        message = f"is for {counted(size or 0, 'label')}, but `{other[0].name}` is for {other[1]}"
         yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
     elif tensor is not None and subject.num_labels not in (None, size) and not _compared_by_name(subject):
-        message = f"is for {counted(size or 0, 'label')}, asked for: {counted(subject.num_labels or 0, 'label')}"
+        message = f"is for {counted(size or 0, 'label')}, not the requested {subject.num_labels or 0}"
         yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
 
 
@@ -174,13 +173,16 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
         if held:  # LT506 sees it in the names of memory
             continue
         if inside and allowed is not None and name not in allowed:
-            yield Fault(subject=tensor.name, message=f"has no place in the head of a {class_name}: it would be dropped")
+            yield Fault(subject=tensor.name, message=f"is not part of the head of a {class_name}: PEFT would drop it")
         elif head_of(name) and not inside:
             why = f", and neither adapter nor base has `{names[0]}`" if lost else ""
-            yield Fault(subject=tensor.name, message=f"is of a head that a {class_name} does not have{why}")
+            yield Fault(subject=tensor.name, message=f"belongs to a head that a {class_name} does not have{why}")
             lost = False
     if lost:
-        message = f"neither adapter nor base has `{names[0]}`, the head of a {class_name}: a new one would be random"
+        message = (
+            f"neither adapter nor base has `{names[0]}`, the head of a {class_name}: transformers would "
+            "initialise it at random"
+        )
         yield Fault(message=message, hint=way_to_head(subject.checkpoint.root, head))
 
 
@@ -210,19 +212,18 @@ def _labels(
 def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     """Two values for tensors that the base ties.
 
-    What it does: Compares what the adapter holds for two tensors that are one in the base: both ends of tied
-    embeddings, whole or by trained tokens, and whatever else the model's class ties. An end that was trained as a
-    module of its own (`modules_to_save` without `ensure_weight_tying`) stays apart, and so do both ends under
-    `--untie`.
+    What it does: Compares the adapter's values for two tensors that the base ties: embeddings and output layer, whole
+    or as trained tokens, and others that the model's class ties. A layer trained as a separate module
+    (`modules_to_save` without `ensure_weight_tying`) stays separate, and so do both layers under `--untie`.
 
-    Why it matters: The adapter was trained on a base whose two ends were apart. PEFT loads both into the one matrix,
-    the later over the earlier, and half of what was trained is lost.
+    Why it matters: The adapter was trained on a base with separate embeddings and output layer. PEFT loads both into
+    the one tied matrix, the second over the first, and half of the training is lost.
 
-    Example: `embed_tokens.weight` and `lm_head.weight` are in the adapter with different values, and the base has
+    Example: The adapter has `embed_tokens.weight` and `lm_head.weight` with different values, but the base has
     `"tie_word_embeddings": true`.
 
-    What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or write two matrices:
-    `--untie`.
+    What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or merge into two matrices
+    with `--untie`.
     """
     match = subject.matched
     saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))
@@ -268,7 +269,7 @@ def _two_ends(
     if rows is None:
         return
     if others is None or others.indices != rows.indices:
-        message = f"trains other tokens than `{embedding}` has, and {match.base.root} ties the two"
+        message = f"trains other tokens than `{embedding}` does, but {match.base.root} ties the two"
         yield Fault(subject=rows.rows.name, message=message)
         return
     yield from _unless_same(match, others.rows, rows.rows)
@@ -288,7 +289,7 @@ def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
 
 def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor) -> Iterator[Fault]:
     if not same_values(one, other):
-        message = f"has other values than `{one.name}`, and {match.base.root} ties the two"
+        message = f"has other values than `{one.name}`, but {match.base.root} ties the two"
         yield Fault(subject=other.name, message=message)
 
 
@@ -296,26 +297,28 @@ def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor) -> It
 def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     """The base lacks tensors that the model's class has.
 
-    What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter: by the
-    table of plainly stored models, and in a merge by what transformers says of the class. LT301 and LT513 look at
+    What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter. The
+    parameters come from a built-in table of architectures, and in a merge from transformers. LT301 and LT513 look at
     heads.
 
-    Why it matters: transformers fills what is missing with random values, others on every load, and says so in a log
-    line at most.
+    Why it matters: transformers initialises missing parameters with random values, different ones on every load, with a
+    log line at most.
 
-    Example: `lm_head.weight` is neither in the base, which was saved without its head, nor in the adapter.
+    Example: The base was saved without `lm_head.weight`, and the adapter does not have it either.
 
-    What to do: Give the whole model that the adapter was trained on: `--base MODEL`; a head may be in the training
+    What to do: Give the complete model that the adapter was trained on: `--base MODEL`. A head may be in the training
     checkpoint.
     """
     match = subject.matched
     class_name, lacking = _lacking_in_memory(subject, match) if match.facts else _lacking_on_disk(subject, match)
     if lacking:
         more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
-        message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and the adapter does not bring it"
+        message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and neither has the adapter"
         head = next((name for name in lacking if match.facts and name in match.facts.label_axes), None)
         hint = way_to_head(subject.checkpoint.root, head.split(".")[-2]) if head else None
-        yield Fault(message=f"{message}: it would be random", path=str(match.base.root), hint=hint)
+        yield Fault(
+            message=f"{message}: transformers would initialise it at random", path=str(match.base.root), hint=hint
+        )
 
 
 def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:

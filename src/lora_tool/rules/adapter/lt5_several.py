@@ -26,27 +26,27 @@ class SeveralAdapters(Subject):
 def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     """Adapters that cannot be merged together.
 
-    What it does: Compares adapters that are to be merged into one model, two by two: their tasks, by `task_type`, by
-    the class that was trained or by a head, their weights, and what each does to the modules that both touch.
+    What it does: Compares the adapters of one merge pairwise: their tasks (by `task_type`, trained class or head),
+    their weights, and how each changes the modules that both touch.
 
-    Why it matters: Deltas of LoRA add up. A module that both saved whole, DoRA's magnitude, trained tokens and a head
-    do not: one of the two would be lost, or their order would matter. The same adapter twice counts double.
+    Why it matters: LoRA deltas add up. Modules that both saved whole, DoRA magnitudes, trained tokens and heads do not:
+    one of the two would be lost, or their order would matter. An adapter given twice is applied twice.
 
-    Example: Both adapters saved `lm_head` whole, with different values.
+    Example: Both adapters contain a whole `lm_head`, with different values.
 
-    What to do: Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each once. To
-    keep one adapter's head: `lora-tool combine ADAPTER1 ADAPTER2 --head-of ADAPTER1 -o OUT`, and merge that.
+    What to do: Give each adapter once. Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base
+    MERGED`. To keep one adapter's head: `lora-tool combine ADAPTER1 ADAPTER2 --head-of ADAPTER1 -o OUT`, and merge OUT.
     """
     for one, other in combinations(subject.views, 2):
         path, second = str(one.adapter.root), str(other.adapter.root)
         tasks = (_task_of(one, other), _task_of(other, one))
         if None not in tasks and tasks[0] != tasks[1]:
-            yield Fault(message=f"is {tasks[0]}, that of {second} is {tasks[1]}", subject="task_type", path=path)
+            yield Fault(message=f"is {tasks[0]}, but that of {second} is {tasks[1]}", subject="task_type", path=path)
         if _are_the_same(one, other):
-            yield Fault(message=f"holds the same weights as {second}: they would be merged twice", path=path)
+            yield Fault(message=f"holds the same weights as {second}: the merge would apply them twice", path=path)
             continue
         for name, what in _clashes(one, other):
-            yield Fault(message=f"{what}; the other is {second}", subject=name, path=path)
+            yield Fault(message=f"{what}; the other adapter is {second}", subject=name, path=path)
 
 
 def _task_of(view: AdapterView, other: AdapterView) -> str | None:
@@ -69,25 +69,25 @@ def _clashes(one: AdapterView, other: AdapterView) -> Iterator[tuple[str, str]]:
     yield from _one_sided(one, other)
     yield from _one_sided(other, one)
     for module in sorted(one.tokens.keys() & other.tokens.keys()):
-        yield module, "has trained tokens in both"
+        yield module, "has trained tokens in both adapters"
     mine, theirs = ({layer.module: layer.embedding for layer in view.layers} for view in (one, other))
     for module in sorted(mine.keys() & theirs.keys()):
         if mine[module] != theirs[module]:
-            yield module, "is an embedding in one and a linear layer in the other"
+            yield module, "is an embedding in one adapter and a linear layer in the other"
     for whole, others in ((one.saved, other.saved), (one.frozen, other.frozen)):
         for name in sorted(whole.keys() & others.keys()):
             if not same_values(whole[name], others[name]):
-                yield name, "has other values in each"
+                yield name, "has different values in the two adapters"
 
 
 def _one_sided(left: AdapterView, right: AdapterView) -> Iterator[tuple[str, str]]:
     """Yield what `left` does that leaves no place for the LoRA of `right`."""
     adapted = {layer.module for layer in right.layers}
     for module in sorted({layer.module for layer in left.layers if layer.magnitude is not None} & adapted):
-        yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
+        yield module, "has DoRA, which scales the whole weight, so the order of the two adapters would matter"
     touched = {f"{module}.weight" for module in (*adapted, *right.tokens)}
     touched |= {f"{layer.module}.bias" for layer in right.layers if layer.bias is not None}
     for name in sorted(left.saved.keys() & touched):
-        yield name, "is saved whole in one and has LoRA or trained tokens in the other"
+        yield name, "is saved whole in one adapter and has LoRA or trained tokens in the other"
     for module in sorted(left.tokens.keys() & adapted):
-        yield module, "has trained tokens in one and LoRA in the other"
+        yield module, "has trained tokens in one adapter and LoRA in the other"

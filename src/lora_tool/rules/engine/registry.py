@@ -183,7 +183,7 @@ def expand(codes: Iterable[str]) -> frozenset[str]:
             nearest = f" Did you mean {close}?" if close else ""
             family = wanted[: len("LT0")]
             listed = f" {family}" if any(known.startswith(family) for known in RULES) else ""
-            raise UnknownRule(f"No rule is called {code!r}.{nearest}", hint=f"lora-tool rules{listed}")
+            raise UnknownRule(f"There is no rule {code!r}.{nearest}", hint=f"lora-tool rules{listed}")
         meant.update(matching)
     return frozenset(meant)
 

@@ -84,7 +84,7 @@ def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
     if isinstance(subject, RunSubject) or folder.trainer is None or not folder.is_numbered:
         return f"use an earlier checkpoint; {otherwise}"
     command = shlex.join(["lora-tool", "validate", str(folder.root.parent)])
-    return f"find the last checkpoint that is whole: {command}; {otherwise}"
+    return f"find the last complete checkpoint: {command}; {otherwise}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept

@@ -41,12 +41,13 @@ def truncated(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares the sizes that a safetensors header claims with the size of the file.
 
-    Why it matters: The end of the file is missing, as after a full disk, a killed job or a broken download. Loading it
-    fails, or, in tools that do not check, reads other bytes as weights.
+    Why it matters: A full disk, a killed job or a broken download cut the end of the file off. Loading it fails, or, in
+    tools that do not check, reads wrong bytes as weights.
 
-    Example: The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096 and the file has 3,000.
+    Example: The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096, but the file has only
+    3,000.
 
-    What to do: Copy or download the file again, or save the checkpoint again; the missing bytes cannot be made up.
+    What to do: Copy or download the file again, or save the checkpoint again; the missing bytes cannot be restored.
     """
     cut = (problem for problem in subject.problems if problem.defect is Defect.TRUNCATED)
     for path, (first, *others) in grouped(cut, lambda problem: problem.path).items():
@@ -60,8 +61,8 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
 
     What it does: Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
 
-    Why it matters: Without a header that can be believed no tensor can be found in the file. Often it is another kind
-    of file under a wrong name: a pickle, an HTML error page, or the pointer that git leaves without Git LFS.
+    Why it matters: Without a valid header no tensor in the file can be located. Often the file is of another kind under
+    a wrong name: a pickle, an HTML error page, or a Git LFS pointer.
 
     Example: `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
 
@@ -74,12 +75,12 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
 def hole(subject: Subject) -> Iterator[Fault]:
     """Bytes that belong to no tensor.
 
-    What it does: Checks that the tensors of a safetensors file cover its data without gaps, as the format demands.
+    What it does: Checks that the tensors of a safetensors file cover its data without gaps, as the format requires.
 
-    Why it matters: Something was cut out of the header or appended to the data; safetensors refuses the file. Bytes
-    that nobody reads are also where things are hidden.
+    Why it matters: Something was cut out of the header or appended to the data, and safetensors refuses the file.
+    Unread bytes can also hide a payload.
 
-    Example: The header lists tensors up to byte 4,096, and the data has 4,100 bytes.
+    Example: The header lists tensors up to byte 4,096, but the data has 4,100 bytes.
 
     What to do: Copy or save the file again; do not edit safetensors files by hand.
     """
@@ -92,39 +93,42 @@ def overlap(subject: Subject) -> Iterator[Fault]:
 
     What it does: Checks that no two tensors of a safetensors file claim the same bytes.
 
-    Why it matters: The header is wrong for one of them at least: safetensors refuses it, and no known writer makes it.
+    Why it matters: The header is wrong for at least one of them. safetensors refuses such a file, and no known program
+    writes it.
 
     Example: Two tensors both have `data_offsets` [0, 512].
 
-    What to do: Save the checkpoint again with safetensors, and do not trust where this file came from.
+    What to do: Save the checkpoint again with safetensors, and do not trust the source of this file.
     """
     yield from defects(subject, Defect.OVERLAP)
 
 
 @rule("LT105", Severity.ERROR, on=Subject)
 def duplicate_key(subject: Subject) -> Iterator[Fault]:
-    """A name that is there twice.
+    """A duplicate name.
 
     What it does: Looks for repeated keys in JSON files and safetensors headers, and for one tensor in two shards.
 
-    Why it matters: Which of the two counts depends on the reader: what one tool checks is not what another one loads.
+    Why it matters: It depends on the reader which of the two counts, so one tool checks a value and another loads a
+    different one.
 
-    Example: `adapter_config.json` has `"r": 8` and, further down, `"r": 16`.
+    Example: `adapter_config.json` has `"r": 8` and further down `"r": 16`.
 
-    What to do: Remove the one that is wrong, or save the checkpoint again.
+    What to do: Remove the wrong one, or save the checkpoint again.
     """
     yield from defects(subject, Defect.DUPLICATE_KEY)
 
 
 @rule("LT106", Severity.ERROR, on=Subject)
 def wrong_size(subject: Subject) -> Iterator[Fault]:
-    """A tensor whose size is not its shape times its type.
+    """A tensor whose size does not match its shape and dtype.
 
     What it does: Compares each tensor's byte range with its shape and dtype.
 
-    Why it matters: Shape, dtype or range is wrong, so the values cannot be read; safetensors refuses the file.
+    Why it matters: The shape, the dtype or the byte range is wrong, so the values cannot be read; safetensors refuses
+    the file.
 
-    Example: An F32 tensor of shape [4, 16] needs 256 bytes, and its header gives it 128.
+    Example: An F32 tensor of shape [4, 16] needs 256 bytes, but its header gives it 128.
 
     What to do: Save the checkpoint again; a header edited by hand is the usual cause.
     """
@@ -133,13 +137,13 @@ def wrong_size(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT107", Severity.ERROR, on=Subject)
 def shard_missing(subject: Subject) -> Iterator[Fault]:
-    """A weights file that the index names is not there.
+    """A weights file that the index names is missing.
 
     What it does: Looks for every file that `model.safetensors.index.json` names.
 
     Why it matters: The tensors in it are missing, so the model cannot be loaded. A download or copy was interrupted.
 
-    Example: The index names `model-00002-of-00003.safetensors`; the folder has 1 and 3.
+    Example: The index names `model-00002-of-00003.safetensors`, but the folder has only files 1 and 3.
 
     What to do: Copy or download the missing file (`hf download` continues where it stopped).
     """
@@ -148,16 +152,16 @@ def shard_missing(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT108", Severity.ERROR, on=Subject)
 def shard_name(subject: Subject) -> Iterator[Fault]:
-    """An index that points out of its folder.
+    """An index that points outside its folder.
 
     What it does: Checks that each file name in `model.safetensors.index.json` is a bare file name.
 
     Why it matters: `../x.safetensors` or an absolute path reads files that are not part of the model. transformers
-    follows such a path without a word; lora-tool does not.
+    silently follows such a path; lora-tool does not.
 
     Example: `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
 
-    What to do: Do not use this folder before you know who made it; a good index holds bare file names only.
+    What to do: Do not use this folder unless you know who made it; a valid index holds only bare file names.
     """
     yield from defects(subject, Defect.SHARD_NAME)
 
@@ -168,12 +172,12 @@ def index_mismatch(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares the tensors that the index names with those in the files.
 
-    Why it matters: A tensor that is only in one of the two is missing or ignored on loading: the shards are from two
+    Why it matters: A tensor that is only in one of the two is missing or ignored on loading. The shards come from two
     different models, or from two versions of one.
 
-    Example: The index puts `model.norm.weight` in the third file, which holds it no more.
+    Example: The index puts `model.norm.weight` in the third file, which does not hold it.
 
-    What to do: Copy index and weights files from the same place again, all of them.
+    What to do: Copy the index and all weights files again, from one place.
     """
     yield from defects(subject, Defect.INDEX_MISMATCH)
 
@@ -182,15 +186,15 @@ def index_mismatch(subject: Subject) -> Iterator[Fault]:
 def pickle_weights(subject: Subject) -> Iterator[Fault]:
     """Weights in a pickle.
 
-    What it does: Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is. A torch file from
-    1.6 on is a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
+    What it does: Looks for `adapter_model.bin` and `pytorch_model*.bin` without a safetensors file. A file of torch 1.6
+    or later is a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
 
     Why it matters: A pickle can run any code when another tool loads it.
 
     Example: A folder with `adapter_config.json` and `adapter_model.bin`.
 
-    What to do: `lora-tool merge` writes safetensors. To convert the file itself, load it where you trust it and save it
-    again: `model.save_pretrained(folder)`.
+    What to do: `lora-tool merge` writes safetensors. To convert the file itself, load it on a machine where it may run
+    code and save it again: `model.save_pretrained(folder)`.
     """
     for problem in subject.problems:
         if problem.defect is Defect.PICKLE:
@@ -204,26 +208,27 @@ def total_size(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares `metadata.total_size` of the index with the bytes of all tensors.
 
-    Why it matters: Loaders plan memory and devices from this number. It also tells that somebody wrote the weights and
-    forgot the index: the folder may be a mixture.
+    Why it matters: Loaders plan memory and devices from this number. A wrong one also suggests that the weights were
+    rewritten without their index, so the folder may be a mixture.
 
-    Example: `total_size` is 1,000 and the tensors hold 2,048 bytes.
+    Example: `total_size` is 1,000, but the tensors hold 2,048 bytes.
 
-    What to do: Set `metadata.total_size` to the bytes of all tensors, or save the model again.
+    What to do: Set `metadata.total_size` to the number of bytes of all tensors, or save the model again.
 
-    `lora-tool validate --fix` does the first.
+    `lora-tool validate --fix` sets it.
     """
     yield from defects(subject, Defect.TOTAL_SIZE)
 
 
 @rule("LT112", Severity.ERROR, on=Subject)
 def not_a_file(subject: Subject) -> Iterator[Fault]:
-    """Something that is not a plain file of this folder.
+    """Something other than a plain file in this folder.
 
     What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
     files.
 
-    Why it matters: What is checked and published should be in the folder, not whatever a link points to today.
+    Why it matters: The files that are checked and published should lie in the folder itself; the target of a link may
+    change.
 
     Example: `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
 
@@ -238,7 +243,7 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
 
     What it does: Parses the JSON files beside the weights, the tokenizer's among them.
 
-    Why it matters: Without its config nobody knows what the weights are for.
+    Why it matters: Without a readable config the weights cannot be interpreted.
 
     Example: `adapter_config.json` ends in the middle of a line, because the disk was full.
 
@@ -255,16 +260,16 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT114", Severity.WARNING, on=Subject)
 def stray_weights(subject: Subject) -> Iterator[Fault]:
-    """A weights file that nothing refers to.
+    """A weights file that the index does not name.
 
     What it does: Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
 
-    Why it matters: It is left over from an earlier save with another number of files. transformers ignores it; whoever
-    pushes or copies the folder carries it along, and it may be the newer one.
+    Why it matters: It is left over from an earlier save with another number of files. transformers ignores it, but
+    every push or copy of the folder takes it along, and it may be the newer one.
 
-    Example: A model of two files was saved over one of five: three of the old ones are still there.
+    Example: A model of two files was saved over one of five, and three of the old files remain.
 
-    What to do: Remove the file, after making sure that the index names the ones you mean.
+    What to do: Check that the index names the right files, then remove this one.
     """
     yield from defects(subject, Defect.STRAY_WEIGHTS)
 
@@ -282,13 +287,13 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
     What it does: Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.
 
-    Why it matters: There is a config and nothing to load. Saving was interrupted, or the weights went elsewhere: under
+    Why it matters: There is a config but nothing to load. Saving was interrupted, or the weights are elsewhere: under
     DeepSpeed ZeRO-3 and FSDP they are in the rank files of `global_stepN/` or in a `.distcp` folder.
 
     Example: A `checkpoint-500` that was being written when the job was killed.
 
-    What to do: Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 reads
-    no adapter in shards (`adapter_model-00001-of-00002.safetensors`): put their tensors into one file.
+    What to do: Use the previous checkpoint, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 cannot
+    read a sharded adapter (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=_where_they_are(subject.checkpoint))
@@ -296,10 +301,10 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
 def _where_they_are(checkpoint: Checkpoint) -> str | None:
     if holds_rank_files(checkpoint.folder):
-        return f"they are there in pieces: lora-tool consolidate {checkpoint.root}"
+        return f"the folder holds them in pieces: lora-tool consolidate {checkpoint.root}"
     if not isinstance(checkpoint, AdapterDir):
         return None
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
-        return f"{_IN_ONE_FILE} (typed in {checkpoint.root})"
+        return f"{_IN_ONE_FILE} (run it in {checkpoint.root})"
     state = training_state_near(checkpoint.root)
-    return f"there is a training checkpoint, {state}: {consolidate_command(checkpoint.root)}" if state else None
+    return f"take them from the training checkpoint {state}: {consolidate_command(checkpoint.root)}" if state else None

@@ -55,12 +55,12 @@ def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> froze
 def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of the base is not in the model.
 
-    What it does: Compares the names in the weights with the base's. A head or output layer that the model's class does
-    without, and what transformers computes by itself, may be absent; so may what the model's class has no place for.
+    What it does: Compares the names in the weights with the base's. Tensors that the model's class does not have, such
+    as a head or output layer, and buffers that transformers computes, may be absent.
 
-    Why it matters: transformers initialises it at random, with a log line only.
+    Why it matters: transformers re-initialises it at random, with only a log line.
 
-    Example: A merge shard by shard that stopped after the second of three.
+    Example: A merge that goes shard by shard stopped after the second of three.
 
     What to do: Merge again, and save the whole `state_dict`.
     """
@@ -70,7 +70,10 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
     lost = [name for name in base if name not in subject.matrices and not is_computed(name)]
     if 2 * len(lost) > len(base):
         held = len(base) - len(lost)
-        message = f"{held} of the base's {len(base)} tensors are in the model: it is another model, or names differ"
+        message = (
+            f"the model has {held} of the base's {len(base)} tensors: it is a different model, or its tensors "
+            "have other names"
+        )
         yield Fault(message=message, severity=Severity.WARNING)
         return
     said = set(subject.class_tensors.missing) if subject.class_tensors else set()
@@ -79,20 +82,20 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
     for name in lost:
         embedding = no_end and is_input(name.rpartition(".")[0])
         if name not in excused and (embedding or not _is_end(name, subject)):
-            yield Fault(subject=name, message=f"is not in the model; the base {subject.base.root} has it")
+            yield Fault(subject=name, message=f"is not in the model, but in the base {subject.base.root}")
 
 
 @rule("LT622", Severity.WARNING, on=ModelSubject, needs=_COMPARED)
 def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in the model that its base does not have.
 
-    What it does: Compares the names in the weights with the base's. Heads and output layers are left out.
+    What it does: Compares the names in the weights with the base's, except for heads and output layers.
 
-    Why it matters: Either nothing loads it, or it changes what the model computes.
+    Why it matters: Either transformers ignores it on loading, or it changes what the model computes.
 
-    Example: Biases of `q_proj`, where the base has none.
+    Example: The model has biases of `q_proj`, but the base has none.
 
-    What to do: Compare the two `config.json`; give the base that the model was made from.
+    What to do: Compare the two `config.json` files, and give the base that the model was made from.
     """
     base = subject.base and _matched(subject.base, subject)
     if not base or 2 * len(base.keys() & subject.matrices.keys()) < len(base):
@@ -109,12 +112,12 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
 def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of the model has another shape than the base's.
 
-    What it does: Compares shapes with the base's. Heads are left out, and another number of rows in embeddings and
-    output layers is noted: the vocabulary was resized.
+    What it does: Compares shapes with the base's, except for heads. Another number of rows in embeddings and output
+    layers is reported as info: the vocabulary was resized.
 
-    Why it matters: Under the base's config the model does not load; a matrix that is turned computes something else.
+    Why it matters: The model does not load with the base's config, and a transposed matrix computes something else.
 
-    Example: `mlp.down_proj.weight` is [64, 16], and [16, 64] in the base.
+    Example: `mlp.down_proj.weight` is [64, 16] in the model, but [16, 64] in the base.
 
     What to do: Merge again with the base that the adapter was trained on.
     """
@@ -127,7 +130,7 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
         if _is_told_by_the_config(subject, name):
             continue
         resized = _is_end(name, subject) and mine.shape[1:] == theirs.shape[1:]
-        message = f"is {list(mine.shape)}, in the base {list(theirs.shape)}"
+        message = f"is {list(mine.shape)}, but {list(theirs.shape)} in the base"
         severity = Severity.INFO if resized else None
         yield Fault(subject=name, message=message, path=str(mine.path), severity=severity)
 
@@ -141,12 +144,12 @@ def _is_told_by_the_config(subject: ModelSubject, name: str) -> bool:
 
 @rule("LT624", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
 def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
-    """The model is its base: nothing in it was trained.
+    """The model equals its base: nothing in it was trained.
 
-    What it does: Looks for a tensor that differs from the base's: the first bytes of each, with `--deep` all of them.
-    Where only the first bytes were read it is a warning.
+    What it does: Looks for a tensor that differs from the base's. It compares the first bytes of each, which gives a
+    warning; with `--deep` it compares all bytes, which gives an error.
 
-    Why it matters: It is the base under another name. Everything that is measured on it is measured on the base.
+    Why it matters: It is the base under another name: every measurement of it measures the base.
 
     Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
 
@@ -156,8 +159,8 @@ def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
     if not base or any(name not in base for name in subject.matrices):
         return
     if all(_same(tensor, base[name], whole=subject.whole) for name, tensor in subject.matrices.items()):
-        read = "" if subject.whole else ", as far as they were read; --deep reads all"
-        message = f"all {len(subject.matrices)} tensors are the base's{read}"
+        read = "" if subject.whole else " in the bytes that were read; --deep reads all"
+        message = f"all {len(subject.matrices)} tensors equal the base's{read}"
         yield Fault(message=message, severity=None if subject.whole else Severity.WARNING)
 
 

@@ -80,7 +80,7 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model.
 
     Why it matters: The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of
-    the weights under their names and makes up random ones, with a log line only.
+    the weights under their names and initialises random ones, with only a log line.
 
     Example: `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
 
@@ -89,7 +89,7 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected or {}
     for name, tensor in subject.tensors.items():
         if name not in expected and _ADAPTER_NAME.search(name):
-            message = "is a name of PEFT's: the adapter is beside the weights, not in them"
+            message = "is a PEFT name: the adapter lies beside the weights and was not merged into them"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 
 
@@ -99,27 +99,27 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
-    Why it matters: transformers puts random values where a tensor is missing, and says so in a log line only.
+    Why it matters: transformers initialises a missing tensor at random, with only a log line.
 
-    Example: A merge shard by shard that stopped after the second of three.
+    Example: A merge that goes shard by shard stopped after the second of three.
 
     What to do: Merge again into a new folder.
     """
     for name, spec in (subject.expected or {}).items():
         if name not in subject.tensors and name not in _forgotten_head(subject):
             recomputed = is_computed(name)
-            message = "is missing" + (": a buffer that transformers makes by itself" if recomputed else "")
+            message = "is missing" + (": a buffer that transformers computes" if recomputed else "")
             severity = Severity.INFO if recomputed else None
             yield Fault(subject=name, message=f"{message}; expected {spec.dtype} {list(spec.shape)}", severity=severity)
 
 
 @rule("LT603", Severity.ERROR, on=ModelSubject, needs=_PLAN)
 def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor in a merged model that is neither the base's nor the adapter's.
+    """A tensor in a merged model that neither base nor adapter has.
 
     What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
-    Why it matters: Either it has no place in the model, and is ignored when it is loaded, or it replaces something.
+    Why it matters: Either transformers ignores it on loading, or it replaces another tensor.
 
     Example: `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
 
@@ -135,10 +135,10 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
             continue
         harmless = None
         if name in ends and _is_tied(subject):
-            harmless = "is written, though the config ties it to the embeddings"
+            harmless = "is in the file, although the config ties it to the embeddings"
         elif is_computed(name):
-            harmless = "is a buffer that transformers makes by itself and does not load"
-        message = harmless or "is expected neither from the base nor from the adapter"
+            harmless = "is a buffer that transformers computes and does not load"
+        message = harmless or "comes neither from the base nor from the adapter"
         yield Fault(subject=name, message=message, path=str(tensor.path), severity=Severity.INFO if harmless else None)
 
 
@@ -149,13 +149,14 @@ def _is_tied(subject: ModelSubject) -> bool:
 
 @rule("LT604", Severity.ERROR, on=ModelSubject, needs=_PLAN)
 def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor of a merged model has another shape or type.
+    """A tensor of a merged model has the wrong shape or dtype.
 
-    What it does: Compares shapes and types with what base and adapter give, or with the ledger of `lora_tool.json`.
+    What it does: Compares shapes and dtypes with what base and adapter give, or with the ledger of `lora_tool.json`.
 
-    Why it matters: A wrong shape does not load. Another float type may have been asked for, and is noted.
+    Why it matters: A tensor of a wrong shape does not load. Another float type may be intended, so it is reported as
+    info.
 
-    Example: `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
+    Example: `score.weight` is [2, 4096], but the adapter's head is [1, 4096].
 
     What to do: Merge again with the base that the adapter was trained on.
     """
@@ -171,7 +172,7 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
             pair = (str(tensor.dtype), str(spec.dtype))
             casts[pair] = casts.get(pair, 0) + 1
     for (found, wanted), count in casts.items():
-        message = f"{count} tensors are {found}, where base and adapter give {wanted}"
+        message = f"{count} tensors are {found}, but base and adapter give {wanted}"
         yield Fault(message=message, severity=Severity.INFO if isinstance(subject, MergedSubject) else None)
 
 
@@ -191,39 +192,39 @@ def _is_head(subject: ModelSubject, name: str) -> bool:
 
 @rule("LT613", Severity.ERROR, on=ModelSubject, needs=_PLAN)
 def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
-    """The trained head was left out of the merge.
+    """The merged model lacks the trained head.
 
-    What it does: Looks for the score head that the adapter (or base) has among the merged model's tensors.
+    What it does: Looks in the merged model for the score head of the adapter or base.
 
-    Why it matters: Without it the folder is a language model, or a classifier with a random head: its rewards mean
-    nothing. PEFT merges a reward adapter into a causal LM without a warning, as merges do that know only `.weight`
-    pairs.
+    Why it matters: Without it the folder is a language model, or a classifier with a random head whose rewards mean
+    nothing. PEFT merges a reward adapter into a causal LM without a warning, and so do merge scripts that know only
+    `.weight` pairs.
 
-    Example: The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
+    Example: The adapter holds `base_model.model.score.weight`, but the merged folder has an `lm_head` and no `score`.
 
     What to do: Merge again as a reward model: `lora-tool merge --rm ADAPTER`.
     """
     for name in sorted(_forgotten_head(subject)):
         config = subject.checkpoint.config
-        as_what = f"; the folder says {config.architectures[0]}" if config and config.architectures else ""
+        as_what = f", whose config says {config.architectures[0]}" if config and config.architectures else ""
         yield Fault(subject=name, message=f"the trained head is not in the merged model{as_what}")
 
 
 @rule("LT615", Severity.WARNING, on=ModelSubject)
 def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
-    """The tokenizer, chat template or pooling modules were not taken along.
+    """The tokenizer, chat template or pooling modules were not copied.
 
-    What it does: Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the
-    merged folder; for an embedding model also for the files of sentence-transformers. A model that is compared with its
-    base alone must have some tokenizer where the base has one.
+    What it does: Looks in the merged folder for the tokenizer and processor files of adapter and base, including the
+    chat template; for an embedding model also for the files of sentence-transformers. A model that is compared only
+    with its base must have a tokenizer if the base has one.
 
-    Why it matters: Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens
-    or another chat template the model sees other inputs than it was trained on. Without `modules.json` an embedding
-    model is pooled by the mean, however it was trained.
+    Why it matters: A folder without its tokenizer is used with one from elsewhere. With other special tokens or another
+    chat template, the model sees other inputs than it was trained on. Without `modules.json`, sentence-transformers
+    pools an embedding model by the mean, however it was trained.
 
-    Example: `chat_template.jinja` lies beside the adapter, and not in the merged folder.
+    Example: `chat_template.jinja` lies beside the adapter, but not in the merged folder.
 
-    What to do: Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
+    What to do: Copy the files that training used: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
     from lora_tool.formats.sentence_transformers import root_files  # noqa: PLC0415 - for merged models alone
 
@@ -257,7 +258,7 @@ def _no_tokenizer(subject: ModelSubject, files: set[str]) -> Iterator[Fault]:
     if subject.base is not None and theirs and not files & FILE_NAMES:
         hint = f"cp {' '.join(str(subject.base.root / name) for name in theirs)} {subject.checkpoint.root}/"
         yield Fault(
-            subject=theirs[0], message="is beside the base, and no tokenizer is in the model's folder", hint=hint
+            subject=theirs[0], message="is in the base's folder, but the model's folder has no tokenizer", hint=hint
         )
 
 
@@ -275,18 +276,20 @@ def _has_template(subject: MergedSubject) -> bool:
 
 @rule("LT616", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.PLAN}))
 def other_config(subject: ModelSubject) -> Iterator[Fault]:
-    """The config is not that of the merged weights.
+    """The config does not match the merged weights.
 
     What it does: Compares `config.json` with what base and adapter give: class, labels, and the fields that decide what
-    the weights compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Against a base alone it is a
-    warning, as training may have changed them on purpose, and the class, the vocabulary and tying are left out.
+    the weights compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Compared only with a base,
+    it is a warning, as training may have changed these fields on purpose, and the class, the vocabulary and tying are
+    not compared.
 
-    Why it matters: The same weights under another config are another model. It loads, and answers wrongly.
+    Why it matters: The same weights under another config are a different model: it loads, but its answers are wrong.
 
-    Example: `"rope_theta": 10000.0` where the base has 1000000.0; `LlamaForCausalLM` where a reward model was merged.
+    Example: `rope_theta` is 10000.0, but 1000000.0 in the base; the class is `LlamaForCausalLM` for a merged reward
+    model.
 
-    What to do: Take the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as
-    trained, or merge again: `lora-tool merge` does.
+    What to do: Copy the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as
+    trained, or merge again with `lora-tool merge`, which does so.
     """
     config = subject.checkpoint.config
     merged = isinstance(subject, MergedSubject)
@@ -296,7 +299,7 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
     path = str(config.path)
     classes = tuple(wanted.get("architectures") or ()) if merged else ()
     if classes and classes[:1] != config.architectures[:1] and not _forgotten_head(subject):
-        message = f"is {next(iter(config.architectures), 'not set')}, expected {classes[0]}"
+        message = f"is {next(iter(config.architectures), 'not set')}; expected {classes[0]}"
         yield Fault(subject="architectures", message=message, path=path)
     found, expected = _structure(config.raw), _structure(wanted)
     for name in sorted(found.keys() & expected.keys()):
@@ -335,11 +338,12 @@ def _planned_config(subject: MergedSubject) -> dict[str, Any] | None:
 
 @rule("LT617", Severity.ERROR, on=MergedSubject)
 def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
-    """Merged from another base or adapter than the one it is compared with.
+    """The model was merged from a different base or adapter.
 
-    What it does: Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded.
+    What it does: Compares the fingerprints of the given base and adapter with those recorded in `lora_tool.json`.
 
-    Why it matters: The model was made from something else, or its inputs have changed since: nothing here can prove it.
+    Why it matters: The model was made from other inputs, or its inputs have changed since, so these cannot prove it
+    right.
 
     Example: The adapter's folder was overwritten by the next training run.
 
@@ -349,5 +353,8 @@ def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
     for name, found in subject.inputs.items():
         recorded = manifest.input(name).get("fingerprint") if manifest else None
         if isinstance(recorded, str) and recorded != found:
-            message = f"this {name} is not the one that was merged: fingerprint {found[:12]}, recorded {recorded[:12]}"
+            message = (
+                f"this {name} is not the one that was merged: its fingerprint is {found[:12]}, but "
+                f"{recorded[:12]} was recorded"
+            )
             yield Fault(subject=f"inputs.{name}", message=message, path=str(manifest.path) if manifest else None)

@@ -32,16 +32,16 @@ def _amount(found: TensorEvidence) -> str:
     of = "" if found.whole else f" of a sample from {found.numel:,}"
     at = "" if found.first is None else f", the first at {found.first:,}"
     distance = "" if found.distance is None else f"; {found.distance:.3g} of ΔW away from W + ΔW"
-    return f"{found.wrong:,} of {found.compared:,} values{of} are others{at}{distance}"
+    return f"{found.wrong:,} of {found.compared:,} values{of} differ{at}{distance}"
 
 
 @rule("LT605", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
-    """A tensor that the adapter leaves alone is not the base's.
+    """A tensor that the adapter does not change differs from the base's.
 
     What it does: Compares the bytes of every tensor that the adapter does not change with the base's.
 
-    Why it matters: The merge broke it, the file was damaged, or something else was mixed in.
+    Why it matters: The merge broke it, the file was damaged, or it comes from another model.
 
     Example: A norm of layer 3 differs in one value after a copy over a bad network.
 
@@ -57,18 +57,19 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
                 if weight
                 else ""
             )
-            yield _fault(subject, found, f"is not its source's: {_amount(found)}{part}")
+            yield _fault(subject, found, f"differs from its source: {_amount(found)}{part}")
 
 
 @rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
-    """A tensor that the adapter changes is as in the base.
+    """A tensor that the adapter should change equals the base's.
 
-    What it does: Looks for tensors that have LoRA, or trained rows, and are still the base's.
+    What it does: Looks for tensors with LoRA or trained rows that still equal the base's.
 
-    Why it matters: Part of the adapter was dropped without a word: the model behaves like neither.
+    Why it matters: The merge silently dropped part of the adapter, so the model is neither the base nor the trained
+    model.
 
-    Example: The `gate_proj` of every expert, because the merge knew only their fused names.
+    Example: The `gate_proj` of every expert is unchanged, because the merge knew only their fused names.
 
     What to do: Merge again with `lora-tool merge`, which refuses what it cannot place.
     """
@@ -77,19 +78,19 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
     for found in subject.merged():
         if found.verdict is Verdict.UNCHANGED:
             sure = subject.recomputed
-            message = "is the base's: the adapter is not in it"
+            message = "equals the base's: the adapter is not in it"
             if not sure:
-                message = "is the base's, as far as it was read; lora-tool verify computes what it should be"
+                message = "equals the base's in the bytes that were read; lora-tool verify compares every value"
             yield _fault(subject, found, message, severity=None if sure else Severity.WARNING)
 
 
 @rule("LT607", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
-    """The merged model is its base: no tensor carries the adapter.
+    """The merged model equals its base: no tensor contains the adapter.
 
-    What it does: Looks whether every tensor that the adapter changes is still the base's.
+    What it does: Checks whether every tensor that the adapter should change still equals the base's.
 
-    Why it matters: It is the base under another name. Everything that is measured on it is measured on the base.
+    Why it matters: It is the base under another name: every measurement of it measures the base.
 
     Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
 
@@ -97,20 +98,20 @@ def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """
     if subject.carries_nothing:
         count = sum(1 for _ in subject.merged())
-        yield Fault(message=f"none of the {count} tensors that the adapter changes differs from the base's")
+        yield Fault(message=f"none of the {count} tensors that the adapter should change differs from the base's")
 
 
 @rule("LT608", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
 def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
     """A merged tensor is not W + ΔW.
 
-    What it does: Computes W + scaling·(B·A) again, in float64 and by other code than the merge's, and compares every
-    value with a bound that is derived from the arithmetic: half a unit in the last place, and what float32 sums may be
-    off by. Where it is not known who merged, all that 16-bit arithmetic explains is right, too.
+    What it does: Computes W + scaling·(B·A) again, in float64 and with other code than the merge's, and compares every
+    value within a bound derived from the arithmetic: half an ulp plus the error of float32 sums. If the program that
+    merged is unknown, any error that 16-bit arithmetic explains is also accepted.
 
-    Why it matters: The weights are not those that were trained.
+    Why it matters: The weights are not the trained ones.
 
-    Example: A worker died and left a block of rows as zeros.
+    Example: A worker died and left a block of rows at zero.
 
     What to do: Merge again; if it happens again, check the disk and the memory.
     """
@@ -124,31 +125,33 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
 def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged twice.
 
-    What it does: Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one done again on its own result.
+    What it does: Projects W' - W on ΔW: the factor is 1 after one merge, and 2 after a second merge into the result.
 
-    Why it matters: The model went as far again in the direction that was trained. It still talks, so nobody notices.
+    Why it matters: The trained change was applied twice. The model still produces fluent text, so the fault goes
+    unnoticed.
 
-    Example: A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
+    Example: A merge script ran again on the folder it had written; or both tied embeddings and output layer had LoRA.
 
-    What to do: Merge once, into the base that was trained on. `lora-tool merge` refuses the same adapter twice.
+    What to do: Merge once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge an adapter
+    twice.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and _near(found.factor, _TWICE):
-            yield _fault(subject, found, f"is W + {found.factor:.3f}·ΔW: the adapter is in it twice")
+            yield _fault(subject, found, f"is W + {found.factor:.3f}·ΔW: the adapter was merged twice")
 
 
 @rule("LT610", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
 def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
-    """The adapter was merged with another scaling.
+    """The adapter was merged with the wrong scaling.
 
-    What it does: Projects W' - W on ΔW, and names the factor where it is neither 1 nor 2 and explains the values.
+    What it does: Projects W' - W on ΔW, and reports the factor if it explains the values and is neither 1 nor 2.
 
-    Why it matters: The adapter has too much or too little weight: `lora_alpha / r` forgotten, rsLoRA's √r forgotten or
-    applied twice, or the delta subtracted.
+    Why it matters: The adapter is too strong or too weak: the merge left out `lora_alpha / r`, left out rsLoRA's √r or
+    applied it twice, or subtracted the delta.
 
     Example: W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
 
-    What to do: Merge again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
+    What to do: Merge again; the scaling is `lora_alpha / r`, or `lora_alpha / √r` with `use_rslora`.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and not _near(found.factor, _TWICE):
@@ -176,11 +179,11 @@ def _cause(found: TensorEvidence) -> str:
 def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged transposed.
 
-    What it does: Compares W' - W with ΔWᵀ where W is square, so that the shape does not show it.
+    What it does: Compares W' - W with ΔWᵀ if W is square, because then the shape does not reveal the mistake.
 
-    Why it matters: The change acts on the wrong sides of the layer: noise of the right size.
+    Why it matters: The change acts on the wrong sides of the layer, so it is noise of the right size.
 
-    Example: GPT-2's square `c_proj`, stored [in, out], merged as if it were [out, in].
+    Example: GPT-2's square `c_proj`, stored as [in, out], was merged as if it were [out, in].
 
     What to do: Merge again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
     """
@@ -191,33 +194,37 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
 
 @rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
 def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
-    """The weights carry another adapter.
+    """The weights contain another adapter.
 
-    What it does: Looks whether every tensor that this adapter changes was changed, each in another direction.
+    What it does: Checks whether every tensor that this adapter changes was changed, but in another direction.
 
-    Why it matters: The model is not the one that was trained in this run.
+    Why it matters: The model is not the one that this run trained.
 
-    Example: `checkpoint-500` was merged, and the folder is kept beside the adapter of `checkpoint-1000`.
+    Example: `checkpoint-500` was merged, but the folder is kept beside the adapter of `checkpoint-1000`.
 
-    What to do: Find the adapter it was merged with, `lora-tool verify MERGED --adapter ADAPTER`, or merge again.
+    What to do: Compare it with the adapter that was merged, `lora-tool verify MERGED --adapter ADAPTER`, or merge
+    again.
     """
     if subject.another_adapter:
         merged = tuple(subject.merged())
         largest = max(abs(found.cosine or 0.0) for found in merged)
-        message = f"all {len(merged)} tensors changed, none in this adapter's direction: largest cosine {largest:.2f}"
+        message = (
+            f"all {len(merged)} tensors changed, but none in this adapter's direction: the largest cosine is "
+            f"{largest:.2f}"
+        )
         yield Fault(message=message)
 
 
 @rule("LT614", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
-    """A tensor that the adapter brings whole is not the adapter's.
+    """A tensor that the adapter saved whole differs in the merged model.
 
     What it does: Compares heads and other tensors that were trained whole (`modules_to_save`, biases) with the
-    adapter's, rounded to the model's type.
+    adapter's, rounded to the model's dtype.
 
-    Why it matters: A score head that is not the trained one gives rewards that mean nothing.
+    Why it matters: A score head other than the trained one gives meaningless rewards.
 
-    Example: `score.weight` was initialised anew when the base was loaded, and the adapter's was never put there.
+    Example: Loading the base re-initialised `score.weight`, and the merge never copied the adapter's head.
 
     What to do: Merge again: `lora-tool merge --rm ADAPTER` for a reward model.
     """
@@ -226,27 +233,27 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
             Verdict.DIFFERENT,
             Verdict.UNCHANGED,
         ):
-            yield _fault(subject, found, f"should be the trained one: {_amount(found)}")
+            yield _fault(subject, found, f"differs from the trained one: {_amount(found)}")
 
 
 @rule("LT626", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
 def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
-    """A computed adapter is not what its inputs give.
+    """A computed adapter does not match its inputs.
 
-    What it does: Compares ΔW of every module of an adapter that `combine`, `resize` or `prepare` wrote with the weighted
-    sum of its inputs, by QR in float64, where it was written by Gram matrices: no farther than the best approximation of
-    its rank, and what rounding explains. Of one that `extract` wrote, ΔW is compared with the difference of the two
-    models. Right after writing, samples of both factors are computed again, too.
+    What it does: Compares ΔW of every module of an adapter that `combine`, `resize` or `prepare` wrote with the
+    weighted sum of its inputs. The writer uses Gram matrices, this check QR in float64; the distance may be that of the
+    best approximation of its rank plus rounding. For `extract`, ΔW is compared with the difference of the two models.
+    Right after writing, samples of both factors are computed again as well.
 
-    Why it matters: The adapter does something else than the adapters that it claims to be made of.
+    Why it matters: The adapter does something else than the inputs that it was computed from.
 
     Example: The file was cut and padded by a bad copy, or edited after it was written.
 
-    What to do: Write it again, into a new folder.
+    What to do: Run the command that computed it again, into a new folder.
     """
     for found in subject.evidence.values():
         if found.action is TensorAction.COMPUTED and found.verdict in (Verdict.DIFFERENT, Verdict.UNCHANGED):
-            yield _fault(subject, found, found.reason or f"is not what its inputs give: {_amount(found)}")
+            yield _fault(subject, found, found.reason or f"does not match its inputs: {_amount(found)}")
 
 
 @rule("LT627", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
@@ -272,34 +279,36 @@ def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
 
 @rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
-    """Most of the tensors that the adapter leaves alone are not this base's.
+    """Most tensors that the adapter does not change differ from the base's.
 
-    What it does: Counts the tensors outside the adapter that differ from the base's.
+    What it does: Counts the tensors that the adapter does not change but that differ from the base's.
 
-    Why it matters: The model was merged into another base: another version of it, or its instruct model.
+    Why it matters: The adapter was merged into another base: another version of it, or its instruct model.
 
     Example: An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
 
-    What to do: Give the base that it was merged into, `--base`; if that is not the one it was trained on, merge again.
+    What to do: Give the base that it was merged into: `--base MODEL`. If the adapter was not trained on that base,
+    merge again.
     """
     if subject.another_base:
         kept = tuple(subject.kept())
         other = [found for found in kept if found.verdict is not Verdict.RIGHT]
         base = f" {subject.base_name}" if subject.base_name else ""
-        message = f"{len(other)} of {len(kept)} tensors that the adapter leaves alone differ from the base's{base}"
-        yield Fault(message=f"{message}, the first is `{other[0].name}`")
+        message = f"{len(other)} of {len(kept)} tensors that the adapter does not change differ from the base's{base}"
+        yield Fault(message=f"{message}; the first is `{other[0].name}`")
 
 
 @rule("LT619", Severity.WARNING, on=MergedSubject, needs=_RECOMPUTED)
 def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
-    """Most of the adapter is lost in rounding.
+    """Rounding loses most of the adapter.
 
-    What it does: Measures how much of ΔW is in the stored W' - W: the cosine between the two, over all merged tensors.
+    What it does: Measures how much of ΔW remains in the stored W' - W: the cosine between the two, over all merged
+    tensors.
 
-    Why it matters: A change smaller than half a unit in the last place of a 16-bit weight rounds away. The merge is
-    right, and yet has less of the training than the adapter. Small learning rates in RL and DPO end there.
+    Why it matters: A change smaller than half an ulp of a 16-bit weight rounds to nothing. The merge is correct, but it
+    contains less of the training than the adapter. Small learning rates in RL and DPO cause this.
 
-    Example: ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
+    Example: ΔW is a thousandth of W in bfloat16, and only 16% of the values change.
 
     What to do: Merge with `--dtype float32`, or serve the adapter unmerged.
     """
@@ -308,26 +317,26 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     if poor and 2 * len(poor) >= len(merged):
         still = sum(found.unmoved for found in poor)
         typical = sorted(found.cosine or 0.0 for found in poor)[len(poor) // 2]
-        unmoved = f", {still} did not change at all" if still else ""
+        unmoved = f", and {still} did not change at all" if still else ""
         message = (
-            f"{len(poor)} of {len(merged)} merged tensors hold little of ΔW (typical cosine {typical:.2f}){unmoved}"
+            f"{len(poor)} of {len(merged)} merged tensors contain little of ΔW (median cosine {typical:.2f}){unmoved}"
         )
         yield Fault(message=message)
 
 
 @rule("LT620", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.OUTPUTS}))
 def other_answers(subject: MergedSubject) -> Iterator[Fault]:
-    """The merged model answers otherwise than its base with the adapter.
+    """The merged model's answers differ from those of base and adapter.
 
-    What it does: Asks both the same, in float32, and compares logits or rewards. What rounding the weights explains is
-    measured: a third run moves each changed weight at random by up to half an ulp. `lora-tool verify --logits`.
+    What it does: `lora-tool verify --logits` runs both on the same inputs in float32 and compares logits or rewards. A
+    third run, which moves each changed weight at random by up to half an ulp, measures how much rounding explains.
 
-    Why it matters: The tensors may each be what the plan says, and the model another all the same: another config, a
-    tensor under a name that nothing loads, ends that are tied again on loading.
+    Why it matters: Every tensor may be right and the model still wrong: through another config, a tensor under a name
+    that is never loaded, or embeddings that are tied again on loading.
 
-    Example: LoRA on `lm_head` merged into embeddings that `config.json` ties.
+    Example: LoRA on `lm_head` was merged into embeddings that `config.json` ties.
 
-    What to do: Look at the other findings first; serve the adapter unmerged until it is clear.
+    What to do: Look at the other findings first, and serve the adapter unmerged until the cause is found.
     """
     found = subject.outputs
     if found is None or found.explained:
@@ -341,17 +350,17 @@ def other_answers(subject: MergedSubject) -> Iterator[Fault]:
 
 @rule("LT625", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.PAIRS}))
 def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
-    """The merged model ranks fewer pairs right than was asked.
+    """The merged model ranks fewer pairs right than required.
 
-    What it does: Counts the pairs whose chosen text gets the higher reward, a tie as half, and compares their share
-    with `--min-accuracy`. `lora-tool verify --pairs FILE --min-accuracy 0.7`, and so in `ci`.
+    What it does: `lora-tool verify --pairs FILE --min-accuracy 0.7` (or `ci` with the same options) counts the pairs
+    whose chosen text gets the higher reward, a tie as half, and compares their share with the minimum.
 
-    Why it matters: Every tensor may be right, and the model not worth its training.
+    Why it matters: Every tensor may be right and the reward model still a poor judge.
 
-    Example: A reward model that was trained on swapped columns ranks 0.3 of 200 held-out pairs right.
+    Example: A reward model trained on swapped columns ranks a share of 0.3 of 200 held-out pairs right.
 
-    What to do: Where base + adapter rank better than the merged model, look at the other findings; else train longer,
-    or look at the data: `chosen`, `rejected`, and the chat template.
+    What to do: If base + adapter rank better than the merged model, look at the other findings. Otherwise train longer,
+    or check the data: `chosen`, `rejected` and the chat template.
     """
     found = subject.pairs
     if found is None or found.enough:

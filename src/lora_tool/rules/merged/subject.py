@@ -54,9 +54,9 @@ class MergedSubject(ModelSubject):
         if self.planned is None and needs & {Need.PLAN, Need.COMPARED, Need.RECOMPUTED}:
             return self.why_no_plan
         if not self.evidence and needs & {Need.COMPARED, Need.RECOMPUTED}:
-            return "the values were not compared: lora-tool verify does"
+            return "the values were not compared; lora-tool verify compares them"
         if not self.recomputed and Need.RECOMPUTED in needs:
-            return "the merged values were not computed again: lora-tool verify does"
+            return "the merged values were not computed again; lora-tool verify computes them"
         return None
 
     def merged(self) -> Iterator[TensorEvidence]:
@@ -105,5 +105,5 @@ class ComputedAdapter(MergedSubject):
         return "adapter"
 
 
-_KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED})
+_KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED, TensorAction.RESCALED})
 _SEVERAL = 2

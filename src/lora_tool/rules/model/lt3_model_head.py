@@ -34,28 +34,28 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
     """A reward model without a pad token.
 
     What it does: Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for
-    `pad_token` in the tokenizer files beside a reward adapter (noted only: the base may have one).
+    `pad_token` in the tokenizer files beside a reward adapter (reported as info, because the base may have one).
 
-    Why it matters: The score is read at the last token that is no padding. Without the pad token's id, transformers
+    Why it matters: The score is read at the last token that is not padding. Without the pad token's id, transformers
     raises "Cannot handle batch sizes > 1", or reads the score of a padding token.
 
     Example: A Llama reward model whose `config.json` has `"pad_token_id": null`.
 
-    What to do: Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
+    What to do: Set `pad_token_id` in `config.json` to the id of the pad token that training used.
 
-    `lora-tool validate --fix` does so where the tokenizer beside a model names one.
+    `lora-tool validate --fix` sets it if the tokenizer beside the model names a pad token.
     """
     if isinstance(subject, ModelSubject):
         config = subject.checkpoint.config
         has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
         if config and has_head and has_labels(subject.checkpoint) and config.pad_token_id is None:
-            message = "is not set: only one text at a time can be scored"
+            message = "is not set, so the model can score only one text at a time"
             yield Fault(subject="pad_token_id", message=message, path=str(config.path))
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
         folder = subject.checkpoint.folder
         score = any(head_of(path) == _DECODER_HEAD for path in subject.view.paths.values())
         if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
-            message = "no tokenizer file here names a pad token; the base's may"
+            message = "no tokenizer file in this folder names a pad token; the base's may"
             path = str(folder.root / tokenizer.CONFIG)
             hint = "set `pad_token` in tokenizer_config.json, so that the merged model gets its id"
             yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO, hint=hint)
@@ -73,13 +73,13 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Compares `architectures` in `config.json` with the head tensors of the weights.
 
-    Why it matters: A classifier's class without a head in the files gets a random one on each load, with a log line
-    only. A head under a causal LM's class is dropped: the rewards are gone, and an `lm_head` may be made up.
+    Why it matters: If the class is a classifier and the files have no head, transformers initialises a random one on
+    each load, with only a log line. If the class is a causal LM, transformers drops the head: the rewards are gone, and
+    it may initialise a random `lm_head`.
 
-    Example: `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
+    Example: `architectures` is `["LlamaForSequenceClassification"]`, but the weights have no `score.weight`.
 
-    What to do: Set `architectures` to the class that was trained; if the head is missing, merge the adapter that has
-    it.
+    What to do: Set `architectures` to the trained class. If the head is missing, merge the adapter that has it.
     """
     model = subject.checkpoint
     if model.config is None or not model.config.architectures:
@@ -90,29 +90,33 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     class_name = model.config.architectures[0]
     path = str(model.config.path)
     if class_name.endswith("ForSequenceClassification") and not found and arch is not None:
-        message = f"is {class_name}, but the weights have no `{arch.head or 'score'}`: it would be random"
+        message = (
+            f"is {class_name}, but the weights have no `{arch.head or 'score'}`: transformers would initialise "
+            "it at random"
+        )
         yield Fault(subject="architectures", message=message, path=path)
     elif class_name.endswith(("ForCausalLM", "LMHeadModel")) and found:
-        message = f"is {class_name}, but `{found[0]}` is among the weights: it would be dropped"
+        message = f"is {class_name}, but the weights have `{found[0]}`: transformers would drop it"
         yield Fault(subject="architectures", message=message, path=path)
 
 
 @rule("LT308", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
 def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
-    """The config names another number of labels than the head has rows.
+    """The config's number of labels does not match the head's rows.
 
-    What it does: Compares `num_labels`, which wins where it is there, else `id2label` in a classifier's `config.json`
-    with the rows of its head, and the head's bias with them. A head that answers questions has two: where the answer begins and where it ends.
+    What it does: Compares `num_labels` in a classifier's `config.json`, or `id2label` if that is not set, with the rows
+    of its head, and the head's bias with both. A question-answering head has two rows: the start and the end of the
+    answer.
 
-    Why it matters: Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there.
-    Where the config names no labels, transformers assumes two: a reward model has one.
+    Why it matters: Loading fails with a size mismatch or, with `ignore_mismatched_sizes`, initialises a random head. If
+    the config names no labels, transformers assumes two, but a reward model has one.
 
-    Example: `score.weight` is [1, 4096], and `config.json` has no `id2label`.
+    Example: `score.weight` is [1, 4096], but `config.json` has no `id2label`.
 
     What to do: Set `id2label` and `label2id` to as many labels as the head has rows: `{"0": "LABEL_0"}` for a reward
     model.
 
-    `lora-tool validate --fix` does so, unless somebody gave the labels names: which of them are meant it cannot tell.
+    `lora-tool validate --fix` sets them, unless the labels have names: it cannot know which names to keep.
     """
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)
@@ -122,11 +126,11 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
         max(2, (model.config.num_labels or 0) if model.config else 0),
     }  # some classes have a row for each label, and use two
     if answers and (answering := subject.tensors.get(_ANSWERING)) and not allowed & {*answering.shape[:1]}:
-        message = f"is {list(answering.shape)}, expected a row for where an answer begins and one for where it ends"
+        message = f"is {list(answering.shape)}; expected two rows, for the start and the end of an answer"
         yield Fault(subject=answering.name, message=message, path=str(answering.path))
     bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and told else None
     if weight and bias and bias.shape != weight.shape[:1]:
-        message = f"is {list(bias.shape)}, `{weight.name}` has {counted(weight.shape[0], 'row')}"
+        message = f"is {list(bias.shape)}, but `{weight.name}` has {counted(weight.shape[0], 'row')}"
         yield Fault(subject=bias.name, message=message, path=str(bias.path))
     if weight is None or told is None or model.config is None or told == weight.shape[0]:
         return
@@ -140,18 +144,18 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
 
 @rule("LT312", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
 def no_head(subject: ModelSubject) -> Iterator[Fault]:
-    """A model without the head that is asked for.
+    """A model without the requested head.
 
-    What it does: Looks for a head with labels (`score`, `classifier`) in a model that is said to be a reward model or
-    classifier (`--rm`, `--num-labels`). A model that is given as `--base` needs none.
+    What it does: Looks for a head with labels (`score`, `classifier`) in a model that `--rm` or `--num-labels` declares
+    a reward model or classifier. A model given as `--base` needs none.
 
-    Why it matters: A causal LM that is loaded as a reward model gets a random head, another one on every load: it gives
-    rewards that mean nothing, and a log line is all that tells.
+    Why it matters: A causal LM loaded as a reward model gets a random head, a different one on every load. Its rewards
+    mean nothing, and transformers only logs a line.
 
     Example: `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
 
-    What to do: Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the
-    model is meant to be a causal LM, leave `--rm` and `--num-labels` out.
+    What to do: Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`). If the
+    model should be a causal LM, omit `--rm` and `--num-labels`.
     """
     config = subject.checkpoint.config
     if config is None or (subject.num_labels is None and subject.task not in ("reward", "seq-cls")):
@@ -162,5 +166,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
     if class_name is not None and not _NO_CLASSIFIER.search(class_name):
         return  # LT307 tells of a classifier that lost its head
     wanted = "a reward model" if subject.task == "reward" else "a classifier"
-    message = f"{wanted} was asked for, this is {class_name or 'a model of no class'}, and its weights have no head"
+    message = (
+        f"{wanted} was requested, but this is {class_name or 'a model without a class'} and its weights have no head"
+    )
     yield Fault(subject="architectures", message=message, path=str(config.path))

@@ -25,19 +25,20 @@ _REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelo
 
 @rule("LT322", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.WEIGHTS}))
 def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
-    """Quantised weights that no loader would read as they were written.
+    """Quantised weights that loaders misread.
 
-    What it does: Looks whether every quantised weight has its scales, in the shapes that format and config give, and
-    whether the config says that weights are quantised exactly where they are.
+    What it does: Checks that every quantised weight has its scales, in the shapes that format and config give, and that
+    the config declares weights quantised exactly if they are.
 
-    Why it matters: transformers ignores scales that no config announces and runs on the raw codes; it makes up weights
-    that lie under names of another format; a grid of another tile size scales the wrong values. None of it fails.
+    Why it matters: transformers ignores scales that the config does not announce and computes with the raw codes. It
+    initialises weights at random if they have the names of another format. A grid of another tile size scales the wrong
+    values. None of these raises an error.
 
     Example: `save_pretrained` after PEFT's merge into an FP8 base leaves `weight_scale_inv` and drops
     `quantization_config`; after one into GPT-OSS it stores bfloat16 under the names `…_blocks`.
 
-    What to do: Copy or merge the model again: `lora-tool merge ADAPTER --base QUANTISED` writes plain weights and a
-    plain config.
+    What to do: Copy or merge the model again: `lora-tool merge ADAPTER --base QUANTISED` writes unquantised weights and
+    a matching config.
     """
     model = subject.checkpoint
     config = model.config
@@ -45,7 +46,10 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
         return
     sign = next(filter(is_sign, model.tensors.values()), None)
     if sign is not None and not quantisation_table(config) and _ELSEWHERE not in model.folder.files:
-        message = f"is stored as a quantised weight ({sign.dtype}), and config.json does not say so: no loader would decode it"
+        message = (
+            f"is stored as a quantised weight ({sign.dtype}), but config.json does not say so: loaders would "
+            "not decode it"
+        )
         yield Fault(subject=sign.name, message=message, path=str(sign.path))
         return
     try:
@@ -55,7 +59,7 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
             yield Fault(subject=error.tensor, message=error.why, path=str(error.path))
         return
     if not found.weights and config.quantization in _EVERY_LINEAR:
-        message = f"says that the weights are quantised ({config.quantization}), and none is"
+        message = f"says that the weights are quantised ({config.quantization}), but none is"
         yield Fault(subject="quantization_config", message=message, path=str(config.path))
 
 

@@ -21,20 +21,20 @@ _SUB_BYTE = 8
 
 @rule("LT317", Severity.ERROR, on=ModelSubject, needs=_CLASS)
 def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor does not have the shape that the config gives it.
+    """A tensor's shape does not match the config.
 
-    What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that
-    are stored as they are in memory, and compares. Of other types it looks at the width of the embeddings and of a
-    `score` head, and for a tensor that has another shape in one layer than in those that are otherwise like it; a merge
-    asks transformers besides.
+    What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for model types that have
+    the same tensors on disk and in memory, and compares. For other types it checks the width of the embeddings and of a
+    `score` head, and looks for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge
+    also asks transformers.
 
-    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
-    random.
+    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
+    re-initialises the tensor at random.
 
-    Example: `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose
-    Conv1D weights, [in, out], were merged as [out, in].
+    Example: `score.weight` is [1, 24], but `hidden_size` is 16: the head was trained on another model. Or a merge wrote
+    GPT-2's Conv1D weights, which are [in, out], as [out, in].
 
-    What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
+    What to do: Merge again with the base that the adapter was trained on, or copy config and weights from one place.
     """
     if (wrong := subject.contradiction) is not None:
         yield Fault(subject=wrong.subject, message=wrong.message, path=wrong.path)
@@ -53,12 +53,12 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         if not rank and (not differ or (vocabulary and differ == [size])):
             continue  # of a vocabulary of another size LT310 tells
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
-        message = f"is {list(tensor.shape)}, the config means [{shown}]"
+        message = f"is {list(tensor.shape)}, but the config means [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
             tensor = tensors[name]
-            message = f"is {list(tensor.shape)}, in layer {other} it is {list(shape)}"
+            message = f"is {list(tensor.shape)}, but {list(shape)} in layer {other}"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 
 
@@ -88,13 +88,13 @@ def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
 def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has is missing.
 
-    What it does: Compares the names in the weights with those that the class in `config.json` has, for the model types
-    that are stored as they are in memory: what is there under every config, and what comes together, as the biases of
-    one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
-    are otherwise like it have, for embeddings, an output layer and the last norm, and for a projection that no layer
-    has beside those that go with it.
+    What it does: Compares the names in the weights with those of the class in `config.json`, for model types that have
+    the same tensors on disk and in memory: tensors that every config has, and tensors that come together, such as the
+    biases of one attention. A tied output layer may be absent. For other types it looks for tensors that one layer
+    lacks and otherwise similar layers have, for embeddings, an output layer and the last norm, and for a projection
+    that is missing in every layer beside its companions.
 
-    Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
+    Why it matters: transformers re-initialises missing tensors at random on every load, with only a log line.
 
     Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
 
@@ -109,14 +109,20 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     said = {*(subject.expected or {}), *_head_of_the_class(subject)}
     what = known.class_name or "every class of this model type"
     for name, more in _by_layer(name for name in known.missing if name not in said):
-        yield Fault(subject=name, message=f"is not in the weights{more}; {what} has it: it would be random")
+        yield Fault(
+            subject=name,
+            message=f"is not in the weights{more}, but {what} has it: transformers would initialise it at random",
+        )
 
 
 def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected or {}
     for name, _, other in subject.odd_tensors:
         if name not in subject.matrices and name not in expected:
-            yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
+            yield Fault(
+                subject=name,
+                message=f"is not in the weights, but layer {other} has it: transformers would initialise it at random",
+            )
     for message in (*([subject.lost_end] if subject.lost_end else []), *subject.lost_everywhere):
         yield Fault(message=message)
 
@@ -138,16 +144,18 @@ def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 @rule("LT319", Severity.WARNING, on=ModelSubject, needs=_CLASS)
 def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor that the model's class has no place for.
+    """A tensor that the model's class does not have.
 
-    What it does: Compares the names in the weights with those that the class in `config.json` may have, for the model
-    types that are stored as they are in memory. What another class of the same type has, as an `lm_head`, is noted.
+    What it does: Compares the names in the weights with those that the class in `config.json` may have, for model types
+    that have the same tensors on disk and in memory. A tensor of another class of the type, such as an `lm_head`, is
+    reported as info.
 
-    Why it matters: transformers leaves it out on loading, with a log line only. What was trained there is lost.
+    Why it matters: transformers ignores it on loading, with only a log line, and its training is lost.
 
-    Example: `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
+    Example: `v_head.summary.weight` of a PPO trainer; or layers 24 to 27, although `num_hidden_layers` is 24.
 
-    What to do: Set `architectures` and `config.json` to the model that was trained, or leave the tensor out.
+    What to do: Set `architectures` and the other fields of `config.json` to those of the trained model, or remove the
+    tensor.
     """
     known = subject.class_tensors
     if known is None:
@@ -156,5 +164,5 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     for severity, names in ((Severity.WARNING, known.unexpected), (Severity.INFO, known.of_other_classes)):
         mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
         for name, more in _by_layer(mine):
-            message = f"has no place in {known.class_name}{more}: transformers leaves it out"
+            message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
             yield Fault(subject=name, message=message, path=str(subject.matrices[name].path), severity=severity)

@@ -19,20 +19,20 @@ _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
 def never_stops(subject: ModelSubject) -> Iterator[Fault]:
     """The model does not stop at the end of a turn.
 
-    What it does: Compares the token that ends a turn in the tokenizer's chat template, without one its `eos_token`,
-    with the `eos_token_id` of `generation_config.json` or `config.json`. Only in a folder that shows that it was
-    trained or merged: base models are published with a chat template that they were not trained with.
+    What it does: Compares the token that ends a turn in the tokenizer's chat template, or its `eos_token` if there is
+    no template, with the `eos_token_id` of `generation_config.json` or `config.json`. It only checks folders that were
+    evidently trained or merged, because base models are published with a chat template that they were not trained with.
 
-    Why it matters: The model has learnt to end its answer with that token, and generation goes on behind it, up to the
-    longest length that is allowed: a second and a third turn that nobody asked for.
+    Why it matters: The model has learnt to end its answer with that token, but generation continues after it up to the
+    maximum length, so the model invents further turns.
 
     Example: `chat_template.jinja` ends turns with `<|im_end|>` (151645), and `generation_config.json` has
     `"eos_token_id": 151643`.
 
     What to do: Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`.
-    `lora-tool merge` does so, by the tokenizer beside the adapter, else the base's.
+    `lora-tool merge` does so with the tokenizer beside the adapter, or else the base's.
 
-    `lora-tool validate --fix` does so in a model that is written already.
+    `lora-tool validate --fix` adds it to an existing model.
     """
     model = subject.checkpoint
     config = model.config
@@ -47,7 +47,7 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
     if end is not None and ends and not end.ids & {*ends}:
         path = model.root / generation_config.FILE_NAME if generation.get("eos_token_id") is not None else config.path
         listed = ", ".join(map(str, ends))
-        message = f"is {listed}, and `{end.token.token}` ({end.token.id}) ends a turn in {end.token.path.name}"
+        message = f"is {listed}, but `{end.token.token}` ({end.token.id}) ends a turn in {end.token.path.name}"
         yield Fault(subject="eos_token_id", message=message, path=str(path))
 
 

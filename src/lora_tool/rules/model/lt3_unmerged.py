@@ -18,16 +18,17 @@ def unmerged(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Looks for an adapter in `lora_adapter`, where verl's `model_merger` puts it, in a model's folder.
 
-    Why it matters: verl's "merged" folder is the base, with the adapter beside it: whoever loads or serves the folder
-    gets the base, and nothing of the training.
+    Why it matters: verl's "merged" folder is the base with the adapter beside it: loading or serving the folder gives
+    the base, without the training.
 
-    Example: After `python -m verl.model_merger merge`, `OUT/model.safetensors` are the weights that the run began with.
+    Example: After `python -m verl.model_merger merge`, `OUT/model.safetensors` holds the weights that the run began
+    with.
 
-    What to do: Merge it: `lora-tool merge OUT/lora_adapter`, which takes the folder around it as the base.
+    What to do: Merge it: `lora-tool merge OUT/lora_adapter`, which uses the folder around it as the base.
     """
     folder = subject.checkpoint.folder
     names = folder.names_in(UNMERGED) if UNMERGED in folder.folders else ()
     if adapter_config.FILE_NAME in names and {ADAPTER_WEIGHTS, ADAPTER_PICKLE} & {*names}:
         adapter = folder.root / UNMERGED
-        message = "is an adapter that is not merged into the model around it: the model alone is the base"
+        message = "is an adapter that was not merged into the model in this folder, which is only the base"
         yield Fault(message=message, path=str(adapter), hint=f"lora-tool merge {shlex.quote(str(adapter))}")

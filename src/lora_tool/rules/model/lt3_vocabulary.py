@@ -29,18 +29,18 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     """The pad token has no row in the embeddings.
 
     What it does: Compares the id of the tokenizer's pad token, and a model's `pad_token_id`, with the rows of the
-    embeddings: the adapter's own, else the base's.
+    embeddings: the adapter's if it has them, else the base's.
 
-    Why it matters: A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not
-    saved. The first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered"; most
-    models cannot even be built with such a `pad_token_id`.
+    Why it matters: A pad token was added to the tokenizer, but the embeddings were not resized, or were resized and not
+    saved. The first padded batch fails with an IndexError, or on a GPU with "device-side assert triggered"; most models
+    cannot even be built with such a `pad_token_id`.
 
-    Example: `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
+    Example: `tokenizer.json` gives `[PAD]` the id 32000, but `embed_tokens.weight` has 32,000 rows.
 
-    What to do: Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
+    What to do: Use an existing token as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
     embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
 
-    Where the tokenizer's own pad token has a row, `lora-tool validate --fix` writes its id into a model's config.
+    If the tokenizer's pad token has a row, `lora-tool validate --fix` writes its id into a model's config.
     """
     checkpoint = subject.checkpoint
     rows = _largest(subject)
@@ -48,12 +48,12 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
         return
     token = added_pad_token(checkpoint.root, checkpoint.folder.files)
     if token is not None and token.id >= rows:
-        message = f"`{token.token}` has the id {token.id:,}, the embeddings have {rows:,} rows"
+        message = f"`{token.token}` has the id {token.id:,}, but the embeddings have {rows:,} rows"
         yield Fault(subject="pad_token", message=message, path=str(token.path))
     elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None:
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
-            message = f"is {pad:,}, the embeddings have {rows:,} rows"
+            message = f"is {pad:,}, but the embeddings have {rows:,} rows"
             yield Fault(subject="pad_token_id", message=message, path=str(checkpoint.config.path))
 
 
@@ -81,18 +81,18 @@ def embedding_rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 
 @rule("LT310", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
 def not_whole(subject: ModelSubject) -> Iterator[Fault]:
-    """Weights that are not those of the config.
+    """Weights that do not match the config.
 
-    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of encoder and decoder
-    each; and `vocab_size` with the embedding's rows.
+    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, for encoder and decoder
+    separately, and `vocab_size` with the embedding's rows.
 
-    Why it matters: transformers fills in layers that are missing with random numbers and says so in a log line; the
-    model talks nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard
-    was lost and the index written anew.
+    Why it matters: transformers initialises missing layers at random, with only a log line, and the model talks
+    nonsense. Another number of rows makes loading fail. Config and weights belong to two models, or a shard was lost
+    and the index rewritten.
 
-    Example: `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
+    Example: `config.json` has `"num_hidden_layers": 32`, but the weights have only layers 0 to 15.
 
-    What to do: Copy the config and the weights from the same place again.
+    What to do: Copy the config and the weights again, from one place.
     """
     config = subject.plain.config
     if config is None or config.quantization:
@@ -104,7 +104,7 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     found = vocabulary_without_rows(subject) if known and config.model_type not in _MORE_ROWS else None
     if found is not None:
         name, count = found
-        message = f"is {config.vocab_size:,}, `{name}` has {count:,} rows"
+        message = f"is {config.vocab_size:,}, but `{name}` has {count:,} rows"
         yield Fault(subject="vocab_size", message=message, path=path)
 
 
@@ -117,7 +117,7 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
         lost = sorted(set(range(min(wanted, 100_000))) - found[stack].keys())
         if lost:
             where = f"layer {some(lost)}" + (f" of `{stack}`" if len(lengths) > 1 else "")
-            message = f"is {wanted}, and the weights have nothing of {where}"
+            message = f"is {wanted}, but the weights have no tensor of {where}"
             yield Fault(subject="num_hidden_layers", message=message, path=str(config.path))
 
 

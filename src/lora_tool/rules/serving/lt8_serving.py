@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
-from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.commands import NAMES, merged, prepared, with_base
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _NEEDS = frozenset({Need.CONFIG, Need.SERVER})
@@ -27,27 +28,7 @@ _WHOLE = _NEEDS | {Need.WEIGHTS}
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_NAMES = {
-    Server.PEFT: "PEFT",
-    Server.VLLM: "vLLM",
-    Server.SGLANG: "SGLang",
-    Server.LLAMA_CPP: "llama.cpp",
-    Server.MLX: "MLX-LM",
-}
 _SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
-
-
-def _merge(subject: AdapterSubject) -> str:
-    """Return the command that makes a model of it, which every server takes."""
-    root = str(subject.checkpoint.root)
-    reward = "--rm " if subject.is_reward() else ""
-    return f"merge it, and serve the model: lora-tool merge {reward}{shlex.quote(root)}"
-
-
-def _prepare(subject: AdapterSubject, server: Server, more: str = "") -> str:
-    """Return the command that writes the same ΔW in the form that the server reads."""
-    root = shlex.quote(str(subject.checkpoint.root))
-    return f"write the same ΔW as {_NAMES[server]} reads it: lora-tool prepare {root} --for {server.value}{more} -o OUT"
 
 
 def _fault(
@@ -58,7 +39,7 @@ def _fault(
     severity: Severity | None = None,
     hint: str | None = None,
 ) -> Fault:
-    hint = hint or _merge(subject)
+    hint = hint or merged(subject)
     return Fault(message=message, subject=where, path=subject.config_path, severity=severity, hint=hint)
 
 
@@ -82,18 +63,20 @@ _WHOLE_MODULES = {
 
 @rule("LT801", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
-    """Modules saved whole, which servers do not load with an adapter.
+    """Modules saved whole, which servers do not load from an adapter.
 
-    What it does: Looks at `modules_to_save` and at tensors that are no LoRA. vLLM refuses them, but for the heads
-    `score` and `classifier`, which releases since autumn 2026 take for classifiers. SGLang does not apply them, the
-    converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not look for them.
+    What it does: Looks at `modules_to_save` and at tensors other than LoRA. vLLM refuses them, except for the heads
+    `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply them. The
+    converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
 
     Why it matters: Every reward adapter has such a head. Without it there are no rewards.
 
     Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For vLLM `lora-tool
-    prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that it needs.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For vLLM,
+    `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that it
+    needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER --base
+    BASE -o OUT`.
     """
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
@@ -102,105 +85,111 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, *_SERVERS):
         if server is Server.VLLM and heads_only:
             message = f"vLLM before autumn 2026 refuses modules saved whole: {_listed([*saved])}"
-            hint = f"{_merge(subject)}; later ones: {_prepare(subject, server, ' --reward-base RM-BASE')}"
+            hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
             yield _fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            yield _fault(
-                subject, "modules_to_save", f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
-            )
+            message = f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
+            hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
+            yield _fault(subject, "modules_to_save", message, hint=hint)
 
 
 @rule("LT802", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
-    """DoRA, which servers do not implement.
+    """DoRA, which servers do not support.
 
-    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both, llama.cpp's converter stops
-    at them, and MLX-LM has another form of them.
+    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both, llama.cpp's converter
+    stops at them, and MLX-LM stores DoRA in another form.
 
     Why it matters: The server does not start, or refuses the adapter at the first request.
 
     Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
+    --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in _asked(subject, *_SERVERS):
-            yield _fault(subject, "use_dora", f"{_NAMES[server]} refuses DoRA")
+            near = prepared(subject, server, " --base BASE --approximate").partition(": ")[2]
+            hint = f"{merged(subject)}; or write the nearest LoRA: {near}"
+            yield _fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
 
 
 @rule("LT803", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
 def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
-    """A rank above what the server takes by default.
+    """A rank above the server's default limit.
 
-    What it does: Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 unless it is given and 512 at
-    most. SGLang takes the rank from the adapters that it starts with.
+    What it does: Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 by default and 512 at most.
+    SGLang takes the rank from the adapters that it starts with.
 
     Why it matters: vLLM refuses the adapter: "LoRA rank 64 is greater than max_lora_rank 16".
 
-    Example: `"r": 64`, and `vllm serve BASE --enable-lora --lora-modules name=ADAPTER`.
+    Example: `vllm serve BASE --enable-lora --lora-modules name=ADAPTER` with an adapter of `"r": 64`.
 
-    What to do: Start the server with the rank that the message names, or take the ranks down: `lora-tool prepare ADAPTER
-    --for vllm --max-rank 16 -o OUT`, with `--approximate` where that loses something.
+    What to do: Start the server with the rank that the message names, or lower the ranks: `lora-tool prepare ADAPTER
+    --for vllm --max-rank 16 -o OUT`, with `--approximate` if that loses a part of ΔW.
     """
     ranks = [layer.rank for layer in subject.layers if layer.rank]
     rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
     for _ in _asked(subject, Server.VLLM):
         if rank > _LARGEST_RANK:
-            message = f"vLLM refuses ranks above {_LARGEST_RANK}, the largest here is {rank}"
-            hint = _prepare(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
+            message = f"vLLM refuses ranks above {_LARGEST_RANK}, but the adapter's largest is {rank}"
+            hint = prepared(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
             yield _fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
         elif rank > _DEFAULT_MAX_RANK:
             needed = next(known for known in _VLLM_RANKS if known >= rank)
             path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
-            lower = _prepare(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
+            lower = prepared(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
             hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}, or {lower}"
-            message = f"vLLM takes ranks up to {_DEFAULT_MAX_RANK} unless it is told more, the largest here is {rank}"
+            message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
             yield _fault(subject, "r", message, hint=hint)
 
 
 @rule("LT804", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
-    """Trained tokens or LoRA on embeddings, which few servers take.
+    """Trained tokens or LoRA on embeddings, which few servers support.
 
-    What it does: Looks for single tokens trained by themselves (`trainable_token_indices`), which all servers refuse
-    by the name of their tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang take for some
-    models only.
+    What it does: Looks for single trained tokens (`trainable_token_indices`), which all servers refuse because they do
+    not know the names of these tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang support
+    only for some models.
 
-    Why it matters: The server refuses the adapter; or it leaves out the new tokens, which are then as untrained.
+    Why it matters: The server refuses the adapter, or it ignores the training of the new tokens.
 
     Example: `"trainable_token_indices": [128256]` for one new special token.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
+    --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an output layer of
+    its own.
     """
     tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
     for server in _asked(subject, *_SERVERS):
         if tokens:
-            yield _fault(subject, "trainable_token_indices", f"{_NAMES[server]} refuses tokens trained by themselves")
+            message = f"{NAMES[server]} refuses single trained tokens"
+            yield _fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
         if ends and server in (Server.VLLM, Server.SGLANG):
-            message = f"{_NAMES[server]} takes LoRA on {_listed(ends)} for some models only"
+            message = f"{NAMES[server]} supports LoRA on {_listed(ends)} only for some models"
             yield _fault(subject, "target_modules", message, severity=Severity.WARNING)
 
 
 @rule("LT805", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
-    """Trained biases, which servers refuse or leave out.
+    """Trained biases, which servers refuse or ignore.
 
     What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), llama.cpp's
-    converter stops at them, SGLang and MLX-LM leave them out.
+    converter stops at them, SGLang and MLX-LM ignore them.
 
-    Why it matters: Without its biases the model is another one.
+    Why it matters: Without the trained biases the server runs a different model.
 
     Example: `"bias": "all"`.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
     for server in _asked(subject, *_SERVERS):
         for name in fields:
             verb = "refuses" if server in (Server.VLLM, Server.LLAMA_CPP) else "leaves out"
-            yield _fault(subject, name, f"{_NAMES[server]} {verb} trained biases")
+            yield _fault(subject, name, f"{NAMES[server]} {verb} trained biases")
 
 
 @rule("LT806", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -211,7 +200,7 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r. llama.cpp
     ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
 
-    Why it matters: Modules scaled wrongly give a model that nobody trained, and nothing says so.
+    Why it matters: With wrong scalings the server silently runs a different model from the trained one.
 
     Example: `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
 
@@ -224,15 +213,15 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     }
     for server in _asked(subject, *_SERVERS):
         for name in (name for name, there in differ.items() if there):
-            hint = _prepare(subject, server)
+            hint = prepared(subject, server)
             if server is Server.SGLANG:
-                yield _fault(subject, name, f"SGLang refuses `{name}`, and older releases ignore it", hint=hint)
+                yield _fault(subject, name, f"SGLang refuses `{name}`; older releases ignore it", hint=hint)
             elif server is Server.VLLM:
-                message = f"vLLM before autumn 2026 ignores `{name}`, and scales every module alike"
+                message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
                 yield _fault(subject, name, message, severity=Severity.WARNING, hint=hint)
             elif server is Server.MLX or name == "alpha_pattern":
                 # llama.cpp scales by alpha over the rank of each tensor, as PEFT does
-                message = f"{_NAMES[server]} ignores `{name}`, and scales every module alike"
+                message = f"{NAMES[server]} ignores `{name}` and scales every module alike"
                 yield _fault(subject, name, message, hint=hint)
 
 
@@ -240,35 +229,37 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
 def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     """rsLoRA, whose scaling the server does not apply.
 
-    What it does: Looks at `use_rslora` for SGLang and llama.cpp, which scale by lora_alpha / r whatever it says.
+    What it does: Looks at `use_rslora` for SGLang and llama.cpp, which always scale by lora_alpha / r.
 
-    Why it matters: The adapter works, √r times weaker than it was trained, and nothing says so.
+    Why it matters: The server silently applies the adapter √r times weaker than it was trained.
 
-    Example: `"use_rslora": true` with `"r": 64`: an eighth of the trained change.
+    Example: With `"use_rslora": true` and `"r": 64` the server applies an eighth of the trained change.
 
-    What to do: Write the same ΔW with its scaling in B: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
+    What to do: Write the same ΔW with the scaling multiplied into B: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
     if config.use_rslora and config.r > 1:
         scaling, applied = f"{config.scaling(''):.3g}", f"{config.lora_alpha / config.r:.3g}"
         for server in _asked(subject, Server.SGLANG, Server.LLAMA_CPP):
-            message = f"{_NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
-            yield _fault(subject, "use_rslora", message, hint=_prepare(subject, server))
+            message = f"{NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
+            yield _fault(subject, "use_rslora", message, hint=prepared(subject, server))
 
 
 @rule("LT808", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
 def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     """An initialisation that changed the base.
 
-    What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and others that changed the base's weights
-    before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats them on every
-    load; those with `niter` are random each time.
+    What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and other initialisations that changed the
+    base's weights before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats
+    them on every load; those with `niter` give random results each time.
 
-    Why it matters: The adapter was trained on the changed base. On the original it is wrong by what was taken out.
+    Why it matters: The adapter was trained on the changed base. The original base still holds the part that the
+    initialisation took out, so the result is wrong by that part.
 
     Example: `"init_lora_weights": "pissa_niter_16"`.
 
-    What to do: Save it as a plain LoRA where the run began: `model.save_pretrained(OUT,
+    What to do: Write PiSSA and OLoRA as a plain LoRA of twice the rank: `lora-tool prepare ADAPTER --for SERVER --base
+    BASE -o OUT`. Save others as a plain LoRA with the initial adapter of the run: `model.save_pretrained(OUT,
     path_initial_model_for_weight_conversion=INITIAL)`.
     """
     init = subject.config.init_lora_weights
@@ -278,71 +269,74 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, Server.PEFT, *_SERVERS):
         if server is not Server.PEFT:
             verb = "refuses" if server is Server.VLLM else "ignores"
-            message = f"{_NAMES[server]} {verb} the initialisation {init}, which changed the base"
-            yield _fault(subject, "init_lora_weights", message, hint=hint)
+            message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
+            known = init in INITS_RECOMPUTED
+            yield _fault(subject, "init_lora_weights", message, hint=with_base(subject, server) if known else hint)
         elif "niter" in init:
-            message = f"PEFT repeats the initialisation {init} with random numbers: another base on every load"
+            message = f"PEFT repeats the random initialisation {init}, so the base is different on every load"
             yield _fault(subject, "init_lora_weights", message, severity=Severity.WARNING, hint=hint)
 
 
 @rule("LT809", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
 def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
-    """Targets in a form that the server does not read.
+    """Targets in a form that the server cannot read.
 
-    What it does: Looks for `target_modules` that are a regular expression, of which SGLang takes only the words `all`
-    and `all-linear`; and for `target_parameters` (fused experts), which vLLM and SGLang take for some models only, and
-    llama.cpp and MLX-LM not as PEFT packs them.
+    What it does: Looks for `target_modules` that is a string, of which SGLang accepts only `all` and `all-linear` and
+    no regular expression; and for `target_parameters` (fused experts), which vLLM and SGLang support only for some
+    models, and llama.cpp and MLX-LM do not read as PEFT packs them.
 
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
     Example: `"target_modules": ".*language_model.*proj"`.
 
-    What to do: Write the targets by their names: `lora-tool prepare ADAPTER --for sglang -o OUT`. With fused experts merge
-    it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. With fused experts, merge it
+    and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):
         pattern = isinstance(config.target_modules, str) and config.target_modules not in ("all", "all-linear")
         if server is Server.SGLANG and pattern:
-            hint = _prepare(subject, server)
-            yield _fault(subject, "target_modules", "SGLang refuses a regular expression", hint=hint)
+            hint = prepared(subject, server)
+            yield _fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
         if config.target_parameters:
             some = server in (Server.VLLM, Server.SGLANG)
-            how = "takes LoRA on fused experts for some models only" if some else "does not read LoRA on fused experts"
+            how = (
+                "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
+            )
             severity = Severity.WARNING if some else None
-            yield _fault(subject, "target_parameters", f"{_NAMES[server]} {how}", severity=severity)
+            yield _fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity)
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
 def served_features(subject: AdapterSubject) -> Iterator[Fault]:
-    """A feature of PEFT that the server does not have.
+    """A PEFT feature that the server does not support.
 
-    What it does: Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and others that change what an adapter
-    means. vLLM refuses those that it knows, SGLang does not read them.
+    What it does: Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and other features that change what an
+    adapter computes. vLLM refuses those that it knows, SGLang ignores them.
 
-    Why it matters: Where it is not refused, the model that is served is not the one that was trained.
+    Why it matters: A server that does not refuse the adapter runs a different model from the trained one.
 
     Example: `"alora_invocation_tokens": [128000, 271]`.
 
-    What to do: Serve it with PEFT itself; `lora-tool merge` refuses these features, too.
+    What to do: Serve it with PEFT; `lora-tool merge` also refuses these features.
     """
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
     for server in _asked(subject, *_SERVERS):
         for name in subject.config.refused:
-            yield _fault(subject, name, f"{_NAMES[server]} does not have what `{name}` asks for", hint=hint)
+            yield _fault(subject, name, f"{NAMES[server]} does not support `{name}`", hint=hint)
 
 
 @rule("LT811", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
 def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
-    """A head that PEFT loads only onto the right model.
+    """A head that PEFT loads only onto a base of the right class.
 
-    What it does: Says for PEFT which class and how many labels the base must be loaded with.
+    What it does: Reports, for PEFT, the class and the number of labels that the base must be loaded with.
 
-    Why it matters: On a causal LM, PEFT drops the head without a word; with two labels, a reward model does not load.
+    Why it matters: On a causal LM, PEFT silently drops the head; with two labels, a reward model does not load.
 
-    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)`: [1, 4096] against [2, 4096].
+    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)` fails: [1, 4096] against [2, 4096].
 
-    What to do: Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
+    What to do: Load the base as the message says, or merge the adapter: `lora-tool merge ADAPTER`.
     """
     weight = head_weight(saved_heads(subject))
     if weight is None or not weight.shape:
@@ -354,37 +348,39 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT812", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.BASE})
 def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
-    """An adapter of the text model alone, on a server that loads the whole.
+    """An adapter of the text model, on a server that loads the whole model.
 
-    What it does: Looks for an adapter with the names of the text class that `AutoModelForCausalLM` makes of a
-    multimodal base (Qwen3.5, Llama 4, Mllama), for vLLM, which loads the whole model.
+    What it does: Looks, for vLLM, which loads the whole model, for an adapter with the names of the text class that
+    `AutoModelForCausalLM` builds from a multimodal base (Qwen3.5, Llama 4, Mllama).
 
-    Why it matters: vLLM finds none of the adapter's modules under their names: it serves the base, and says nothing.
+    Why it matters: vLLM finds none of the adapter's modules under their names and silently serves the base.
 
-    Example: LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.language_model.layers.0.mlp.up_proj`.
+    Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.language_model.layers.0.mlp.up_proj`.
 
-    What to do: Merge it into the whole model, and serve that: `lora-tool merge ADAPTER`.
+    What to do: Merge it into the whole model and serve the merged model: `lora-tool merge ADAPTER`.
     """
     match = subject.matched
     moved = [layer.target for layer in subject.layers if match.outside and match.name(layer.target) != layer.target]
     for _ in _asked(subject, Server.VLLM) if moved else ():
         message = f"vLLM loads the whole of {match.base.root}, where `{moved[0]}` is `{match.name(moved[0])}`"
-        message += ": it finds none of the adapter's modules, and serves the base without a word"
+        message += ": it finds none of the adapter's modules and silently serves the base"
         yield _fault(subject, moved[0], message)
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
 def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
-    """An adapter in PEFT's format, for a program that reads its own.
+    """An adapter in PEFT's format, for a program that reads another format.
 
-    What it does: Says for MLX-LM that it reads `adapters.safetensors`, with transposed factors under names of its own.
+    What it does: Reports that MLX-LM reads `adapters.safetensors`, with transposed factors and different names.
 
     Why it matters: `mlx_lm.generate --adapter-path ADAPTER` does not find the file.
 
     Example: Any adapter that PEFT saved.
 
-    What to do: Write it as MLX-LM reads it: `lora-tool prepare ADAPTER --for mlx -o OUT`.
+    What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`.
     """
     for server in _asked(subject, Server.MLX):
-        message = "MLX-LM reads adapters.safetensors, with transposed factors under its own names, not PEFT's file"
-        yield _fault(subject, None, message, hint=_prepare(subject, server))
+        message = (
+            "MLX-LM does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
+        )
+        yield _fault(subject, None, message, hint=prepared(subject, server))

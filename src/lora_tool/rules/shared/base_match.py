@@ -47,13 +47,13 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
 def _why_names_cannot_tell(config: ModelConfig, adapter: AdapterConfig) -> str | None:
     """Return why names and shapes on disk say nothing of those in memory; None where they may."""
     if "layer_replication" in adapter.refused:
-        return "`layer_replication` numbers the layers of the adapter otherwise than the base"
+        return "`layer_replication` numbers the adapter's layers differently from the base's"
     known = architecture_of(config.model_type or "") or TEXT_CLASSES.get(config.model_type or "")
     return _may_differ(config) if known is None or config.custom_code else None
 
 
 def _may_differ(config: ModelConfig) -> str:
-    return f"the base is a {config.model_type or 'model'}, whose names on disk may differ from those in memory"
+    return f"the base is a {config.model_type or 'model'}, whose tensor names on disk may differ from those in memory"
 
 
 def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: Sequence[str]) -> BaseMatch | None:

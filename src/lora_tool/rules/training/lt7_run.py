@@ -66,12 +66,12 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     """The loss or the gradient was NaN or infinite.
 
     What it does: Reads `loss`, `eval_loss` and `grad_norm` in `trainer_state.json`. Values that were still not finite
-    when the checkpoint was written are an error. A loss that recovered is a warning, a gradient that did is noted: in
-    fp16, the loss scaler skips such steps.
+    when the checkpoint was written are an error. A loss that recovered is a warning. A gradient that recovered is
+    reported as info, because the loss scaler of fp16 skips such steps.
 
-    Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run goes on regardless.
+    Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run continues regardless.
 
-    Example: `grad_norm` is NaN from step 120 on, and the loss is still shown as 0.69.
+    Example: `grad_norm` is NaN from step 120 on, but the log still shows a loss of 0.69.
 
     What to do: Use a checkpoint from before that step; train in bf16, or with a smaller learning rate.
     """
@@ -107,11 +107,11 @@ def _not_finite(state: TrainerState, losses: Sequence[Entry], bad: Sequence[Entr
 
 @rule("LT702", Severity.ERROR, on=Subject)
 def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
-    """A loss of 0 that is really NaN.
+    """A logged loss of 0 that is really NaN.
 
-    What it does: Looks in `trainer_state.json` for a loss of exactly 0 whose `grad_norm` is not finite. Where no
-    `grad_norm` was logged, a loss that falls at once to 0 and stays there is a warning. Online RL (GRPO), whose loss is
-    0 by construction, needs the gradient too.
+    What it does: Looks in `trainer_state.json` for a loss of exactly 0 whose `grad_norm` is not finite. If no
+    `grad_norm` was logged, a loss that drops suddenly to 0 and stays there is a warning. In online RL (GRPO), whose
+    loss is 0 by construction, only the gradient counts.
 
     Why it matters: The Trainer's `logging_nan_inf_filter` replaces NaN by the mean so far, which becomes 0. The log
     looks perfect, and every trained weight is NaN.
@@ -127,7 +127,10 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     masked = [entry for entry in losses if _is_masked(entry)]
     if masked:
         recovered = masked[-1] is not losses[-1]
-        message = f"is 0 with a gradient that is {masked[0]['grad_norm']} {_at(masked[0])}: it is NaN, and filtered in the log"
+        message = (
+            f"is 0 with a gradient of {masked[0]['grad_norm']} {_at(masked[0])}: the loss is NaN, which the "
+            "Trainer's log filters"
+        )
         severity = Severity.WARNING if recovered else None
         hint = an_earlier_checkpoint(subject, "then train in bf16, with logging_nan_inf_filter=False")
         yield Fault(subject="loss", message=message, path=str(state.path), severity=severity, hint=hint)
@@ -135,7 +138,7 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
         zeros = _zeros_at_the_end(losses)
         before = losses[-zeros - 1]["loss"] if zeros < len(losses) else math.inf
         if zeros > 1 and before > _SUDDEN:
-            message = f"is exactly 0 in the last {zeros} log entries: a NaN that is filtered in the log looks like this"
+            message = f"is exactly 0 in the last {zeros} log entries: this is how the Trainer's log shows NaN"
             yield Fault(subject="loss", message=message, path=str(state.path), severity=Severity.WARNING)
 
 
@@ -145,13 +148,13 @@ def _zeros_at_the_end(losses: Sequence[Entry]) -> int:
 
 @rule("LT703", Severity.ERROR, on=Subject)
 def run_without_gradient(subject: Subject) -> Iterator[Fault]:
-    """There was nothing to learn from: the gradient was zero all along.
+    """The gradient was zero throughout, so nothing was learned.
 
     What it does: Looks in `trainer_state.json` for a `grad_norm` below 0.000001 in every log entry, or a learning rate
-    that was always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 is no sign of it:
-    that is how GRPO looks when it is healthy.
+    that was always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 alone does not
+    count, because it is normal in GRPO.
 
-    Why it matters: Nothing was learned. Adam moves weights even so, by noise, so that the adapter looks trained.
+    Why it matters: Adam still moves the weights by noise, so the adapter looks trained although it learned nothing.
 
     Example: GRPO with a reward that is the same for every completion: `frac_reward_zero_std` is 1, `grad_norm` is 0.
 
@@ -168,7 +171,7 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
             message = f"is at most {max(norms):.1g} in all {len(norms)} log entries: {_why_no_gradient(losses)}"
             yield Fault(subject="grad_norm", message=message, path=str(state.path))
     elif zeros >= _STUCK and not _is_online(state) and not _improves(losses[-zeros:]):
-        message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: nothing is learned any more"
+        message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: the model no longer learns"
         yield Fault(subject="grad_norm", message=message, path=str(state.path), severity=Severity.WARNING)
     rates = [entry["learning_rate"] for entry in losses if "learning_rate" in entry]
     if len(rates) > 1 and not any(rates):
@@ -188,7 +191,7 @@ def _why_no_gradient(losses: Sequence[Entry]) -> str:
         return "every completion got the same reward"
     clipped = [entry["completions/clipped_ratio"] for entry in losses if "completions/clipped_ratio" in entry]
     if clipped and min(clipped) >= 1:
-        return "every completion was cut off, and cut completions may be masked"
+        return "every completion was cut off, and the loss may ignore completions that were cut off"
     if any("rewards/margins" in entry and entry["rewards/margins"] == 0 for entry in losses):
         return "chosen and rejected do not differ"
     return "the adapter may be frozen, disabled, or not part of what is computed"
@@ -198,15 +201,16 @@ def _why_no_gradient(losses: Sequence[Entry]) -> str:
 def run_diverged(subject: Subject) -> Iterator[Fault]:
     """The training diverged.
 
-    What it does: Compares the loss at the end of the log in `trainer_state.json` with that at its beginning and at its
-    best: medians of a fifth of the log; in a log of fewer than 20 entries, it must end ten times as large as it began.
-    Online RL (GRPO), whose loss says little, is left out.
+    What it does: Compares the loss at the end of the log in `trainer_state.json` with the loss at its beginning and at
+    its best, each the median of a fifth of the log. In a log of fewer than 20 entries, the last loss must be ten times
+    the first. Online RL (GRPO) is not judged, as its loss says little.
 
-    Why it matters: The model at the end is worse than the one that the run started from.
+    Why it matters: The final model is worse than the one that the run started from.
 
     Example: The loss falls from 2.1 to 1.3 and ends at 9.8.
 
-    What to do: Use the checkpoint before the loss rose (`lora-tool validate RUN`); lower the learning rate, or warm up.
+    What to do: Use a checkpoint from before the loss rose (`lora-tool validate RUN`), and train with a lower learning
+    rate or a warmup.
     """
     state = _state(subject)
     if state is None or _is_online(state):
@@ -242,17 +246,17 @@ def _median(values: Sequence[float]) -> float:
 
 @rule("LT705", Severity.WARNING, on=Subject)
 def run_stopped_early(subject: Subject) -> Iterator[Fault]:
-    """The run did not reach its end.
+    """The run stopped before its last step.
 
-    What it does: Compares, in a run folder without finished weights, the step of the last checkpoint with `max_steps`
-    in its `trainer_state.json`. A run that was told to stop, as by early stopping, is noted only.
+    What it does: In a run folder without finished weights, compares the step of the last checkpoint with `max_steps` in
+    its `trainer_state.json`. A run that was told to stop, for example by early stopping, is reported as info.
 
-    Why it matters: The job was killed, or is still running. The learning rate had not come down, and data was never
-    seen.
+    Why it matters: The job was killed or is still running. Its learning rate had not finished decaying, and it never
+    saw part of the data.
 
     Example: The last checkpoint is `checkpoint-400` and `max_steps` is 1000.
 
-    What to do: Resume it: `resume_from_checkpoint="RUN/checkpoint-N"`, with the last checkpoint that is whole.
+    What to do: Resume it from the last complete checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
     alone = not isinstance(subject, RunSubject)
     state = subject.checkpoint.folder.trainer if alone else _last_state(subject)
@@ -262,7 +266,10 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
         message = f"a callback stopped the run at step {state.global_step:,} of {state.max_steps:,}"
         yield Fault(subject="global_step", message=message, path=str(state.path), severity=Severity.INFO)
     elif not alone:
-        message = f"the last checkpoint is of step {state.global_step:,} of {state.max_steps:,}, and there are no finished weights"
+        message = (
+            f"the last checkpoint is from step {state.global_step:,} of {state.max_steps:,}, and the folder has "
+            "no finished weights"
+        )
         yield Fault(subject="global_step", message=message, path=str(state.path))
 
 
@@ -275,20 +282,20 @@ def _last_state(subject: Subject) -> TrainerState | None:
 
 @rule("LT706", Severity.WARNING, on=Subject)
 def run_other_step(subject: Subject) -> Iterator[Fault]:
-    """A checkpoint whose state is of another step.
+    """A checkpoint whose trainer state is from another step.
 
     What it does: Compares the number in the folder's name with `global_step` in its `trainer_state.json`.
 
-    Why it matters: Files of two checkpoints were mixed, or the folder was renamed. Resuming would skip or repeat data.
+    Why it matters: The folder holds files of two checkpoints, or it was renamed. Resuming would skip or repeat data.
 
     Example: `checkpoint-500/trainer_state.json` says `"global_step": 400`.
 
-    What to do: Take another checkpoint, or rename the folder back if only its name is wrong.
+    What to do: Use another checkpoint, or rename the folder back if only its name is wrong.
     """
     state = _state(subject)
     named = _CHECKPOINT.match(subject.checkpoint.root.name)
     if state is not None and named and int(named[1]) != state.global_step and not state.problems:
-        message = f"is {state.global_step:,}, the folder is {subject.checkpoint.root.name}"
+        message = f"is {state.global_step:,}, but the folder is {subject.checkpoint.root.name}"
         yield Fault(subject="global_step", message=message, path=str(state.path))
 
 
@@ -298,12 +305,12 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
 
     What it does: Looks for `completions/clipped_ratio` of 1 in every log entry of an online RL run.
 
-    Why it matters: The model never ended a text by itself. With `mask_truncated_completions` nothing is learned at all;
-    without it, what is learned is to fill the length.
+    Why it matters: The model never ended a text. With `mask_truncated_completions` it learns nothing; without it, it
+    learns to fill the maximum length.
 
-    Example: `max_completion_length` is 64, and no answer is shorter.
+    Example: `max_completion_length` is 64, and every answer is longer.
 
-    What to do: Raise `max_completion_length`, or look whether the tokenizer has the right end-of-text token.
+    What to do: Raise `max_completion_length`, or check that the tokenizer has the right end-of-text token.
     """
     state = _state(subject)
     ratios = _logged(state, "completions/clipped_ratio")
@@ -318,11 +325,11 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
 
     What it does: Compares the adapters of a run's checkpoints: their names, shapes and samples of their values.
 
-    Why it matters: Between the two steps nothing was trained, or one is a copy of the other.
+    Why it matters: Either nothing was trained between the two steps, or one checkpoint is a copy of the other.
 
     Example: `checkpoint-200` and `checkpoint-400` hold the same adapter.
 
-    What to do: Look at `grad_norm` and `learning_rate` between the two steps, and whether the adapter is trained.
+    What to do: Look at `grad_norm` and `learning_rate` between the two steps, and check that the adapter is trainable.
     """
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for run folders only
 

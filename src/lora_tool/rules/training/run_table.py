@@ -124,4 +124,4 @@ def _best(rows: Iterable[RunCheckpoint], metric: str | None, *, lower: bool) -> 
     if not whole:
         return None, None
     finished = whole[-1].name == FINISHED
-    return whole[-1], "the finished weights" if finished else "the latest; nothing was evaluated"
+    return whole[-1], "the finished weights" if finished else "the latest, because no checkpoint was evaluated"

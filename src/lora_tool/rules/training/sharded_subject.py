@@ -41,7 +41,7 @@ class ShardedSubject(Subject):
     def why_no_values(self) -> str | None:
         """Why the values cannot be judged, None if they can."""
         broken = {fault.code for fault in self.state.faults if fault.severity is Severity.ERROR} & _BROKEN
-        return "the files are not whole; that is reported above" if broken else None
+        return "the rank files are incomplete; that is reported above" if broken else None
 
     def structure(self, code: str) -> Iterator[Fault]:
         """Yield what its files have wrong by the rule `code`."""

@@ -1,0 +1,51 @@
+"""Quantised weights as numbers, by the compiled kernel: the bits that numpy gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.execution import kernels
+from lora_tool.execution.native.library import TYPES, Kernel, kernel
+from lora_tool.formats.quantised.decoding import Arithmetic, Scaled
+from lora_tool.tensors import DType
+
+F32 = NDArray[np.float32]
+
+
+class KernelArithmetic(Arithmetic):
+    """See `Arithmetic`. What the kernel cannot do goes to numpy."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def scale(self, part: Scaled, out: F32) -> None:
+        """See `Arithmetic`."""
+        codes, table, scales = part.codes, np.ascontiguousarray(part.table), np.ascontiguousarray(part.scales)
+        stride = scales.shape[1] if len(scales) > 1 else 0
+        self._kernel.dequantise(
+            out.ctypes.data,
+            (codes.ctypes.data, codes.strides[0]),
+            (table.ctypes.data, table.shape[1]),
+            (scales.ctypes.data, stride),
+            (out.shape[0], out.shape[1]),
+            group=part.group,
+            again=float(part.again),
+        )
+
+    def rounded(self, values: F32, dtype: DType) -> NDArray[Any]:
+        """See `Arithmetic`."""
+        if dtype in TYPES and dtype is not DType.F32:
+            flat = np.ascontiguousarray(values)
+            out = np.empty(values.shape, kernels.STORAGE[dtype])
+            if self._kernel.convert(flat.ctypes.data, DType.F32, out.ctypes.data, dtype, flat.size):
+                return out
+        return super().rounded(values, dtype)
+
+
+def arithmetic() -> Arithmetic:
+    """Return the kernel's arithmetic, that of numpy where there is none. Raises as `kernel`."""
+    found = kernel()
+    return Arithmetic() if found is None else KernelArithmetic(found)

@@ -1,0 +1,133 @@
+"""Numbers stored again as a quantised weight was stored: its scales are kept, and raised where a number does not fit.
+
+A base lies exactly on the grid of its codes, so that another scale would move every weight of the tile and the old one
+moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide (compressed-tensors,
+axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size / the largest code, rounded
+to its type; a power of two is the next that is large enough, for rounding down would halve what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.formats.quantised.decoding import STORED, Array, Read, widened
+from lora_tool.formats.quantised.encodings import BnbInt8
+from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.tensors import DType
+
+F32 = NDArray[np.float32]
+_SEVENTH = np.float32(1 / 127)
+_CACHED = 1 << 16
+"""Weights that are divided, rounded and packed together."""
+
+
+def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
+    """Return the rows `first` to `last` of scales as they are stored, [rows, across]."""
+    tensor, across = scales_of(encoding), grid_of(encoding).across
+    row = across * tensor.dtype.bits // 8
+    return read(tensor, first * row, (last - first) * row).view(STORED[tensor.dtype]).reshape(-1, across)
+
+
+def extremes(encoding: Requantisable, values: F32, first: int, scales: tuple[int, int]) -> tuple[F32, F32]:
+    """Return the least and the largest value of each tile, [rows of scales, across], among `values`, rows from `first`.
+
+    Rows without a value have the neutral ones, infinities.
+    """
+    grid = grid_of(encoding)
+    edges = np.arange(0, grid.width, grid.tile[1])
+    low = np.full((scales[1] - scales[0], grid.across), np.inf, np.float32)
+    high = -low
+    for rows, own in grid.parts(first, first + len(values), scales[0]):
+        for function, found in ((np.minimum, low), (np.maximum, high)):
+            part = values[rows] if grid.tile[0] == 1 else function.reduce(values[rows], axis=0, keepdims=True)
+            one = grid.across == 1
+            found[own] = function.reduce(part, axis=1, keepdims=True) if one else function.reduceat(part, edges, axis=1)
+    return low, high
+
+
+def raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array:
+    """Return the stored scales, [rows, across], raised where the values between `low` and `high` do not fit."""
+    least, most = (np.float32(limit) for limit in limits(encoding))
+    room = np.abs(_of_codes(encoding, stored))
+    needed = np.maximum(high / most, low / least)
+    if isinstance(encoding, BnbInt8):
+        needed = np.maximum(high, -low)  # `SCB` is what the largest code stands for
+    too_far = (high > most * room) | (low < least * room)
+    return np.asarray(np.where(too_far, _as_scale(needed, scales_of(encoding).dtype), stored))
+
+
+def codes(encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
+    """Return the codes of `values`, rows from `first`, as they are stored; `values` are lost.
+
+    `stored` are their scales, rows from `scales`.
+    """
+    grid, (least, most) = grid_of(encoding), limits(encoding)
+    divided = not isinstance(encoding, BnbInt8)
+    of_code = _of_codes(encoding, stored) if divided else stored
+    of_code = np.where(of_code == 0, np.float32(1), of_code)  # of a tile of zeros
+    of_code = of_code if divided else np.float32(INT8_MOST) / of_code
+    out = np.empty(values.shape, STORED[encoding.codes.dtype])
+    for rows, own in _strips(grid, first, len(values), scales):
+        part, scale = values[rows], _spread(grid, of_code[own])
+        (np.divide if divided else np.multiply)(part, scale, out=part)
+        np.clip(part, least, most, out=part)
+        if encoding.codes.dtype is DType.I8:
+            np.copyto(out[rows], np.rint(part, out=part), casting="unsafe")
+        else:
+            out[rows] = _e4m3_codes(part).view(out.dtype)
+    return out
+
+
+def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int, scales: int) -> F32:
+    """Return what codes stand for, rows from `first`, with these scales, rows from `scales`."""
+    grid, factors = grid_of(encoding), _of_codes(encoding, stored)
+    values = coded.astype(np.float32)
+    for rows, own in grid.parts(first, first + len(values), scales):
+        values[rows] *= _spread(grid, factors[own])
+    return values
+
+
+def _of_codes(encoding: Requantisable, stored: Array) -> F32:
+    """Return what a code is multiplied with, of stored scales."""
+    raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+    wide = widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
+    return np.asarray(wide * _SEVENTH if isinstance(encoding, BnbInt8) else wide)
+
+
+def _spread(grid: Grid, scales: Array) -> Array:
+    """Return scales for each column of their rows, or one for all."""
+    return scales if grid.across == 1 else np.repeat(scales, grid.tile[1], axis=1)[:, : grid.width]
+
+
+def _strips(grid: Grid, first: int, count: int, scales: int) -> Iterator[tuple[slice, slice]]:
+    """Yield what `Grid.parts` does, a few rows at a time."""
+    step = max(1, _CACHED // grid.width)
+    for rows, own in grid.parts(first, first + count, scales):
+        for at in range(rows.start, rows.stop, step):
+            end = min(at + step, rows.stop)
+            mine = slice(own.start + at - rows.start, own.start + end - rows.start) if grid.tile[0] == 1 else own
+            yield slice(at, end), mine
+
+
+def _as_scale(needed: F32, dtype: DType) -> Array:
+    """Return positive numbers in the type of scales: the nearest, of powers of two the next that is not smaller."""
+    if dtype not in (DType.U8, DType.F8_E8M0):
+        return needed.astype(STORED[dtype])
+    fraction, exponent = np.frexp(needed)
+    exponent = np.where(fraction > 0.5, exponent, exponent - 1)  # noqa: PLR2004 - frexp's fraction of a power of two
+    return np.asarray(np.clip(exponent + 127, 0, 254).astype(np.uint8).view(STORED[dtype]))
+
+
+def _e4m3_codes(values: F32) -> NDArray[np.uint8]:
+    """Return float32 values of at most 448 in size as E4M3, to nearest even: ml_dtypes' bits, in half the time."""
+    bits: NDArray[Any] = values.view(np.uint32)
+    sign = ((bits >> 24) & 0x80).astype(np.uint8)
+    size = bits & np.uint32(0x7FFFFFFF)
+    # below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves their number in the last bits
+    subnormal = (size.view(np.float32) + np.float32(2**14)).view(np.uint32) - np.uint32(0x46800000)
+    normal = ((size + np.uint32(0x7FFFF) + ((size >> 20) & 1)) >> 20) - np.uint32(120 << 3)
+    return np.asarray(np.where(size < np.uint32(121 << 23), subnormal, normal).astype(np.uint8) | sign)

@@ -1,0 +1,133 @@
+"""What merged numbers were stored as again: codes within half a step of W + ΔW, and scales that had a reason to change.
+
+A code is right where no other is nearer, by the second formula and with the scale that was written. A scale is right if
+it is the base's, or larger and no larger than it must be: then the largest code of its tile is the largest there is, or,
+where scales are powers of two, more than half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lora_tool.formats.quantised.encodings import BnbInt8, dequantised
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.plan.core.operation import rows_of
+from lora_tool.plan.core.ops import Computed, row_ops
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise
+from lora_tool.tensors import DType, StoredTensor, TensorTable
+from lora_tool.verification.bounds import Bound
+from lora_tool.verification.dequantised import floats_of, small_floats
+from lora_tool.verification.elements import Array, Files, Rows
+from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared
+from lora_tool.verification.tally import Tally
+
+_ROUNDED = 2.0**-14
+"""A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
+_SAMPLED = 8
+
+
+def written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:
+    """Return the codes and scales that were written; None where one is not there as it was planned."""
+    codes, scales = tensors.get(op.encoding.codes.name), tensors.get(scales_of(op.encoding).name)
+    planned = op.encoding.codes.spec, scales_of(op.encoding).spec
+    if codes is None or scales is None or (codes.spec, scales.spec) != planned:
+        return None
+    if isinstance(op.encoding, BnbInt8):
+        return replace(op.encoding, codes=codes, largest=scales)
+    return replace(op.encoding, codes=codes, scales=scales)
+
+
+def requantised_parts(name: str, op: Requantise[Computed], written: Requantisable) -> Iterator[Compared]:
+    """Yield what is compared of a requantised weight: the scales, or the numbers that its codes stand for."""
+    if op.part is QuantisedPart.SCALES:
+        yield Compared(name=name, op=op, stored=scales_of(written), written=written)
+        return
+    numbers, at = dequantised(written), 0
+    for made in row_ops(op):
+        rows = np.prod(made.shape[:-1], dtype=int)
+        stored = rows_of(numbers, at, int(rows))
+        yield Compared(name=name, op=made, stored=stored, begin=at * grid_of(written).width, written=written)
+        at += int(rows)
+
+
+def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
+    """Return half the distance between neighbouring codes at each of these rows' codes, as numbers, [rows, columns]."""
+    written = part.written
+    if written is None:
+        raise AssertionError(f"`{part.name}` holds no codes")
+    grid = grid_of(written)
+    above = part.begin // grid.width
+    own = [(first + above, last + above) for first, last in rows]
+    raw = np.concatenate([_codes(written, first, last, files) for first, last in own])
+    steps = np.full(raw.shape, 0.5, np.float32)
+    if written.codes.dtype is DType.F8_E4M3:
+        steps = np.ldexp(np.float32(1), np.maximum((raw >> 3) & 15, 1).astype(np.int32) - 11)
+    of_rows = np.array([grid.scales_at(row) for first, last in own for row in range(first, last)])
+    low, high = int(of_rows.min()), int(of_rows.max()) + 1
+    scales = _scales(scales_of(written), grid, (low, high), files)
+    scales = np.abs(scales)[of_rows - low][:, np.arange(grid.width) // grid.tile[1]]
+    return np.asarray(steps * scales / (127 if isinstance(written, BnbInt8) else 1), np.float32)
+
+
+def step_bound(bound: Bound) -> Bound:
+    """Return the bound in half steps of what was computed within the `bound` in half units of float32."""
+    return replace(bound, of_result=1 + _ROUNDED * bound.of_result)
+
+
+def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
+    """Return what was seen of these rows of scales."""
+    written = part.written
+    if written is None or not isinstance(part.op, Requantise):
+        raise AssertionError(f"`{part.name}` holds no scales")
+    grid, base = grid_of(written), scales_of(part.op.encoding)
+    now, before = (_scales(tensor, grid, (first, last), files) for tensor in (part.stored, base))
+    differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
+    tally = Tally(compared=now.size, moved=bool(differ.any()))
+    if tally.moved:
+        wrong = np.flatnonzero(differ & ~((now > before) & _are_full(written, grid, (first, last), files)))
+        tally.outside = tally.wrong = len(wrong)
+        tally.first = first * grid.across + int(wrong[0]) if len(wrong) else None
+    return tally
+
+
+def scale_rows(part: Compared, *, all_of_them: bool) -> list[Rows]:
+    """Return rows of scales: all, or some from everywhere."""
+    if not isinstance(part.op, Requantise):
+        raise TypeError(f"`{part.name}` holds no scales")
+    grid = grid_of(part.op.encoding)
+    if all_of_them:
+        return [[some] for some in grid.stretches(0, grid.down, PRODUCT_WEIGHTS)]
+    return [[(at, at + 1)] for at in sorted({grid.down * place // _SAMPLED for place in range(_SAMPLED)})]
+
+
+def _scales(tensor: StoredTensor, grid: Grid, of: tuple[int, int], files: Files) -> Array:
+    found = floats_of(tensor, of[0] * grid.across, of[1] * grid.across, files.read)
+    return found.reshape(-1, grid.across)
+
+
+def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Files) -> Array:
+    """Return of each tile of these rows of scales whether it has a code as large as codes get."""
+    least, most = limits(written)
+    if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
+        least, most = least / 2, most / 2
+    first, last = grid.rows_of(*of)
+    raw = _codes(written, first, last, files)
+    values = raw.view(np.int8).astype(np.float32)
+    if written.codes.dtype is DType.F8_E4M3:
+        values = small_floats(raw, exponent=4, mantissa=3)
+    found = np.zeros((of[1] - of[0], grid.across), np.bool_)
+    edges = np.arange(0, grid.width, grid.tile[1])
+    for rows, own in grid.parts(first, last, of[0]):
+        full: Array = (values[rows] >= most) | (values[rows] <= least)
+        full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
+        found[own] = np.logical_or.reduceat(full, edges, axis=1)
+    return found
+
+
+def _codes(written: Requantisable, first: int, last: int, files: Files) -> Array:
+    """Return rows of codes as bytes, of all matrices one after the other."""
+    width = written.spec.shape[-1]
+    return files.read(written.codes, first * width, (last - first) * width).reshape(last - first, width)

@@ -1,0 +1,177 @@
+"""Merged weights stored in the base's own format of eight bits again: codes and scales against torch's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.execution import requantised, units
+from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.verification.verifying import verify
+from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
+from tests.quantised_models import EIGHT_BITS, TILE, quantise
+
+BF16 = torch.bfloat16
+SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
+TARGETS = ["q_proj", "o_proj", "down_proj"]
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 0.15, "target_modules": TARGETS}
+FORMS = ["fp8-block", "fp8-channel", "bnb-int8", *EIGHT_BITS]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("plain") / "base", "qwen3", "causal-lm", BF16, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("adapter") / "adapter", plain, "causal-lm", LORA)
+
+
+def is_linear(module: str) -> bool:
+    return module.endswith("_proj")
+
+
+def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return codes and scales of a merged float32 weight, a tile at a time."""
+    module = name.removesuffix(".weight")
+    ends = (".weight_scale_inv", ".weight_scale", ".SCB")
+    scale_name = next(f"{module}{end}" for end in ends if f"{module}{end}" in base)
+    scales = base[scale_name]
+    of_type = base[name].dtype
+    rows, columns = merged.shape
+    tile = {"fp8-tensor": (rows, columns)}.get(
+        form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE)
+    )
+    least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
+    if form == "bnb-int8":
+        least = -127.0
+    codes, new = torch.empty_like(base[name]), scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1]))
+    for at in range(new.shape[0]):
+        for across in range(new.shape[1]):
+            part = (slice(at * tile[0], (at + 1) * tile[0]), slice(across * tile[1], (across + 1) * tile[1]))
+            values, scale = merged[part], new[at, across].float()
+            if form == "bnb-int8":
+                if values.abs().max() > (scale * 127) * torch.tensor(1 / 127):
+                    new[at, across] = values.abs().max()
+                codes[part] = (values * (127 / new[at, across])).round().clamp(least, most).to(of_type)
+                continue
+            if values.max() > most * scale or values.min() < least * scale:
+                needed = torch.maximum(values.max() / most, values.min() / least)
+                new[at, across] = needed.log2().ceil().exp2() if form == "fp8-powers" else needed
+            divided = (values / new[at, across].float()).clamp(least, most)
+            codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
+    return {name: codes, scale_name: new.reshape(scales.shape)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Path, tmp_path: Path) -> None:
+    base, values = quantise(plain, tmp_path / "base", form, is_linear)
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="as-base")
+    wide = merge_with_ours(base, adapter, tmp_path / "wide", "float32", store="all-16bit", dtype="float32")
+    before, after, numbers = saved_tensors(base), saved_tensors(merged), saved_tensors(wide)
+    assert list(after) == list(before)
+    changed = [name for name in values if name.split(".")[-2] in TARGETS]
+    expected = dict(before)
+    for name in changed:
+        expected |= stored_again(form, name, numbers[name], before)
+    raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in expected.items()}
+    assert not [name for name in raw if not torch.equal(raw[name], after[name].reshape(-1).view(torch.uint8))]
+    raised = {name for name in before if "scale" in name or "SCB" in name} & set(different(before, after))
+    assert raised, "no scale was too small: the test has nothing to say of raising"
+    assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    found = verify(merged)
+    assert not found.report.findings
+    assert max(each.ulps or 0 for each in found.evidence.values()) == pytest.approx(0.5, abs=0.02)
+    record = json.loads((merged / "lora_tool.json").read_text())
+    assert 0.1 < record["requantised"]["kept"] < 1.1
+    assert record["requantised"]["kept"] == pytest.approx(record["fidelity"]["kept"], abs=0.1)
+
+
+def test_transformers_loads_what_was_stored_again(plain: Path, adapter: Path, tmp_path: Path) -> None:
+    # transformers takes no tiles that are cut off
+    base, _ = quantise(
+        plain, tmp_path / "base", "fp8-block", lambda module: ".self_attn." in module and is_linear(module)
+    )
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="as-base")
+    model, info = AutoModelForCausalLM.from_pretrained(merged, dtype=BF16, output_loading_info=True)
+    assert not any(info.values())
+    whole = saved_tensors(merge_with_ours(base, adapter, tmp_path / "whole", "float32"))
+    weight = model.state_dict()["model.layers.0.self_attn.q_proj.weight"].float()
+    exact = whole["model.layers.0.self_attn.q_proj.weight"].float()
+    assert float((weight - exact).abs().max() / exact.abs().max()) < 2**-4
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-tensor", "int8-channel"])
+def test_blocks_of_any_size_give_the_same_bytes(
+    form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    whole = merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="as-base")
+    monkeypatch.setattr(requantised, "_BLOCK_WEIGHTS", 20 * 64)
+    monkeypatch.setattr(requantised, "_LARGEST", 1 << 11)
+    monkeypatch.setattr(units, "UNIT_WEIGHTS", 40 * 64)
+    parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
+    assert not different(saved_tensors(whole), saved_tensors(parts))
+
+
+def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_path: Path) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "bnb-int8", is_linear)
+    faint = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | {"lora_alpha": 1e-4})
+    with pytest.raises(
+        UnsupportedAdapter, match=r"would keep only \S+% of ΔW: below 10% the merged model behaves like the base"
+    ) as refused:
+        merge_with_ours(base, faint, tmp_path / "merged", "float32", store="as-base")
+    assert "allow_loss=True" in (refused.value.hint or "")
+    merged = merge_with_ours(base, faint, tmp_path / "merged", "float32", store="as-base", allow_loss=True)
+    assert {found.code for found in verify(merged).report.findings} <= {"LT607", "LT619"}
+    assert plan_merge(base, faint, store="as-base", allow_loss=True).to_json()["requantised"]["kept"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("form", "lora", "choices", "words"),
+    [
+        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: of a change of 1%"),
+        ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
+        ("fp8-block", {}, {"precision": "peft"}, r"PEFT rounds merged weights to no format"),
+        ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
+        ("fp8-block", {"modules_to_save": ["up_proj"]}, {}, r"up_proj.weight` cannot be quantised again as fp8 e4m3"),
+        ("fp8-block", {"init_lora_weights": "olora"}, {}, r"cannot be quantised again as fp8 e4m3"),
+    ],
+)
+def test_what_codes_cannot_hold_is_refused_by_name(
+    form: str, lora: dict[str, Any], choices: dict[str, Any], words: str, plain: Path, tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | lora)
+    with pytest.raises(UnsupportedAdapter, match=words):
+        plan_merge(base, adapter, store="as-base", **choices)
+
+
+@pytest.mark.parametrize(
+    ("injure", "code"),
+    [
+        (lambda codes, _: codes.view(torch.uint8)[5, 7].add_(2), "LT608"),
+        (lambda _, scales: scales[1, 1].mul_(1.05), "LT608"),
+        (lambda _, scales: scales[1, 1].mul_(0.9), "LT605"),
+    ],
+)
+def test_a_code_or_a_scale_that_is_another_is_found(
+    injure: Any, code: str, plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="as-base")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for file in merged.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors or f"{name}_scale_inv" in tensors:
+            injure(tensors.get(name, torch.zeros(16, 16)), tensors.get(f"{name}_scale_inv", torch.zeros(2, 2)))
+            save_file(tensors, file, {"format": "pt"})
+    assert code in {found.code for found in verify(merged).report.findings}
