@@ -77,7 +77,8 @@ class RayCluster:
     def connected(self) -> Iterator[Connection]:
         """Yield the connection to the cluster. Raises as `require`, and `ExecutionError` where Ray lets nobody in."""
         self.require()
-        with contextlib.redirect_stdout(sys.stderr), _signals_kept():
+        with contextlib.redirect_stdout(sys.stderr):
+            restore = _handler_of_sigterm()
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             told("connecting to the Ray cluster")
             import ray  # noqa: PLC0415 - a second, and only where it is asked for
@@ -89,21 +90,22 @@ class RayCluster:
                     f"cannot join a Ray cluster at {self.address!r}: {_first_line(error)}",
                     hint="start one with `ray start --head`, or give the address that it printed: address=HOST:PORT",
                 ) from error
+            restore()
             try:
                 yield Connection(ray, self.workers)
             finally:
                 ray.shutdown()
 
 
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Put the handler of SIGTERM back, which Ray takes for itself."""
-    try:
-        before = signal.getsignal(signal.SIGTERM)
-        yield
-    finally:
+def _handler_of_sigterm() -> Callable[[], None]:
+    """Return what puts the present handler of SIGTERM back: Ray takes the signal for itself, and cleans nothing up."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def restore() -> None:
         with contextlib.suppress(ValueError):  # not the main thread: then Ray took none
             signal.signal(signal.SIGTERM, before)
+
+    return restore
 
 
 def _first_line(error: BaseException) -> str:

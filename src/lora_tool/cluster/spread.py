@@ -36,7 +36,8 @@ class Spread:
             for name, given in (("address", self.address), ("workers", self.workers)):
                 if given is not None:
                     raise WrongValue(
-                        f'{name} is for a Ray cluster: engine="ray"', hint="on this machine give the number of `jobs`"
+                        f"`{name}` is about a Ray cluster, but the engine is this machine",
+                        hint='`engine="ray"` does the work on the cluster',
                     )
 
     @property

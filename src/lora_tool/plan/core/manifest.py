@@ -99,7 +99,7 @@ def manifest_bytes(
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "arithmetic": arithmetic,
-        "versions": _versions(plan.precision.packages),
+        "versions": _versions(() if plan.only_copies else plan.precision.packages),
         "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),

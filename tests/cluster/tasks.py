@@ -1,0 +1,94 @@
+"""Tasks that the tests send to the nodes, which import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.cluster.task import Task
+from lora_tool.errors import MissingDependency
+from lora_tool.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dying:
+    """A task whose process is killed in the middle, the first `times` times."""
+
+    folder: Path
+    times: int
+    name: str = "dying"
+    nbytes: int = 2
+
+    def run(self, progress: Progress) -> int:
+        progress(1)
+        tries = len(list(self.folder.iterdir()))
+        (self.folder / str(tries)).touch()
+        if tries < self.times:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        progress(1)
+        return tries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale:
+    """A task whose file the network storage has lost for a moment."""
+
+    folder: Path
+    times: int
+    name: str = "stale"
+    nbytes: int = 1
+
+    def run(self, progress: Progress) -> int:
+        from lora_tool.execution.folder import errors_of_the_system
+
+        tries = len(list(self.folder.iterdir()))
+        (self.folder / str(tries)).touch()
+        with errors_of_the_system(None, self.folder):
+            if tries < self.times:
+                raise OSError(116, os.strerror(116), "shard")
+        progress(1)
+        return tries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lacking:
+    """A task that needs a package that is not there."""
+
+    name: str = "lacking"
+    nbytes: int = 0
+
+    def run(self, _: Progress) -> None:
+        raise MissingDependency("torch", extra="merge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A task that waits before it works, and says where it is at work."""
+
+    task: Task
+    seconds: float
+    told: Path
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.task.nbytes
+
+    @property
+    def work(self) -> Any:
+        return self.task.work  # type: ignore[attr-defined] # a Part's
+
+    def run(self, progress: Progress) -> Any:
+        import ray
+
+        (self.told / f"{ray.util.get_node_ip_address()}.{os.getpid()}").touch()
+        time.sleep(self.seconds)
+        return self.task.run(progress)

@@ -1,0 +1,55 @@
+"""What is said where there is no cluster, before any work."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_tool.cluster.ray_cluster import RayCluster
+from lora_tool.errors import ExecutionError, WrongValue
+from lora_tool.plan.merge.options import MergeArguments
+from tests.hostile.folders import copy_pair, left_behind, lora_tool
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("no-such-host.invalid:6379", "no Ray cluster answers"),
+        ("somewhere", "is no address of a Ray cluster"),
+        ("host:99999999", "no Ray cluster answers"),
+        ("ray://127.0.0.1:10001", "Ray's client"),
+    ],
+)
+def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    began = time.monotonic()
+    done = lora_tool(*pair.arguments, "--engine", "ray", "--address", address)
+    assert done.code == 3
+    assert words in done.err
+    assert "hint: " in done.err
+    assert time.monotonic() - began < 10
+    assert left_behind(pair) == set()
+
+
+def test_the_address_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ExecutionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        RayCluster().require()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        RayCluster().require()
+
+
+def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:
+    with pytest.raises(WrongValue, match="`address` is about a Ray cluster"):
+        MergeArguments(address="127.0.0.1:1")
+    pair = copy_pair(tmp_path)
+    done = lora_tool(*pair.arguments, "--workers", "3")
+    assert done.code == 2
+    assert "--engine ray" in done.err

@@ -1,0 +1,223 @@
+"""Work on a real Ray cluster of two nodes: one machine's bytes and words, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_tool.cluster.ray_cluster import RayCluster
+from lora_tool.cluster.task import Surroundings
+from lora_tool.errors import ExecutionError, MissingDependency
+from tests.cluster.conftest import Cluster
+from tests.cluster.tasks import Dying, Lacking, Stale
+from tests.hostile.folders import FIXTURES, Pair, copy_pair, left_behind
+from tests.hostile.test_output import content
+
+NOTHING = Surroundings(directory=None, inputs=(), versions={})
+MANY_FILES = ("--max-shard-size", "600")
+SLOW = """
+import sys
+from pathlib import Path
+from lora_tool.execution import ray_engine
+from lora_tool.cli.main import main
+from tests.cluster.tasks import Slow
+parts_of = ray_engine.parts_of
+told = Path(sys.argv[1])
+ray_engine.parts_of = lambda work: (Slow(task=part, seconds=1.5, told=told) for part in parts_of(work))
+main(sys.argv[2:])
+"""
+"""The command whose parts take their time."""
+
+
+def typed(cluster: Cluster, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lora_tool", *arguments]
+    return subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, check=False, cwd=folder, timeout=120
+    )
+
+
+def both(cluster: Cluster, folder: Path, *arguments: str) -> tuple[Path, Path]:
+    """Return what the command writes on this machine and on the cluster."""
+    here, there = folder / "here", folder / "there"
+    for out, options in ((here, []), (there, cluster.options)):
+        done = typed(cluster, *arguments, "-o", str(out), "--quiet", *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+    return here, there
+
+
+def slow(cluster: Cluster, pair: Pair, told: Path, *options: str) -> subprocess.Popen[str]:
+    """Return the slow merge, at work on a node."""
+    told.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(told), *pair.arguments, *MANY_FILES, *cluster.options, *options],
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread, and no lock
+    )
+    limit = time.monotonic() + 60
+    while not list(told.iterdir()) and process.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["merge", "reward-qwen2/adapter", "--base", "reward-qwen2/base", "--rm", *MANY_FILES],
+        ["merge", "causal-llama/adapter", "--base", "causal-llama/base", "--precision", "peft", *MANY_FILES],
+        ["consolidate", "zero/stage3-reward"],
+    ],
+    ids=["reward", "in PEFT's bits", "ZeRO-3"],
+)
+def test_the_bytes_are_those_of_one_machine(arguments: list[str], cluster: Cluster, tmp_path: Path) -> None:
+    arguments = [str(FIXTURES / each) if "/" in each else each for each in arguments]
+    here, there = both(cluster, tmp_path, *arguments)
+    assert content(there) == content(here)
+
+
+def test_relative_paths_mean_the_same_on_every_node(cluster: Cluster, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    done = typed(
+        cluster, "merge", "adapter", "--base", "base", "-o", "out", "--json", *cluster.options, folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["output"] == "out", "what Ray prints is not on stdout"
+    assert left_behind(pair) == {"out"}
+    told = [typed(cluster, "verify", "out", "--json", *options, folder=tmp_path) for options in ([], cluster.options)]
+    assert [each.returncode for each in told] == [0, 0], told[1].stderr
+    assert told[0].stdout == told[1].stdout, "every value was compared, by whomever"
+
+
+def test_ci_does_all_of_it_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path, "reward-qwen2")
+    done = typed(cluster, "ci", str(pair.adapter), "--base", str(pair.base), "-o", str(pair.out), *cluster.options)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "passed" in done.stdout
+
+
+def test_an_error_of_the_work_is_the_one_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    pair = copy_pair(tmp_path)
+    weights = pair.adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = min(tensors)
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    said = []
+    for options in ([], cluster.options):
+        done = typed(cluster, *pair.arguments, "--ignore", "LT209", *options)
+        said.append((done.returncode, done.stderr))
+        assert left_behind(pair) == set()
+    (code, here), (code_there, there) = said
+    assert code == code_there == 3
+    error = next(line for line in here.splitlines() if line.startswith("error: "))
+    assert f"{error} (on node " in there
+
+
+def test_a_task_whose_process_is_killed_is_done_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    results: dict[int, object] = {}
+    reported: list[int] = []
+    folders = [tmp_path / name for name in ("killed", "stale", "always", "gone")]
+    for folder in folders:
+        folder.mkdir()
+    tasks = (Dying(folder=folders[0], times=2), Stale(folder=folders[1], times=2))
+    with RayCluster(address=cluster.address).connected() as connection:
+        connection.map(tasks, NOTHING, progress=reported.append, done=results.__setitem__)
+        assert results == {0: 2, 1: 2}
+        assert sum(reported) == 3, "what a lost try had reported is not reported twice"
+        with pytest.raises(ExecutionError, match=r"dying was begun 4 times.*lost each time"):
+            connection.map(
+                [Dying(folder=folders[2], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
+            )
+        with pytest.raises(ExecutionError, match=r"stale was begun 4 times.*Stale file handle"):
+            connection.map(
+                [Stale(folder=folders[3], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
+            )
+        with pytest.raises(MissingDependency, match=r"torch is not installed \(on node ") as raised:
+            connection.map([Lacking()], NOTHING, progress=reported.append, done=results.__setitem__)
+        assert raised.value.package == "torch"
+        with pytest.raises(ExecutionError, match=r"node .* has numpy .*, and this machine 0\.1"):
+            connection.require_nodes(Surroundings(directory=None, inputs=(), versions={"numpy": "0.1"}))
+        with pytest.raises(ExecutionError, match="the output must be on storage that all nodes share"):
+            connection.require_nodes(Surroundings(directory=None, inputs=(), versions={}, mark=tmp_path / "a" / "b"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupt_ends_the_tasks_and_leaves_nothing(
+    number: signal.Signals, cluster: Cluster, tmp_path: Path
+) -> None:
+    pair = copy_pair(tmp_path)
+    process = slow(cluster, pair, tmp_path / "told")
+    began = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert time.monotonic() - began < 15
+    time.sleep(2)  # a task that went on would have written by now
+    assert left_behind(pair) == {"told"}
+
+
+def test_a_lost_driver_leaves_what_is_finished_to_the_next(cluster: Cluster, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    done = typed(cluster, *pair.arguments, *MANY_FILES)
+    assert done.returncode == 0
+    whole = content(pair.out)
+    shutil.rmtree(pair.out)
+    process = slow(cluster, pair, tmp_path / "told")
+    journal = tmp_path / ".out.lora-tool-partial" / ".lora-tool-journal"
+    limit = time.monotonic() + 60
+    while len(list(journal.glob("*.json"))) < 2 and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    kept = {path.stem: (journal.parent / path.stem).stat().st_ino for path in journal.glob("*.json")}
+    assert kept
+    done = typed(cluster, *pair.arguments, *MANY_FILES, *cluster.options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert content(pair.out) == whole
+    assert {name: (pair.out / name).stat().st_ino for name in kept} == kept
+
+
+def test_a_lost_node_loses_no_work(cluster: Cluster, tmp_path: Path) -> None:
+    """The last test of the cluster: it has one node afterwards."""
+    pair = copy_pair(tmp_path)
+    done = typed(cluster, *pair.arguments, *MANY_FILES)
+    assert done.returncode == 0
+    whole = content(pair.out)
+    shutil.rmtree(pair.out)
+    told = tmp_path / "told"
+    process = slow(cluster, pair, told)
+    limit = time.monotonic() + 60
+    while not list(told.glob("127.0.0.21.*")) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert list(told.glob("127.0.0.21.*")), "no task was on the second node"
+    os.killpg(cluster.nodes[1].pid, signal.SIGKILL)
+    for path in told.glob("127.0.0.21.*"):
+        try:
+            os.kill(int(path.name.rpartition(".")[2]), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    _, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    assert content(pair.out) == whole
+    shutil.rmtree(told)
+    assert left_behind(pair) == {"out"}
