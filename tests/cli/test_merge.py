@@ -139,7 +139,7 @@ def test_an_unknown_command_names_the_closest(call: Caller) -> None:
             ["is a run folder: expected an adapter", "lora-tool merge fixtures/reward-run/checkpoint-4"],
         ),
         ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is a trainer checkpoint: expected a model"]),
-        ([LLAMA, "--base", ""], ["no such folder"]),
+        ([LLAMA, "--base", ""], ["the name is empty: give a folder or a Hub id"]),
     ],
 )
 def test_what_cannot_be_done_is_told_with_exit_code_3(
@@ -256,7 +256,7 @@ def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
     assert done.startswith(stopped.out)
     *_, wrote, verdict, next_step = done.splitlines()
     assert wrote.startswith("wrote ")
-    assert verdict.startswith("verified on samples read back: 27 of 27 tensors right")
+    assert verdict.startswith("verified in sampled values: 27 of 27 tensors match")
     assert next_step == f'next: AutoModelForSequenceClassification.from_pretrained("{out}")'
 
 

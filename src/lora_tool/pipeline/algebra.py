@@ -17,6 +17,7 @@ from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
 from lora_tool.plan.algebra.plan_extract import plan_extract
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -41,7 +42,7 @@ def combine(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write the adapter whose ΔW is the weighted sum of that of `adapters` as `out`, and return what was done.
+    """Write the adapter whose ΔW is the weighted sum of the ΔW of `adapters` to `out`, and return the result.
 
     `weights`, `rank`, `keep`, `head_of`, `base`, `dtype` and `ignore` are those of `plan_combine`. With `verify` samples
     are read back before the folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises
@@ -66,7 +67,7 @@ def resize(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write `adapter` with lower ranks as `out`, the nearest that there is, and return what was done.
+    """Write the closest adapter to `adapter` of lower ranks to `out`, and return the result.
 
     `rank`, `keep`, `dtype` and `ignore` are those of `plan_resize`. With `verify` samples are read back before the
     folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
@@ -81,7 +82,7 @@ def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     Raises `UnsupportedAdapter` for an adapter without a head, and as `merge_inputs` and `plan_merge`.
     """
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
-        raise UnsupportedAdapter(f"{adapter.root} has no head of a classifier, so it needs no base with one")
+        raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
     inputs = merge_inputs(adapter, base)
     return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
 
@@ -102,22 +103,38 @@ def prepare(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write `adapter` as `out` in the form that `server` reads, equal in ΔW, and return what was done.
+    """Write `adapter` to `out` in the form that `server` reads, with the same ΔW, and return the result.
 
     `base`, `max_rank`, `approximate`, `dtype` and `ignore` are those of `plan_prepare`. `reward_base` is where the base
     with the adapter's head goes, which vLLM needs beside a reward adapter; None writes none. With `verify` samples are
     read back before a folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
     """
     opened = opened_adapter(adapter)
-    plan = plan_prepare(
-        opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
-    )
-    # both are planned before either is written
-    beside = None if reward_base is None else plan_reward_base(opened, base)
-    done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+    asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}
+    with preparation(opened, server, Path(out), base=base, **asked) as plan:
+        # both are planned before either is written
+        beside = None if reward_base is None else plan_reward_base(opened, base)
+        done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     if beside is not None and reward_base is not None:
         write(beside, reward_base, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     return done
+
+
+@contextlib.contextmanager
+def preparation(adapter: Reference, server: Server | str, out: Path, **asked: Any) -> Iterator[Plan]:  # noqa: ANN401 - see `plan_prepare`
+    """Yield the plan of what is to be written to `out` for a server; what is computed lies beside it as long as this lasts.
+
+    Raises as `plan_prepare`.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def spool() -> Spool:
+            from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
+            from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
+
+            return FileSpool(stack.enter_context(staging_folder(out)))
+
+        yield plan_prepare(adapter, server, spool=spool, **asked)
 
 
 @contextlib.contextmanager
@@ -146,9 +163,10 @@ def extract(
     jobs: int | None = None,
     overwrite: bool = False,
 ) -> Written:
-    """Write the adapter that makes `base` the fine-tuned `model` as `out`, and return what was done.
+    """Write the adapter that turns `base` into the fine-tuned `model` to `out`, and return the result.
 
-    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Its factors wait in a file beside `out` meanwhile. With
+    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Until then its factors are kept in a file beside
+    `out`. With
     `verify` samples are read back before the folder gets its name; `jobs` and `overwrite` are those of `execute`. Raises
     as `combine`.
     """

@@ -80,7 +80,7 @@ class Models(ABC):
         self._text_class = _text_class(provenance, auto or "AutoModelForCausalLM")
         if not auto and self._text_class is None:
             raise UnsupportedAdapter(
-                f"{merged}: {option} compares language models and classifiers, this is a {classes[0]}"
+                f"{merged}: {option} compares language models and classifiers, but this is a {classes[0]}"
             )
         self._auto = getattr(transformers, self._text_class or auto)
         self._config = self._read_config(merged)
@@ -152,7 +152,8 @@ class Models(ABC):
         model = PeftModel.from_pretrained(model, folders[0], adapter_name=names[0])
         for name, folder in zip(names[1:], folders[1:], strict=True):
             model.load_adapter(folder, adapter_name=name)
-        model.base_model.set_adapter(names)
+        tuner: Any = model.base_model  # a LoraModel, which PEFT types as a module
+        tuner.set_adapter(names)
         if noise is not None:
             _shake(model, next(iter(noise.values())) if noise else None)
         answers = self._answers(model.eval())
@@ -219,7 +220,7 @@ class TextModels(Models):
         tokenizer = tokenizer_in(self._folders)
         if tokenizer is None:
             root = self._provenance.merged.root
-            raise UnsupportedAdapter(f"{root} has no tokenizer that transformers can load, nor has base or adapter")
+            raise UnsupportedAdapter(f"neither {root} nor base nor adapter has a tokenizer that transformers can load")
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         room = (longest, positions, tokenizer.model_max_length)
         return tokenizer, min(length for length in room if length and length > 0)
