@@ -112,7 +112,7 @@ def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
     ("folder", "kind"),
     [
         ("megatron-lora", "a Megatron checkpoint"),
-        ("zero/stage3-reward", "a DeepSpeed checkpoint"),
+        ("zero/stage2-tied", "a DeepSpeed checkpoint"),
         ("causal-llama/adapter", "an adapter"),
     ],
 )
