@@ -44,7 +44,7 @@ def made(root: Path, model_type: str) -> tuple[Path, Path, type[PreTrainedModel]
     generator = torch.Generator().manual_seed(7)
     for parameter in (each for each in trained.parameters() if each.requires_grad):
         torch.nn.init.normal_(parameter, generator=generator)
-    trained.save_pretrained(root / "good")
+    trained.save_pretrained(str(root / "good"))
     return root / "base", root / "good", type(model)
 
 
