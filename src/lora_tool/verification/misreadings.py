@@ -96,7 +96,8 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
         case ColumnIntegers():
             yield _unscaled(encoding, encoding.scales)
             if not encoding.across:
-                other = replace(encoding, added=1 - encoding.added)
+                ones = sum(1 << at for at in range(0, 32, encoding.bits))
+                other = replace(encoding, added=ones - encoding.added)
                 yield Misreading(what="its zero points were taken as off by one", encoding=other)
             if encoding.groups is not None:
                 ordered = replace(encoding, groups=None)
