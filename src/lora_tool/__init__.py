@@ -1,14 +1,14 @@
 """LoRA checkpoints: open, judge, plan, merge, prove, push.
 
-    merge("adapter", out="merged", task="reward")  # judged, planned, written, verified: what the command does
+    merge("adapter", out="merged", task="reward")  # validate, plan, write and verify, as the command does
 
     validate("adapter", base="base").raise_for_errors()
     execute(plan_merge("base", "adapter", task="reward"), "merged")
     verify("merged").raise_for_errors()
 
-A path, a Hub id or an opened checkpoint does wherever a checkpoint is asked for. Whatever goes wrong on purpose is a
-`LoraToolError`; its `hint` says what to do, and `lora_tool.errors` draws the tree of its classes. Names are loaded when
-they are first used: importing costs nothing.
+Wherever a function takes a checkpoint, it accepts a path, a Hub id or an opened checkpoint. Every error that lora-tool
+raises deliberately is a `LoraToolError`; its `hint` says what to do, and `lora_tool.errors` draws the tree of its
+classes. Names are loaded when they are first used, so the import is fast.
 """
 
 from __future__ import annotations

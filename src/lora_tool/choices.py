@@ -31,7 +31,7 @@ class Choice(TextEnum):
 
 
 def wrong_value(what: str, value: object, known: Iterable[str]) -> WrongValue:
-    """Return the error for a `value` of `what`, say "task", that is none of `known`."""
+    """Return the error for a `value` of `what`, such as "task", that is not one of `known`."""
     listed = list(known)
     hint = closest(str(value), listed)
     return WrongValue(f"{what}: expected one of {', '.join(listed)}, found {value!r}", hint=hint and f"{hint!r}?")
@@ -48,7 +48,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """Return "Did you mean …?" with the closest of `known`, or all of them where none is close."""
     listed = list(known)
     found = closest(word, listed)
-    return f"Did you mean {found!r}?" if found else f"Known are {', '.join(listed)}."
+    return f"Did you mean {found!r}?" if found else f"Known: {', '.join(listed)}."
 
 
 def _folded(value: object) -> str:

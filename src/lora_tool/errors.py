@@ -1,31 +1,31 @@
 """Everything that can go wrong, as one tree.
 
     LoraToolError
-    ├── CheckpointError            what was given cannot be used
-    │   ├── NotACheckpoint         nothing there, or nothing we know
+    ├── CheckpointError            the given path cannot be used
+    │   ├── NotACheckpoint         the path does not exist, or its contents are not recognised
     │   ├── BrokenFile             one file is at fault
     │   │   ├── CorruptFile        it breaks its own format
     │   │   └── BadConfig          a JSON field is missing or has the wrong type
     │   └── IncompleteCheckpoint   files that belong together are not all there
-    ├── PlanError                  what was asked for cannot be done exactly
+    ├── PlanError                  the request cannot be carried out exactly
     │   ├── UnsupportedAdapter     a feature we refuse by name
     │   │   └── OnlyInMemory       PEFT itself can merge it, with the whole model in memory
     │   ├── UnsupportedCheckpoint  a training checkpoint's layout we refuse by name
     │   ├── IncompatibleBase       base model and adapter do not fit
-    │   └── OutputExists           something stands where the result would go
+    │   └── OutputExists           the output exists already
     ├── ExecutionError             it failed while writing
     │   ├── OutOfSpace
     │   └── SourceChanged          an input changed while it was read
-    ├── VerificationFailed         what was written is not what it should be
+    ├── VerificationFailed         the written output is wrong
     ├── TrainingError              a training run
-    │   ├── BadRunConfig           its configuration names something unknown
+    │   ├── BadRunConfig           its configuration is wrong
     │   ├── TrainingStopped        a guard stopped it, or refused to begin
     │   └── TrainingFailed         it could not run
     ├── FindingsFound              raised by ``Report.raise_for_errors``
     ├── HubError                   the Hub did not do what was asked
-    │   ├── HubRefused             who asks may not, or what is asked is not accepted
+    │   ├── HubRefused             permission is missing, or the request is not accepted
     │   ├── HubConflict            somebody else's change is in the way
-    │   └── HubUnreachable         network, overload or limit: a later try may do
+    │   └── HubUnreachable         network, overload or rate limit: a retry may succeed
     ├── WrongValue                 an argument has a value that is not allowed
     │   └── UnknownRule            no rule has the code that was given
     └── MissingDependency          an extra is not installed
@@ -87,7 +87,7 @@ class Problem:
 
 
 class LoraToolError(Exception):
-    """The root of all errors raised on purpose. `hint` is what the user can do about it."""
+    """The root of all errors raised deliberately. `hint` says what the user can do."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -105,11 +105,11 @@ def _restored(kind: type[LoraToolError], args: tuple[Any, ...], fields: dict[str
 
 
 class CheckpointError(LoraToolError):
-    """What was given cannot be used."""
+    """The given path cannot be used."""
 
 
 class NotACheckpoint(CheckpointError):
-    """The path does not exist, or holds nothing that we know."""
+    """The path does not exist, or lora-tool does not recognise its contents."""
 
 
 class BrokenFile(CheckpointError):
@@ -138,19 +138,19 @@ class IncompleteCheckpoint(CheckpointError):
 
 
 class PlanError(LoraToolError):
-    """What was asked for cannot be done exactly."""
+    """The request cannot be carried out exactly."""
 
 
 class UnsupportedAdapter(PlanError):
-    """The adapter uses a feature that we refuse by name."""
+    """The adapter uses a feature that lora-tool refuses by name."""
 
 
 class OnlyInMemory(UnsupportedAdapter):
-    """Only PEFT can merge the adapter, with the whole model in memory: done where that is allowed."""
+    """Only PEFT can merge the adapter, with the whole model in memory, which `allow_in_memory` permits."""
 
 
 class UnsupportedCheckpoint(PlanError):
-    """A training checkpoint has a layout that we refuse by name, or lacks what was asked of it."""
+    """A training checkpoint has a layout that lora-tool refuses by name, or lacks what was requested."""
 
 
 class IncompatibleBase(PlanError):
@@ -164,7 +164,7 @@ class IncompatibleBase(PlanError):
 
 
 class OutputExists(PlanError):
-    """Something stands where the result would go, or another run is writing it."""
+    """The output exists already, or another run is writing it."""
 
 
 class ExecutionError(LoraToolError):
@@ -180,7 +180,7 @@ class SourceChanged(ExecutionError):
 
 
 class VerificationFailed(LoraToolError):
-    """What was written is not what it should be; a command does not keep it, on the Hub it stays."""
+    """The written output is wrong. A command deletes it; a push leaves it on the Hub."""
 
 
 class TrainingError(LoraToolError):
@@ -188,7 +188,7 @@ class TrainingError(LoraToolError):
 
 
 class BadRunConfig(TrainingError):
-    """The configuration of a run cannot be read, or names something that neither TRL, accelerate nor we know."""
+    """The configuration of a run cannot be read, or has an option that TRL, accelerate and lora-tool do not know."""
 
 
 class TrainingStopped(TrainingError):
@@ -196,7 +196,7 @@ class TrainingStopped(TrainingError):
 
 
 class TrainingFailed(TrainingError):
-    """The run could not begin or go on: TRL, accelerate or the machine said no."""
+    """The run could not begin or continue: TRL, accelerate or the machine failed."""
 
 
 class FindingsFound(LoraToolError):
@@ -212,15 +212,15 @@ class HubError(LoraToolError):
 
 
 class HubRefused(HubError):
-    """Who asks may not do it, what was asked for is not there, or what was sent is not accepted."""
+    """The token has no permission, the repository or file does not exist, or the Hub does not accept what was sent."""
 
 
 class HubConflict(HubError):
-    """What is on the Hub stands in the way: somebody else's commit, a tag, another kind of model."""
+    """The repository's state conflicts with the push: somebody else's commit, a tag, another kind of model."""
 
 
 class HubUnreachable(HubError):
-    """Network, overload or rate limit. Whether the request was carried out may be unknown; a later try may do."""
+    """Network, overload or rate limit. It may be unknown whether the request was carried out; a retry may succeed."""
 
 
 class WrongValue(LoraToolError, ValueError):
@@ -228,7 +228,7 @@ class WrongValue(LoraToolError, ValueError):
 
 
 class UnknownRule(WrongValue):
-    """A code or the beginning of codes that no rule has; the message names the closest."""
+    """A rule code, or the beginning of codes, that matches no rule; the message names the closest."""
 
 
 _NEED_PYTHON_3_11 = ("merge", "train", "all")

@@ -233,7 +233,7 @@ class Why(TextEnum):
     UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
-    OLDER = "neither among the last nor the best"
+    OLDER = "neither among the last nor among the best"
 
 
 KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}

@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes done since it was called last, from any thread."""
+"""Called with the number of bytes done since the last call, from any thread."""
 
 Watch = Callable[[int], AbstractContextManager[Progress]]
 """Called once with the number of bytes that will be read; returns a context manager of the `Progress` of that work."""
 
 StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
-"""A `Watch` that is also given what is done, in words."""
+"""A `Watch` that also takes a description of the work."""
 
 
 def unwatched(_what: str, _nbytes: int) -> nullcontext[Progress]:

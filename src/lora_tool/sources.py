@@ -106,7 +106,7 @@ def resolve(
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
-        raise NotACheckpoint("an empty name: no such folder, and no Hub id")
+        raise NotACheckpoint("the name is empty: give a folder or a Hub id")
     if not is_address(reference):
         local = local_folder(reference, near)
         if local is not None:
@@ -119,7 +119,7 @@ def resolve(
         return _from_hub(named, reference, revision, download=download, wanted=wanted)
     if is_address(reference):
         raise NotACheckpoint(
-            f"{reference}: no such folder, and it names no model on the Hub", hint=f"name one as {FORMS}"
+            f"{reference}: no such folder, and not the name of a model on the Hub", hint=f"give a model as {FORMS}"
         )
     looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
     looked_in += ", and in the folders above" if near else ""
@@ -158,7 +158,7 @@ def open_adapter_at(path: Path) -> AdapterDir:
     inner = adapters_below(path)
     if len(inner) > 1:
         message = f"{path} holds {len(inner)} adapters: {', '.join(folder.name for folder in inner)}"
-        raise NotACheckpoint(message, hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}")
+        raise NotACheckpoint(message, hint=f"give one, or several to merge their sum: lora-tool merge {inner[0]}")
     found = open_checkpoint(inner[0] if inner else path)
     return as_adapter(found, hint=_merge_instead(found))
 
@@ -168,7 +168,7 @@ def _merge_instead(opened: Checkpoint) -> str | None:
     root = shlex.quote(str(opened.root))
     if isinstance(opened, RunDir):
         last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
-        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+        return f"give one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
     if isinstance(opened, ModelDir) and opened.manifest is None:
         return f"lora-tool merge ADAPTER --base {root}"
     return None
@@ -187,7 +187,7 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
         found = [candidate for candidate in found if is_file(candidate / CONFIG)] or found
     if len(found) > 1 and not found[0].samefile(found[1]):
         message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
-        raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")
+        raise NotACheckpoint(message, hint="choose one: `base=PATH`")
     return _tidy(found[0]) if found else None
 
 
@@ -246,7 +246,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         path = in_cache(hub_id, revision, [wanted.value, *_BESIDE_WEIGHTS])
         if path is None:
             raise _not_in_cache(hub_id, revision, reference)
-        decided(f"{reference} is the Hub's {hub_id}, revision {path.name}, in its cache: {path}")
+        decided(f"{reference} is {hub_id} on the Hub, commit {path.name}, in the cache: {path}")
         return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
     def look(folder: Path) -> None:
@@ -267,7 +267,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         raise
     if wanted is Wanted.MODEL and not any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files)):
         _refuse_by_name(hub_id, path)
-    decided(f"{reference} is the Hub's {hub_id}, revision {path.name}, as the Hub says now: {path}")
+    decided(f"{reference} is {hub_id} on the Hub, now at commit {path.name}: {path}")
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
 
@@ -275,7 +275,7 @@ def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> Incomple
     better = full_precision_name(hub_id)
     at = f" --revision {revision}" if revision and not better else ""
     return IncompleteCheckpoint(
-        f"{reference}: not a folder here, and not in the Hub cache{quantised_by_name(hub_id)}",
+        f"{reference}: not a local folder and not in the Hub cache{quantised_by_name(hub_id)}",
         hint=probably_meant(reference) or f"hf download {better or hub_id}{at}",
     )
 
@@ -284,6 +284,6 @@ def _refuse_by_name(hub_id: str, path: Path) -> None:
     """Raise `UnsupportedAdapter` for a repository without weights that transformers reads, and a name that says why."""
     if full_precision_name(hub_id) is not None:
         raise UnsupportedAdapter(
-            f"{hub_id}: holds no model.safetensors; by its name the weights are quantised, in a format of their own",
+            f"{hub_id} holds no model.safetensors; its name suggests weights in a special quantised format",
             hint=give_full_precision(hub_id, None, path),
         )

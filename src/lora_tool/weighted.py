@@ -28,19 +28,19 @@ def weighted(reference: Reference) -> tuple[Reference, float]:
     if is_folder(Path(reference).expanduser()):
         if name and is_folder(Path(name).expanduser()):
             raise WrongValue(
-                f"{reference} is a folder, and {name} with the weight {number}: both are there",
+                f"{reference} is ambiguous: it is a folder, and also the folder {name} with the weight {number}",
                 hint=f"{reference}=1 for the first, {name}/={number} for the second",
             )
         return reference, 1.0
     if not name:
-        raise WrongValue(f"{reference}: an adapter is missing before the =", hint="ADAPTER=0.7")
+        raise WrongValue(f"{reference}: expected an adapter before the =", hint="ADAPTER=0.7")
     return name, checked(weight, name)
 
 
 def checked(weight: float, name: object) -> float:
     """Return a weight that an adapter can have. Raises `WrongValue`."""
     if not math.isfinite(weight) or weight == 0:
-        what = "leaves it out" if weight == 0 else "is no number to multiply with"
+        what = "leaves it out" if weight == 0 else "is not a usable number"
         raise WrongValue(f"{name}: the weight {weight:g} {what}: expected a number such as 0.7 or -0.3")
     return weight
 

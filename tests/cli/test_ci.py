@@ -238,7 +238,7 @@ def test_a_run_of_checkpoints_saved_without_gathering(call: Caller, clone: Path,
     base = clone / "reward-qwen2" / "base"
     found, told = stages(call, tmp_path / "my run", "-o", tmp_path / "out", "--base", base)
     assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
-    assert "taking checkpoint-2 (the latest; its rank files" in told["stages"][0]["summary"]
+    assert "taking checkpoint-2 (the latest, because its rank files" in told["stages"][0]["summary"]
 
 
 def test_what_it_writes_into_the_checkpoint_is_no_input(call: Caller, clone: Path) -> None:
@@ -377,7 +377,7 @@ def test_the_job_summary_has_the_stages(call: Caller, tmp_path: Path) -> None:
     text = (tmp_path / "summary.md").read_text()
     assert text.startswith("### ❌ lora-tool ci failed")
     assert "| ❌ | merge | " in text
-    assert "--overwrite replaces it" in text
+    assert "replace it with --overwrite" in text
 
 
 def test_an_error_is_in_the_reports_too(call: Caller, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_an_unknown_command_names_the_closest(call: Caller) -> None:
             ["is a run folder: expected an adapter", "lora-tool merge fixtures/reward-run/checkpoint-4"],
         ),
         ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is a trainer checkpoint: expected a model"]),
-        ([LLAMA, "--base", ""], ["no such folder"]),
+        ([LLAMA, "--base", ""], ["the name is empty: give a folder or a Hub id"]),
     ],
 )
 def test_what_cannot_be_done_is_told_with_exit_code_3(

@@ -131,7 +131,7 @@ def test_a_base_that_is_not_here_is_told_and_does_not_fail(call: Caller, adapter
     edit_config(adapter, base_model_name_or_path="somebody/some-model")
     called = call("validate", adapter)
     assert called.code == 0
-    assert "somebody/some-model is no folder and not in the Hub cache" in called.out
+    assert "somebody/some-model is neither a folder nor in the Hub cache" in called.out
     assert call("validate", adapter, "--strict").code == 1
 
 
@@ -364,7 +364,7 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
     [
         ("fail_on = 'error'", "Did you mean 'fail-on'?"),
         ("ignroe = []", "Did you mean 'ignore'?"),
-        ("x = 1", "Known are select"),
+        ("x = 1", "Known: select"),
         ("fail-on = 'info'", "none of error, warning"),
         ("fail-on = 3", "`fail-on`: expected string, found 3"),
         ("for = ['vlm']", "Did you mean 'vllm'?"),

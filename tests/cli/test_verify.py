@@ -30,7 +30,7 @@ def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
     assert called.out.splitlines()[0].endswith("every value")
     assert called.out.splitlines()[1:] == [
         "  12 copied have the base's bytes",
-        "  14 merged are W + ΔW, max error 0.500 ulp; cosine of W' - W with ΔW 0.9998 or more",
+        "  14 merged are W + ΔW, max error 0.500 ulp; cosine of W' - W with ΔW at least 0.9998",
         "  1 added have the values of their source",
         "checked 1 merged model: no findings",
     ]

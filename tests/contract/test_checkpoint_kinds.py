@@ -202,6 +202,7 @@ def test_each_kind_is_complete() -> None:
 SAMPLES = {
     "DeepSpeed checkpoint": ["zero/stage1-reward", "zero/stage2-tied", "zero/stage3-reward"],
     "FSDP checkpoint": ["fsdp2-reward"],
+    "Megatron checkpoint": ["megatron-lora"],
     "adapter": ["causal-llama/adapter"],
     "base model": ["causal-llama/base"],
     "run folder": ["reward-run"],

@@ -13,19 +13,20 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from lora_tool.checkpoint import ZERO, ShardedDir
+from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, PlanError
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.dcp import assemble_dcp, read_dcp
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import read_model_config
-from lora_tool.formats.partitions import assemble, entries
 from lora_tool.formats.rank_files import assemble_ranks, read_rank_files
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
-from lora_tool.formats.zero import read_tag
 from lora_tool.sharded.rank_checks import rank_faults
+from lora_tool.sharded.zero_state import zero_state
 from tests.fuzz.choices import Choices
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import injure
@@ -142,9 +143,8 @@ def torch_pickle(data: bytes) -> None:
             archive.writestr("archive/data.pkl", data)
             archive.writestr("archive/data/0", bytes(64))
     with contextlib.suppress(CheckpointError, PlanError):
-        tag = read_tag(_place(), ".")
-        known = entries(tag)
-        assemble(tag, known, known)
+        state = zero_state(ShardedDir(kind=ZERO, folder=read_folder(_place()), rank_files={".": ()}))
+        state.assemble(state.entries)
 
 
 def rank_pickle(data: bytes) -> None:

@@ -67,7 +67,7 @@ def test_everything_of_a_model_is_pushed(merged: Path) -> None:
         "model-00009-of-00009.safetensors"
     }
     assert [(item.name, item.reason) for item in left_out] == [
-        ("model-00009-of-00009.safetensors", "a weights file that nothing refers to")
+        ("model-00009-of-00009.safetensors", "a weights file that the index does not name")
     ]
 
 

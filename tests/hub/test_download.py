@@ -80,14 +80,14 @@ def error(status: int, **headers: str) -> dict[str, Any]:
 CASES = {
     "gated": Case(
         4,
-        "me/adapter (not a folder here): access is gated, and this token was not let in (403 Forbidden)",
-        "ask for access on its page: http://127.0.0.1:PORT/me/adapter",
+        "me/adapter (not a folder here): the repository is gated, and this token has no access (403 Forbidden)",
+        "request access on its page: http://127.0.0.1:PORT/me/adapter",
         error(403, X_Error_Code="GatedRepo"),
     ),
     "gated, no token": Case(
         4,
-        "access is gated, and no token was sent (401 Unauthorized)",
-        "/me/adapter, then: hf auth login, or set HF_TOKEN",
+        "the repository is gated, and no token was sent (401 Unauthorized)",
+        "/me/adapter, then run hf auth login, or set HF_TOKEN",
         error(401, X_Error_Code="GatedRepo"),
         prepare=no_token,
     ),
@@ -99,7 +99,7 @@ CASES = {
     ),
     "a Hub for members": Case(
         4,
-        "the Hub wants a token, and none was sent (401 Unauthorized)",
+        "the Hub requires a token, and none was sent (401 Unauthorized)",
         "hf auth login, or set HF_TOKEN",
         error(401),
         prepare=no_token,
@@ -126,7 +126,7 @@ CASES = {
     "offline variable": Case(
         7,
         "me/adapter (not a folder here, not in the Hub cache): HF_HUB_OFFLINE is set",
-        "unset HF_HUB_OFFLINE, or on a machine with a connection and the same cache: hf download me/adapter",
+        "unset HF_HUB_OFFLINE, or on a connected machine with the same cache run: hf download me/adapter",
         prepare=lambda _, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True),
     ),
     "refused connection": Case(
@@ -149,7 +149,7 @@ CASES = {
     ),
     "silent": Case(7, "the Hub does not answer: ", "check the connection to", {"delay": 5}, times=1),
     "silent on the list of files": Case(
-        7, "the Hub gave no good answer for 2 s", "check the connection to", {"delay": 5}, "/tree/"
+        7, "the Hub gave no valid answer for 2 s", "check the connection to", {"delay": 5}, "/tree/"
     ),
     "429": Case(7, "429 Too Many Requests: slow down", "again later", error(429, X_Error_Message="slow down")),
     "429, come back in an hour": Case(
@@ -157,14 +157,18 @@ CASES = {
     ),
     "500": Case(7, "500 Internal Server Error", "run the same command again", error(500)),
     "503 on the list of files": Case(
-        7, "503 Service Unavailable", "what is downloaded already is kept", error(503), "/tree/"
+        7, "503 Service Unavailable", "files already downloaded are kept", error(503), "/tree/"
     ),
     "hangs up": Case(7, "no connection to the Hub", "check the connection", {"drop": "before"}),
     "a page for people to log in": Case(
         7, "the Hub's answer is not JSON", "run the same command again", {"status": 200, "body": b"<html>Wi-Fi</html>"}
     ),
     "the storage lost the weights": Case(
-        7, "the storage did not give a file (500 Internal Server Error)", "is kept", error(500), "^GET /cdn/"
+        7,
+        "the Hub's storage did not deliver a file (500 Internal Server Error)",
+        "files already downloaded are kept",
+        error(500),
+        "^GET /cdn/",
     ),
     "hangs up in the weights": Case(7, "no connection to the Hub", "check the connection", {"drop": "after"}, "/cdn/"),
 }
@@ -218,7 +222,7 @@ def test_what_the_cache_holds_is_taken_where_the_hub_does_not_answer(offered: Hu
         offered.fault(INFO, times=1, **fault)
         called = call("validate", ADAPTER)
         assert called.code == 0, called.err
-        assert "the Hub does not answer: me/adapter is taken from the cache, commit " in called.err
+        assert "the Hub does not answer, so me/adapter is taken from the cache, commit " in called.err
 
 
 def test_offline_the_cache_is_taken_without_asking(offered: Hub, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,5 +282,5 @@ def test_a_repository_of_gguf_files_is_called_what_it_is(offered: Hub, call: Cal
     offered.repo("me/base-Q4_K_M-GGUF").commit_files({"base.Q4_K_M.gguf": b"GGUF" * 10, "README.md": b"# it"})
     called = call("merge", FIXTURES / "reward-qwen2" / "adapter", "--base", "me/base-Q4_K_M-GGUF")
     assert called.code == 3
-    assert "by its name the weights are quantised" in called.err
+    assert "its name suggests weights in a special quantised format" in called.err
     assert "--base me/base" in called.err

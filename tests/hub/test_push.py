@@ -226,7 +226,7 @@ def test_visibility_of_an_old_repository_stays(hub: Hub, call: Caller, merged: P
     repo = hub.repo(REPO)
     refused = call("push", merged, REPO, "--private")
     assert refused.code == 6
-    assert "is public, --private was asked for" in refused.err
+    assert "is public, but --private was requested" in refused.err
     assert len(repo.history) == 1
     called = call("push", merged, REPO)
     assert (called.code, repo.private) == (0, False)
@@ -332,7 +332,7 @@ def test_a_gitignore_on_the_hub_drops_nothing_silently(hub: Hub, call: Caller, m
     head = hub.repos[REPO].head.oid
     refused = call("push", merged, REPO)
     assert refused.code == 4
-    assert "its .gitignore leaves out tokenizer.json" in refused.err
+    assert "the repository's .gitignore excludes tokenizer.json" in refused.err
     assert hub.repos[REPO].head.oid == head
 
 

@@ -10,20 +10,28 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
+from lora_tool import merge
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
-from lora_tool.sharded.megatron_names import Geometry, is_megatron, places
+from lora_tool.sharded.megatron_model import Geometry, LayerNames, MegatronModel
+from lora_tool.sharded.megatron_names import is_megatron, places
 from lora_tool.validation.validating import validate
 from tests.cli.calling import FIXTURES
 
 MEGATRON = FIXTURES / "megatron-lora"
 """Two ranks of tensor parallelism, three layers in one tensor, four heads in two groups (`fixtures/make_megatron.py`)."""
-GEOMETRY = Geometry(heads=4, groups=2, head_dim=4)
+MODEL = MegatronModel(geometry=Geometry(heads=4, groups=2, head_dim=4), names=LayerNames(), layers=0, experts=0)
 LAYER = "decoder.layers.0"
+CONFIGS = {
+    "megatron-lora": "megatron-swift/base/config.json",
+    "megatron-moe": "megatron-moe/config.json",
+    "megatron-swift": "megatron-swift/base/config.json",
+}
+MODELS = {"llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
         ),
         (
             "llama_provider.Llama32ModelProvider1B",
-            "qwen.Qwen3MoEModelProvider",
+            "gpt_provider.GPTModelProvider",
             "does not know transformers' module names",
         ),
         ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
@@ -84,11 +92,10 @@ def test_what_is_not_known_is_refused_by_name(run: Path, found: str, instead: st
 def test_without_the_config_of_the_run(run: Path) -> None:
     (run / "run_config.yaml").unlink()
     with pytest.raises(
-        UnsupportedCheckpoint,
-        match="is a checkpoint of Megatron without run_config.yaml, which says how rows of its modules are fused",
+        UnsupportedCheckpoint, match="without run_config.yaml, which says how rows of its modules are fused"
     ) as refused:
         plan_consolidate(run)
-    assert refused.value.hint == "put the run_config.yaml of the run beside its files"
+    assert refused.value.hint == "put the run_config.yaml of the run beside its files, or the config.json of its model"
 
 
 def test_a_rank_that_is_missing(run: Path) -> None:
@@ -104,25 +111,25 @@ def test_layers_one_by_one_and_projections_with_factors_of_their_own() -> None:
         f"{LAYER}.mlp.linear_fc1.adapter.adapter_gate.linear_in.weight": (3, 16),
         f"{LAYER}.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight": (24, 3),
     }
-    found = places(shapes, GEOMETRY)
+    found = places(shapes, MODEL)
     prefix = "base_model.model.model.layers.0"
     assert {name.removeprefix(f"{prefix}."): place.rows for name, place in found.items()} == {
-        "self_attn.q_proj.lora_A.weight": None,
-        "self_attn.k_proj.lora_A.weight": None,
-        "self_attn.v_proj.lora_A.weight": None,
+        "self_attn.q_proj.lora_A.weight": ((0, 3),),
+        "self_attn.k_proj.lora_A.weight": ((0, 3),),
+        "self_attn.v_proj.lora_A.weight": ((0, 3),),
         "self_attn.q_proj.lora_B.weight": ((0, 8), (16, 8)),
         "self_attn.k_proj.lora_B.weight": ((8, 4), (24, 4)),
         "self_attn.v_proj.lora_B.weight": ((12, 4), (28, 4)),
-        "mlp.gate_proj.lora_A.weight": None,
-        "mlp.gate_proj.lora_B.weight": None,
+        "mlp.gate_proj.lora_A.weight": ((0, 3),),
+        "mlp.gate_proj.lora_B.weight": ((0, 24),),
     }
-    assert all(place.layer is None for place in found.values())
+    assert all(place.first == 0 for place in found.values())
 
 
 def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
     name = f"{LAYER}.mlp.linear_fc2.adapter.linear_in.weight"
     states = {f"{before}optimizer.state.exp_avg.{name}": (3, 24) for before in ("", "chained_0.")}
-    assert len(places({name: (3, 24), **states}, GEOMETRY)) == 1
+    assert len(places({name: (3, 24), **states}, MODEL)) == 1
     assert is_megatron({name: (3, 24)})
     assert not is_megatron({**states, "model.layers.0.adapter.down.weight": (3, 24)})
 
@@ -130,9 +137,15 @@ def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
-        ("self_attention.linear_proj.adapter", (16,), "in_proj and embeddings, and no DoRA"),
-        ("mixer.in_proj.adapter.linear_out", (10, 3), "Mamba's in_proj"),
-        ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "experts"),
+        ("self_attention.linear_proj.adapter", (16,), "no module of a text model's layers"),
+        (
+            "mixer.in_proj.adapter.linear_out",
+            (10, 3),
+            "LoRA on Mamba's mixer, whose in_proj is five projections in one",
+        ),
+        ("mlp.router.adapter.linear_out", (4, 3), "LoRA on a router"),
+        ("self_attention.in_proj.adapter.linear_out", (4, 3), "LoRA on linear attention"),
+        ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "no file says how many experts there are"),
         ("self_attention.linear_qkv.adapter.adapter_gate.linear_in", (3, 16), "has no part `gate`"),
         ("mlp.linear_fc1.adapter.linear_out", (25, 3), "not those of a gate and an up projection"),
         ("mlp.linear_fc2.adapter.linear_in", (3,), "expected a matrix for each layer"),
@@ -140,4 +153,40 @@ def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
 )
 def test_lora_on_other_modules(module: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=message):
-        places({f"{LAYER}.{module}.weight": shape}, GEOMETRY)
+        places({f"{LAYER}.{module}.weight": shape}, MODEL)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_peft_loads_and_merges_what_each_trainer_left(name: str, tmp_path: Path) -> None:
+    """With nothing missing and nothing left over, and to the logits of the merged model."""
+    run = Path(shutil.copytree(FIXTURES / name, tmp_path / "run"))
+    config = json.loads((FIXTURES / CONFIGS[name]).read_text())
+    torch.manual_seed(2)
+    model_class = MODELS[config["model_type"]]
+    base = model_class(model_class.config_class(**config))
+    base.save_pretrained(tmp_path / "run" / "base")
+    (run / "base" / "config.json").replace(run / "config.json")
+    base.save_pretrained(run / "base")
+    out = execute(plan_consolidate(run), tmp_path / "out")
+    found, truth = load_file(out / "adapter_model.safetensors"), load_file(run / "truth.safetensors")
+    assert found.keys() == truth.keys()
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    model = PeftModel.from_pretrained(base, out).eval()
+    again = model.load_adapter(out, "again")
+    assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+    tokens = torch.tensor([[1, 5, 9, 30, 2]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        plain = base_logits(model, tokens)
+    assert (expected - plain).abs().max() > 1e-2
+    merge(out, base=run / "base", out=tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert torch.allclose(merged(tokens).logits, expected, rtol=0, atol=2e-4)
+
+
+def base_logits(model: PeftModel, tokens: torch.Tensor) -> torch.Tensor:
+    with model.disable_adapter():
+        logits: torch.Tensor = model(tokens).logits
+    return logits

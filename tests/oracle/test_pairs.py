@@ -196,7 +196,7 @@ def test_a_broken_merge_is_not_excused_by_its_rank(call: Caller, merged: Path) -
 def test_what_gives_no_reward_is_refused_before_it_is_merged(call: Caller, tmp_path: Path) -> None:
     called = call("ci", "fixtures/causal-llama/adapter", "-o", tmp_path / "out", "--pairs", PAIRS)
     assert called.code == 3
-    assert "is no reward model" in called.out
+    assert "is not a reward model" in called.out
     assert not (tmp_path / "out").exists()
     called = call("verify", copy_of("causal-llama/merged", tmp_path), "--pairs", PAIRS)
     assert called.code == 3

@@ -71,7 +71,7 @@ RECIPES: Mapping[str, tuple[str, Callable[[Path], None], Mapping[str, Any]]] = {
     "Megatron-Bridge": (
         "run_config.yaml",
         _as_yaml(model={"dim": 8}, peft={"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 3, "alpha": 6}),
-        {},
+        {"use_rslora": False},
     ),
     "NeMo-RL": (
         "config.yaml",

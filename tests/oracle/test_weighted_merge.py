@@ -90,5 +90,5 @@ def test_what_a_weight_does_not_scale_is_refused_or_told(tmp_path: Path) -> None
     saved = save_adapter(tmp_path / "saved", base, "causal-lm", QV | {"modules_to_save": ["lm_head"]})
     assert any("scales only ΔW: lm_head" in note for note in plan_merge(base, f"{saved}=0.5").notes)
     shutil.copytree(saved, tmp_path / "saved=0.5")
-    with pytest.raises(WrongValue, match="both are there"):
+    with pytest.raises(WrongValue, match="is ambiguous: it is a folder, and also the folder"):
         plan_merge(base, str(tmp_path / "saved=0.5"))

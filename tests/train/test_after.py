@@ -55,9 +55,9 @@ def test_a_push_that_is_refused_says_how_to_go_on(
     assert carry_on(asked, trained) == 4
     assert (merged / "lora_tool.json").is_file()
     assert not hub.repos
-    (hint,) = [line for line in capfd.readouterr().err.splitlines() if "go on with: " in line]
-    assert "the training is done and safe" in hint
-    line = hint.partition("go on with: ")[2]
+    (hint,) = [line for line in capfd.readouterr().err.splitlines() if "continue with: " in line]
+    assert "the trained output is saved" in hint
+    line = hint.partition("continue with: ")[2]
     assert shlex.split(line) == ["lora-tool", "ci", str(trained), "-o", str(merged), "--rm", "--push=me/reward"]
 
     # the line is what goes on, and what is proven is not done again
@@ -79,7 +79,7 @@ def test_a_merge_that_fails_says_how_to_go_on(
     assert not hub.repos
     assert not (tmp_path / "adapter-merged").exists()
     again = f"ci {trained} -o {trained}-merged --rm --base={tmp_path / 'base'} --push=me/reward"
-    assert f"go on with: lora-tool {again}\n" in capfd.readouterr().err
+    assert f"continue with: lora-tool {again}\n" in capfd.readouterr().err
 
 
 def test_what_would_fail_at_the_end_is_told_at_the_beginning(

@@ -49,7 +49,7 @@ def gone(name: str) -> Callable[[Path], None]:
         (rewritten(lambda old: {name: t for name, t in old.items() if "score" not in name}), "LT301"),
         (cut("adapter_model.safetensors"), "LT101"),
         (gone("adapter_model.safetensors"), "LT115"),
-        (gone("trainer_state.json"), "not written to its end"),
+        (gone("trainer_state.json"), "not saved completely"),
         (cut("trainer_state.json"), "trainer_state.json"),
         (cut("optimizer.pt"), "optimizer.pt"),
         (cut("scheduler.pt"), "scheduler.pt"),

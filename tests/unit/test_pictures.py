@@ -108,9 +108,9 @@ def test_a_map_of_one_colour_is_a_sentence() -> None:
     alike = [spectrum(f"m.{at}", value, value, layer=at) for at, value in enumerate((1.0, 1.01))]
     kept = [replace(item, kept=1 - 2e-4, base_norm=10.0) for item in alike]
     moved, rank, rounding = grids(kept)
-    assert moved.said == "Every weight moved alike: ‖ΔW‖ / ‖W‖ is 0.1414 to 0.1428."
+    assert moved.said == "Every weight moved about equally: ‖ΔW‖ / ‖W‖ is 0.1414 to 0.1428."
     assert rank.said == "The effective rank of every ΔW is 2; its rank is 2."
-    assert rounding.said == "Rounding to the base's type keeps every ΔW: 1 − cosine is at most 0.0002."
+    assert rounding.said == "Rounding to the base's dtype keeps every ΔW: 1 − cosine is at most 0.0002."
     with themed():
         text = page("t", [], (moved, rank, rounding), kept, {}, footer="")
     assert moved.said in text
@@ -122,7 +122,7 @@ def test_a_map_of_one_colour_is_a_sentence() -> None:
 
 def test_experts_of_one_layer_share_a_cell_and_say_so() -> None:
     grid, _ = grids([spectrum(f"e.{n}", float(n), target="e.*", layer=n % 2) for n in range(1, 5)])
-    assert grid.said.endswith("Of a layer's experts the largest is shown.")
+    assert grid.said.endswith("Each cell shows the largest value of its layer's experts.")
     assert grid.cells == ((4.0, 3.0),)
 
 
@@ -192,7 +192,7 @@ def test_whatever_is_in_a_file_is_drawn_in_bounded_space(tmp_path: Path, items: 
 def test_of_very_many_curves_the_first_are_drawn_and_the_rest_counted() -> None:
     curves = {f"metric-{at}": ((1.0, 2.0),) for at in range(200)}
     assert len(curve_panels(curves)) == 48
-    assert "152 more were logged" in curves_sentence(curves)
+    assert "152 more curves were logged" in curves_sentence(curves)
 
 
 def test_an_evaluation_is_in_the_panel_of_what_it_evaluates() -> None:
@@ -241,7 +241,7 @@ def test_a_comparison_is_drawn_with_numpys_numbers(tmp_path: Path) -> None:
         expected = [float((two - one).norm() / one.norm()), turned, float(two.norm() / one.norm())]
         assert [float(cell) for cell in cells] == pytest.approx(expected, rel=2e-3)
     draw_comparison(diff(run / "checkpoint-2", run / "checkpoint-2"), path, names=("a", "a"))
-    assert "The two are the same everywhere." in path.read_text()
+    assert "The two are equal everywhere." in path.read_text()
 
 
 def test_page_fetches_and_runs_nothing(page_of_a_checkpoint: Path) -> None:

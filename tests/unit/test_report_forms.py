@@ -256,7 +256,7 @@ def test_markdown_fits_into_a_summary() -> None:
     findings = tuple(finding(path=f"{checked.path}/x", message="m" * 500) for checked in subjects)
     told = shown(Report(subjects=subjects, findings=findings), Form.MARKDOWN)
     assert MOST_CHARACTERS < len(told) + 2000 < MOST_CHARACTERS + 4000
-    assert "does not fit" in told[-100:]
+    assert "The rest is omitted because a summary has limited space" in told[-100:]
 
 
 def test_text_shows_the_run_and_the_reasons_of_ignores() -> None:

@@ -66,7 +66,7 @@ def test_two_folders_of_one_name_are_not_guessed_between(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(NotACheckpoint, match="base means two folders") as caught:
         resolve("base", near=tmp_path / "adapter")
-    assert caught.value.hint == "name the one you mean: `base=PATH`"
+    assert caught.value.hint == "choose one: `base=PATH`"
 
 
 def test_a_folder_that_only_has_the_name_of_the_base_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,8 @@ def test_what_is_not_in_the_cache_is_said_so(reference: str, download: bool) -> 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("reference", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "", "hf://", "hf://x", "a b/c"])
 def test_what_is_neither_path_nor_id_is_said_so(reference: str) -> None:
-    with pytest.raises(NotACheckpoint, match="no such folder"):
+    words = "no such folder" if reference else "the name is empty: give a folder or a Hub id"
+    with pytest.raises(NotACheckpoint, match=words):
         resolve(reference)
 
 

@@ -62,6 +62,12 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     return found.result(known) if found.fits else None
 
 
+def has_tensors(model_type: str, names: Collection[str]) -> bool:
+    """Return whether every class of the model type has these tensors, by their names in the table."""
+    row = _row(model_type)
+    return row is not None and row["tensors"].keys() >= set(names)
+
+
 def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
     """Return the names of what a class may have beside its base model, a head and an output layer; None if no table
     knows it.

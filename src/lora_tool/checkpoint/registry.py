@@ -11,12 +11,25 @@ from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.fsdp import DCP
 from lora_tool.checkpoint.fsdp_ranks import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
+from lora_tool.checkpoint.megatron import MEGATRON
 from lora_tool.checkpoint.models import BASE_MODEL
 from lora_tool.checkpoint.runs import RUN
 from lora_tool.checkpoint.state_file import STATE_FILE
 from lora_tool.checkpoint.verl import VERL
 
-KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS, DCP, VERL, RUN, STATE_FILE]
+KINDS: list[Kind] = [
+    ADAPTER,
+    BASE_MODEL,
+    ZERO,
+    FSDP_RANKS,
+    FSDP_FULL,
+    CUT_SAFETENSORS,
+    MEGATRON,
+    DCP,
+    VERL,
+    RUN,
+    STATE_FILE,
+]
 """In the order in which they are asked."""
 
 

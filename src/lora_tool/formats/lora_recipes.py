@@ -21,7 +21,8 @@ from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import read_torch_file
 
 TRAINING_ARGS = "training_args.bin"
-NAMED = ("lora_train_meta.json", "run_config.yaml", "args.json")
+RUN_CONFIG = "run_config.yaml"
+NAMED = ("lora_train_meta.json", RUN_CONFIG, "args.json")
 """Files that are nothing else."""
 _YAML = (".yaml", ".yml")
 _LARGEST = 4 << 20
@@ -99,7 +100,7 @@ def read_recipe(path: Path) -> Recipe | None:
     table = _READERS.get(path.suffix, read_object)(path)
     section = _section(table)
     if section is not None:
-        fields = dict(_fields(section, _OWN, path))
+        fields = {**_implied(section), **dict(_fields(section, _OWN, path))}
     elif path.name == NAMED[0]:
         fields = dict(_fields(table, _OWN, path))
     else:
@@ -118,6 +119,12 @@ def _section(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
     parts = [policy.get("megatron_cfg"), policy.get("dtensor_cfg")] if isinstance(policy, Mapping) else []  # NeMo-RL
     found = [part.get(name) for part in parts if isinstance(part, Mapping) for name in ("peft", "lora_cfg")]
     return next((each for each in found if isinstance(each, Mapping) and each.get("enabled")), None)
+
+
+def _implied(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the program does to every LoRA: Megatron-Bridge's is scaled by alpha / r, with one alpha for all."""
+    bridge = str(section.get("_target_") or "").startswith("megatron.bridge.")
+    return {"use_rslora": False, "alpha_pattern": {}} if bridge else {}
 
 
 def _is_lora(table: Mapping[str, Any]) -> bool:
@@ -171,9 +178,11 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 def _base(table: Mapping[str, Any]) -> str | None:
     """Return the base model that a file names beside its section about LoRA."""
-    policy = table.get("policy")
-    name = policy.get("model_name") if isinstance(policy, Mapping) else None
-    return name if isinstance(name, str) and name else None
+    policy, model = table.get("policy"), table.get("model")
+    metadata = model.get("extra_checkpoint_metadata") if isinstance(model, Mapping) else None
+    places = ((policy, "model_name"), (model, "hf_model_id"), (metadata, "hf_model_id"))
+    names = (place.get(name) for place, name in places if isinstance(place, Mapping))
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:

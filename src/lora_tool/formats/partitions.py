@@ -20,9 +20,12 @@ from typing import TypeAlias
 from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
+from lora_tool.formats.expert_files import ExpertFile, experts_of_a_rank, in_the_module, number_of
 from lora_tool.formats.pieces import Piece, assembled
+from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.universal import FILE
-from lora_tool.formats.zero import ModelStates, ZeroTag
+from lora_tool.formats.zero import ZeroTag
+from lora_tool.formats.zero_files import ModelStates
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
@@ -54,17 +57,61 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     first = tag.first
     if first is None:
         return {}
-    trained = {name: shape for group in first.param_shapes for name, shape in group.items()} if tag.stage else {}
+    trained = {name: shape for group in groups_of(tag) for name, shape in group.shapes.items()}
     buffers = {name: first.module[name].shape for name in first.buffer_names if name in first.module}
     found: dict[str, StateEntry] = {}
     for role, shapes in (
         (Role.TRAINED, trained),
         (Role.FROZEN if tag.stage else Role.SAVED, _frozen_shapes(tag, first, trained)),
         (Role.BUFFER, buffers),
+        (Role.FROZEN if tag.stage else Role.SAVED, {name: tensor.shape for name, (_, tensor) in _experts(tag).items()}),
     ):
         found |= {name: StateEntry(role=role, shape=shape) for name, shape in shapes.items() if name not in found}
     order = {name: number for number, name in enumerate(first.module)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that lie one after the other in the same flat group of some ranks."""
+
+    number: int
+    ranks: Sequence[int]
+    """Which share them, in the order of their parts: all, but of experts those that hold the same ones."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Their names in the whole module and their shapes, in order."""
+
+
+def groups_of(tag: ZeroTag) -> Iterator[Group]:
+    """Yield the flat groups of the trained parameters, nothing where there was no ZeRO.
+
+    Those of experts are cut into as many parts as ranks hold the same ones (`utils/groups.py`,
+    `_create_expert_and_data_parallel`); their names are as rank 0 numbers its own.
+    """
+    first = tag.first
+    if first is None or tag.stage == 0:
+        return
+    counts = next((states.counts for states in tag.optim.values()), ())
+    held = experts_of_a_rank(name for shapes in first.param_shapes for name in shapes)
+    for number, shapes in enumerate(first.param_shapes):
+        count = counts[number] if number < len(counts) else 0
+        parts, rest = divmod(tag.world_size, count or tag.world_size)
+        if rest or parts == 1 or any(number_of(name) is None for name in shapes):
+            yield Group(number=number, ranks=range(tag.world_size), shapes=shapes)
+            continue
+        for part in range(parts):
+            ranks = (
+                range(part * count, (part + 1) * count)
+                if first.data_before_experts
+                else range(part, tag.world_size, parts)
+            )
+            named = {in_the_module(name, part, held): shape for name, shape in shapes.items()}
+            yield Group(number=number, ranks=ranks, shapes=named)
+
+
+def _experts(tag: ZeroTag) -> dict[str, tuple[ExpertFile, LazyTensor]]:
+    """Return the name of each tensor in the experts' files → the file and the tensor."""
+    return {name: (expert, tensor) for expert in tag.experts.values() for name, tensor in expert.tensors.items()}
 
 
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
@@ -111,16 +158,16 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     if tag.masters is not None:
         named = {name: shape for group in first.param_shapes for name, shape in group.items() if name in wanted}
         return {name: _whole(tag, name, shape) for name, shape in named.items()}
-    ranks = [tag.optim[rank] for rank in range(tag.world_size)]
     found: dict[str, StoredTensor] = {}
-    for number, shapes in enumerate(first.param_shapes):
-        if any(number >= len(states.groups) for states in ranks):
+    for group in groups_of(tag):
+        ranks = [tag.optim[rank] for rank in group.ranks]
+        if any(group.number >= len(states.groups) for states in ranks):
             message = f"not every rank has the {len(first.param_shapes)} groups of masters that rank 0 has"
             raise IncompleteCheckpoint(f"{tag.folder}: {message}")
-        if any(name in wanted for name in shapes):
-            flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
+        if any(name in wanted for name in group.shapes):
+            flats = [states.file.stored(states.groups[group.number], f"group {group.number}") for states in ranks]
             cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
-            found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
+            found |= {name: tensor for name, tensor in cut(group.shapes, flats) if name in wanted}
     return found
 
 
@@ -205,14 +252,17 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
     if first is None:
         return {}
     found = {}
-    whole = {**first.module, **(first.frozen or {})}
+    held = (*first.module.items(), *(first.frozen or {}).items())
+    whole: dict[str, tuple[ModelStates | ExpertFile, LazyTensor]] = {name: (first, tensor) for name, tensor in held}
+    whole.update(_experts(tag))
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue
         if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage
             found[name] = _by_rank(name, entry.shape, list(_frozen_pieces(tag, name)), 0)
         else:
-            found[name] = first.file.stored(whole[name], name)
+            holder, tensor = whole[name]
+            found[name] = holder.file.stored(tensor, name)
     return found
 
 

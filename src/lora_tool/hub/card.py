@@ -132,7 +132,7 @@ def _choose(here: _Source | None, there: _Source | None, readme: Readme) -> tupl
         return there, ()
     if not there.edited or (there.by_machine and there.made_from is None):
         return here, ()
-    warning = "README.md differs from the one on the Hub, which is kept; --readme local pushes the folder's"
+    warning = "README.md differs from the one on the Hub; the Hub's is kept (--readme local pushes the folder's)"
     return there, (warning,)
 
 
@@ -143,20 +143,20 @@ def metadata_changes(
     warnings: list[str] = []
     changes = _base_changes(have, origin)
     if origin.relation and changes.get("base_model", have.get("base_model")) is None:
-        warnings.append("no Hub id of the base model is known: add `base_model: owner/name` to README.md")
+        warnings.append("the Hub id of the base model is unknown: add `base_model: owner/name` to README.md")
     library = "peft" if origin.adapter else "transformers"
     for key, value in (("library_name", library), ("pipeline_tag", origin.pipeline)):
         if value is not None and (have.get(key) is None or (by_machine and have[key] != value)):
             changes[key] = value
         elif value is not None and have[key] != value:
-            warnings.append(f"README.md says {key}: {have[key]}, but the model is {value}; README.md is kept")
+            warnings.append(f"README.md says {key}: {have[key]}, but the model is {value}; README.md is left unchanged")
     tags = _tags(have.get("tags"), origin)
     if tags != have.get("tags"):
         changes["tags"] = tags
     if not have.get("license"):
         changes |= {key: value for key, value in licence.metadata.items() if value and not have.get(key)}
         if origin.relation and "license" not in changes:
-            warnings.append("the licence of the base model is not known: add `license:` to README.md")
+            warnings.append("the licence of the base model is unknown: add `license:` to README.md")
     return changes, tuple(warnings)
 
 

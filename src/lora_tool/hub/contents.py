@@ -31,15 +31,15 @@ from lora_tool.tensors import FileStamp
 
 README = "README.md"
 
-_STATE = "training state: it resumes a run and is of no use to others"
+_STATE = "training state, which only serves to resume the run"
 _NEVER = {
     "may hold secrets": """.env .env.* *.env .netrc .git-credentials .pypirc *.pem *.key *.p12 id_rsa* id_ed25519*
         *credentials* token *.token""",
     "git's own": ".git",
     "a cache": ".cache __pycache__ .lora-tool-ci.json",
-    "a pickle of the training arguments: loading it can run code, and it tells local paths": "training_args.bin",
+    "a pickle of the training arguments: loading it can run code, and it reveals local paths": "training_args.bin",
     _STATE: "trainer_state.json optimizer* scheduler.* scaler.* rng_state* random_states_*",
-    "a checkpoint of its own": "checkpoint-*",
+    "a separate checkpoint": "checkpoint-*",
     "training logs": "runs wandb mlruns events.out.tfevents*",
     "a pickle: loading it can run code": "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.joblib *.dill",
 }
@@ -124,11 +124,11 @@ def _left_out(checkpoint: AdapterDir | ModelDir, allowed: set[str]) -> Iterator[
             continue
         reason = never(name)
         if reason is None and name.endswith(".safetensors"):
-            reason = "a weights file that nothing refers to"
-        yield LeftOut(name=name, reason=reason or f"no file of {kind}; --include {name} adds it")
+            reason = "a weights file that the index does not name"
+        yield LeftOut(name=name, reason=reason or f"not a file of {kind}; --include {name} adds it")
     for name in checkpoint.folder.folders:
         if not any(other.startswith(f"{name}/") for other in allowed):
-            yield LeftOut(name=f"{name}/", reason=never(name) or f"no part of {kind}; --include '{name}/*' adds it")
+            yield LeftOut(name=f"{name}/", reason=never(name) or f"not part of {kind}; --include '{name}/*' adds it")
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -86,9 +86,9 @@ def require_unchanged(content: PushContent) -> None:
     try:
         now = FileStamp.of(content.source)
     except OSError as error:
-        raise SourceChanged(f"{content.source}: gone since the push was planned: {error.strerror}") from error
+        raise SourceChanged(f"{content.source} disappeared after the push was planned: {error.strerror}") from error
     if now != content.stamp:
-        raise SourceChanged(f"{content.source}: changed since the push was planned", hint="push again")
+        raise SourceChanged(f"{content.source} changed after the push was planned", hint="push again")
 
 
 def _hashed(content: PushContent, digest: Any, progress: Progress | None) -> str:  # noqa: ANN401 - hashlib has no name for it
@@ -116,7 +116,8 @@ def check_tree(plan: PushPlan, tree: Mapping[str, RepoFile], commit: str) -> Non
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise VerificationFailed(
-            f"{plan.remote.repo} at {commit[:12]}: {found[0]}{more}", hint="push again: what differs is sent again"
+            f"{plan.remote.repo} at {commit[:12]}: {found[0]}{more}",
+            hint="push again: the files that differ are sent again",
         )
 
 
@@ -137,7 +138,7 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
             raise VerificationFailed(
                 f"{plan.remote.repo} at {commit[:12]}: {file.name} reads back with sha256 {found[:16]}…, "
                 f"expected {expected[:16]}…",
-                hint="push again; if it stays so, report it to the Hub with the commit",
+                hint="push again; if the hash still differs, report it to the Hub with the commit",
             )
 
 

@@ -96,10 +96,10 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise _bad(where, f"has metadata that is no mapping of keys to values but {type(data).__name__}")
+        raise _bad(where, f"has metadata of type {type(data).__name__}; expected a mapping of keys to values")
     return data
 
 
 def _bad(where: str, message: str) -> BadConfig:
     problem = Problem(defect=Defect.BAD_FIELD, path=where, message=message)
-    return BadConfig(problem, hint="correct README.md, or move it away to have one written")
+    return BadConfig(problem, hint="correct README.md, or move it away and push writes one")

@@ -50,13 +50,14 @@ def plan_push(
     readme: Readme | str = Readme.AUTO,
     progress: Progress | None = None,
 ) -> PushPlan:
-    """Return the plan that publishes `folder` as the model repository `repo`. Reads both, changes neither.
+    """Return the plan that publishes `folder` as the model repository `repo`. Reads both and changes neither.
 
-    The folder is validated first, an adapter beside its base where that is on this disk: `select` and `ignore` are the
-    rules, findings of severity `fail_on` or worse refuse. It is searched for secrets. `private` None means private
-    where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a commit on
-    it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise, `readme` says
-    whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and size;
+    The folder is validated first, an adapter with its base if that is on this disk: `select` and `ignore` choose the
+    rules, and a finding of severity `fail_on` or worse refuses the push. The files are searched for secrets. `private`
+    None makes a new repository
+    private. `revision` is the branch, `create_pr` makes a pull request instead of a commit on
+    it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
+    README is kept if both have one. Local files are hashed only where the Hub has one of the same name and size;
     `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     readme = Readme(readme)
@@ -148,9 +149,12 @@ def _warnings(
     if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
         yield "config.json names custom code (auto_map): --include '*.py' pushes it"
     if origin.adapter and origin.local:
-        yield f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves"
+        yield (
+            f"adapter_config.json names {origin.local}, which is not a Hub id: other users must give the base "
+            "themselves"
+        )
     if gated_made_public:
-        yield f"the base model {origin.base} is gated: see whether its licence lets you publish what is made of it"
+        yield f"the base model {origin.base} is gated: check that its licence lets you publish derived models"
 
 
 def _with_owner(opened: Session, repo: str) -> str:
@@ -168,12 +172,12 @@ def _require_room(
         raise PlanError("--tag with --create-pr: a pull request has no commit to tag yet", hint="tag after the merge")
     if create_pr and not remote.exists:
         raise HubRefused(
-            f"{remote.repo}: no such repository to open a pull request in, or the token may not see it",
+            f"{remote.repo} does not exist, or the token may not see it, so no pull request can be opened",
             hint="push without --create-pr to create it",
         )
     if private is True and remote.private is False:
         raise HubConflict(
-            f"{remote.repo} exists and is public, --private was asked for; nothing was pushed",
+            f"{remote.repo} exists and is public, but --private was requested; nothing was pushed",
             hint=f"hf repos settings {remote.repo} --private, or push to another name",
         )
     is_adapter = isinstance(checkpoint, AdapterDir)
@@ -181,8 +185,8 @@ def _require_room(
     if in_the_way is not None:
         there, here = ("a model", "an adapter") if is_adapter else ("an adapter", "a model")
         raise HubConflict(
-            f"{remote.repo} holds {there} ({in_the_way}), this is {here}: together neither would load as it was made",
-            hint=f"push to another repository, or first: hf repos delete-files {remote.repo} {in_the_way}",
+            f"{remote.repo} holds {there} ({in_the_way}), but this is {here}: together neither would load correctly",
+            hint=f"push to another repository, or first run: hf repos delete-files {remote.repo} {in_the_way}",
         )
 
 

@@ -17,7 +17,7 @@ from lora_tool.hub.remote import head_commit, read_remote, read_tree
 from lora_tool.hub.session import Session, session
 
 _CREATED_BY_THE_HUB = {".gitattributes"}
-_LOST = "the answer to the commit was lost, but the commit is on the Hub and complete"
+_LOST = "the Hub's answer was lost, but the commit is on the Hub and complete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class _Landed:
 
 
 def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: bool = False) -> Pushed:
-    """Carry out `plan` and return what was done. `progress` shows huggingface_hub's bars on stderr.
+    """Carry out `plan` and return the result. `progress` shows huggingface_hub's bars on stderr.
 
-    One commit is made, on the parent that the plan was made from, or none where nothing changes; then every file of the
-    plan is compared at that commit: its hash in the tree, or with `check` "download" its bytes. Raises `SourceChanged`,
-    `HubError`, and `VerificationFailed` where the Hub holds something else than was sent. Ctrl-C leaves the repository
-    as it was, or with the whole commit.
+    Makes one commit on the parent that the plan was made from, or none if nothing changes; then compares every file of
+    the plan at that commit: its hash in the tree, or with `check` "download" its bytes. Raises `SourceChanged`,
+    `HubError`, and `VerificationFailed` if the Hub holds something else than was sent. After Ctrl-C the repository has
+    either the whole commit or none of it.
     """
     check = PushCheck(check)
     _require_unchanged(plan)
@@ -85,8 +85,8 @@ def _prepared(opened: Session, plan: PushPlan) -> Remote:
         remote = _created(opened, remote, private=plan.private)
     if plan.tag is not None and plan.changes and plan.tag in remote.tags:
         raise HubConflict(
-            f"{remote.repo}: tag {plan.tag} exists, on {remote.tags[plan.tag][:12]}; nothing was pushed",
-            hint=f"choose another --tag, or first: hf repos tag delete {remote.repo} {plan.tag}",
+            f"{remote.repo}: tag {plan.tag} exists already, on {remote.tags[plan.tag][:12]}; nothing was pushed",
+            hint=f"choose another --tag, or first run: hf repos tag delete {remote.repo} {plan.tag}",
         )
     if not remote.branch_exists and not plan.create_pr:
         head = remote.head
@@ -106,7 +106,9 @@ def _created(opened: Session, planned: Remote, *, private: bool) -> Remote:
             hint="use a token of its owner, or push to another name",
         )
     if set(remote.files) - _CREATED_BY_THE_HUB or (private and remote.private is False):
-        raise HubConflict(f"{repo} was created by somebody else meanwhile", hint="look at it, then push again")
+        raise HubConflict(
+            f"somebody else created {repo} while this push ran", hint="look at the repository, then push again"
+        )
     return remote
 
 
@@ -161,8 +163,8 @@ def _require_none_ignored(repo: str, additions: list[CommitOperationAdd]) -> Non
     ignored = [addition.path_in_repo for addition in additions if getattr(addition, "_should_ignore", False)]
     if ignored:
         raise HubRefused(
-            f"{repo}: its .gitignore leaves out {', '.join(ignored[:3])}; nothing was committed",
-            hint="take the line out of the repository's .gitignore",
+            f"{repo}: the repository's .gitignore excludes {', '.join(ignored[:3])}; nothing was committed",
+            hint="remove the line from the repository's .gitignore",
         )
 
 
@@ -215,6 +217,7 @@ def _tag(opened: Session, plan: PushPlan, commit: str) -> None:
         there = read_remote(opened, repo, MAIN, readme=False, tags=True).tags.get(tag)
         if there != commit:
             raise HubConflict(
-                f"{repo}: tag {tag} exists, on {(there or 'another commit')[:12]}; the files are pushed: {commit[:12]}",
-                hint="choose another --tag and push again: no second commit is made",
+                f"{repo}: tag {tag} exists already, on {(there or 'another commit')[:12]}; the files were pushed in "
+                f"{commit[:12]}",
+                hint="choose another --tag and push again; that makes no second commit",
             ) from conflict

@@ -57,7 +57,7 @@ def require_no_secrets(contents: Iterable[PushContent], environment: Mapping[str
                 line = text.count(b"\n", 0, what[1]) + 1
                 raise SecretFound(
                     f"{content.source or content.name}: line {line} holds a secret ({what[0]}); nothing was pushed",
-                    hint="take it out of the file and revoke it: it may be known to others already",
+                    hint="remove it from the file and revoke it, as others may know it already",
                 )
 
 

@@ -98,7 +98,7 @@ def _verification(entry: object) -> str:
         shown = [f"{name} {value}" for name, value in entry.items() if isinstance(value, str | int | float)]
         return _md(", ".join(shown) or "recorded in lora_tool.json")
     verdict = "passed" if errors == 0 else f"FAILED with {errors} errors"
-    details = [f"{right} of {total} tensors are as recomputed by a second formula"]
+    details = [f"{right} of {total} tensors match a second, independent computation"]
     if entry.get("largest_ulps") is not None:
         details.append(f"at most {entry['largest_ulps']} ulp apart")
     if entry.get("values_compared") is not None:

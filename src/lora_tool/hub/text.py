@@ -26,7 +26,9 @@ def plan_text(plan: PushPlan) -> str:
     counts = {change: sum(file.change is change for file in plan.files) for change in FileChange}
     summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
     lines.append(
-        f"{summary}; {size(plan.sent_bytes)} to send" if plan.changes else "nothing to change: no commit is made"
+        f"{summary}; {size(plan.sent_bytes)} to send"
+        if plan.changes
+        else "nothing to change, so no commit will be made"
     )
     if plan.tag:
         lines.append(f"tag {printable(plan.tag)} on it")
@@ -67,7 +69,7 @@ def plan_json(plan: PushPlan) -> dict[str, Any]:
 def pushed_text(done: Pushed) -> str:
     """Return what a push did, in a few lines."""
     if not done.changed:
-        lines = [f"{done.repo} holds this content already: no commit was made ({done.commit[:12]})"]
+        lines = [f"{done.repo} already holds this content, so no commit was made ({done.commit[:12]})"]
     else:
         lines = [f"pushed to {done.url}", f"commit {done.commit}"]
     if done.pull_request:
@@ -75,7 +77,7 @@ def pushed_text(done: Pushed) -> str:
     if done.tag:
         lines.append(f"tagged {done.tag}")
     how = "read back and compared" if done.check.value == "download" else "compared with the Hub's hashes"
-    lines.append(f"{done.checked} files {how}: all as they are here")
+    lines.append(f"{done.checked} files {how}: all match the local files")
     return "\n".join(printable(line) for line in (*done.notes, *lines))
 
 

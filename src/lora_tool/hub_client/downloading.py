@@ -113,7 +113,7 @@ def download(
             silent = answers.asked and not answers.answered
             cached = _cached(repo, revision, beside, weights) if silent else None
         if cached is not None:
-            told(f"the Hub does not answer: {repo} is taken from the cache, commit {cached.name[:12]}")
+            told(f"the Hub does not answer, so {repo} is taken from the cache, commit {cached.name[:12]}")
             return cached
         if not any(any(path.glob(pattern)) for pattern in weights):
             look(path)

@@ -39,7 +39,7 @@ class Doing:
 
 
 PLANNING = Doing()
-PUSHING = Doing(again="run the same command again: what is uploaded already is not sent twice")
+PUSHING = Doing(again="run the same command again: files already uploaded are not sent twice")
 
 
 def downloading(repo: str, revision: str | None) -> Doing:
@@ -47,9 +47,9 @@ def downloading(repo: str, revision: str | None) -> Doing:
     fetch = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
     page = f"{constants.ENDPOINT}/{repo}"
     return Doing(
-        again="run the same command again: what is downloaded already is kept",
+        again="run the same command again: files already downloaded are kept",
         permit="use a token with read access to this repository: https://huggingface.co/settings/tokens",
-        online=f"unset HF_HUB_OFFLINE, or on a machine with a connection and the same cache: {fetch}",
+        online=f"unset HF_HUB_OFFLINE, or on a connected machine with the same cache run: {fetch}",
         revision=f"its branches and tags are listed at {page}",
         look=f"look at {page}",
     )
@@ -89,8 +89,8 @@ _BY_STATUS: dict[int, Failure] = {
 _BY_CLASS: dict[type, Failure] = {
     hub_errors.GatedRepoError: (
         HubRefused,
-        "access is gated, and this token was not let in ({status})",
-        "ask for access on its page: {page}",
+        "the repository is gated, and this token has no access ({status})",
+        "request access on its page: {page}",
     ),
     hub_errors.RepositoryNotFoundError: (
         HubRefused,
@@ -104,8 +104,8 @@ _BY_CLASS: dict[type, Failure] = {
 _WITHOUT_TOKEN: dict[type, Failure] = {
     hub_errors.GatedRepoError: (
         HubRefused,
-        "access is gated, and no token was sent ({status})",
-        "ask for access on its page, {page}, then: hf auth login, or set HF_TOKEN",
+        "the repository is gated, and no token was sent ({status})",
+        "request access on its page, {page}, then run hf auth login, or set HF_TOKEN",
     ),
     hub_errors.RepositoryNotFoundError: (
         HubRefused,
@@ -172,7 +172,7 @@ def _given_up(error: BaseException) -> Failure | None:
         what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
         return HubUnreachable, what, f"run the same command again in {error.seconds} s"
     if isinstance(error, NoAnswer):
-        return HubUnreachable, f"the Hub gave no good answer for {error.seconds} s", _CONNECTION
+        return HubUnreachable, f"the Hub gave no valid answer for {error.seconds} s", _CONNECTION
     return None
 
 
@@ -191,8 +191,12 @@ def _from_answer(error: BaseException) -> Failure | None:
     if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
         kind = HubUnreachable if _from_status(status)[0] is HubUnreachable else HubRefused
         if response.request.method == "GET":
-            return kind, f"the storage did not give a file ({_with_phrase(status)})", "{again}"
-        return kind, f"the storage did not take an upload ({_with_phrase(status)}); nothing was committed", "{again}"
+            return kind, f"the Hub's storage did not deliver a file ({_with_phrase(status)})", "{again}"
+        return (
+            kind,
+            f"the Hub's storage did not accept an upload ({_with_phrase(status)}); nothing was committed",
+            "{again}",
+        )
     said = _said(error.server_message or response.headers.get("x-error-message") or "")
     return _from_status(status, said, response.headers.get("retry-after") or "", had_token=_had_token(response))
 
@@ -200,7 +204,7 @@ def _from_answer(error: BaseException) -> Failure | None:
 def _from_status(status: int, said: str = "", retry_after: str = "", *, had_token: bool = True) -> Failure:
     kind, what, hint = _BY_STATUS.get(status, (HubRefused, "{status}", "{look}"))
     if status == _UNAUTHORISED and not had_token:
-        what = "the Hub wants a token, and none was sent ({status})"
+        what = "the Hub requires a token, and none was sent ({status})"
     if status == _FORBIDDEN and _QUOTA.search(said):
         what, hint = "{status}", _FREE_STORAGE
     if status == _TOO_MANY and retry_after.isdigit():
@@ -220,9 +224,9 @@ def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - 
     """Return what a cause means that carries no HTTP answer; None for one that says nothing by itself."""
     module, name, said = type(error).__module__.partition(".")[0], type(error).__name__, _said(error)
     if name in ("OIDCError", "DeviceCodeError"):
-        return HubRefused, f"no token by OIDC: {said}", "permissions: id-token: write, in the job"
+        return HubRefused, f"cannot get a token by OIDC: {said}", "add to the job: permissions: id-token: write"
     if module == "hf_xet" and "Authentication" in name:
-        return HubRefused, f"the storage does not accept the token: {said}", _LOG_IN
+        return HubRefused, f"the Hub's storage does not accept the token: {said}", _LOG_IN
     by_xet = isinstance(error, RuntimeError | OSError) and not getattr(error, "filename", None) and _XET.search(said)
     if module in _TRANSPORT or isinstance(error, ConnectionError | TimeoutError) or by_xet:
         status = _XET_STATUS.search(str(error))

@@ -37,7 +37,7 @@ from lora_tool.tensors import StoredTensor
 
 @enum.unique
 class ModuleChange(TextEnum):
-    """How a module or tensor of the second differs from the first's."""
+    """How a module or tensor of the second folder differs from that of the first."""
 
     SAME = "same"
     """The same bytes; for LoRA, the same bytes of both factors and the same scaling."""
@@ -88,7 +88,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All modules and tensors of both, in the first's order, and the config fields that differ."""
+    """All modules and tensors of both folders, in the order of the first, and the config fields that differ."""
 
     fields: Mapping[str, tuple[str, str]]
     differences: tuple[Difference, ...]

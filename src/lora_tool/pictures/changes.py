@@ -38,12 +38,12 @@ def change_grids(comparison: Comparison) -> tuple[Grid, ...]:
         lambda change: change.item.relative,
         title="How far apart the two are",
         unit=apart,
-        sentence=f"{apart} of every module. 0: the same; 1: as far from the first as nothing at all is. "
-        "Late checkpoints of one run are near each other.",
+        sentence=f"{apart} of every module. 0: the same; 1: as far from the first as a ΔW of zero. Late checkpoints "
+        "of one run are close to each other.",
         flat=lambda least, most: (
             f"About as far apart everywhere: {apart} is {span(least, most)}."
             if most
-            else "The two are the same everywhere."
+            else "The two are equal everywhere."
         ),
     )
     if not far.most:
@@ -55,7 +55,9 @@ def change_grids(comparison: Comparison) -> tuple[Grid, ...]:
         unit="1 − cosine",
         sentence=f"1 − cosine of the angle between {what}₁ and {what}₂. 0: the same direction, longer or shorter; "
         "1: nothing in common; 2: opposite.",
-        flat=lambda least, most: f"The direction turned about alike everywhere: 1 − cosine is {span(least, most)}.",
+        flat=lambda least, most: (
+            f"The direction turned by about the same amount everywhere: 1 − cosine is {span(least, most)}."
+        ),
     )
     longer = laid_out(
         changes,

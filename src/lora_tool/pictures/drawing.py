@@ -45,7 +45,7 @@ def draw(
     curves = training_curves(trainer) if trainer else {}
     if not found and not curves:
         raise NotACheckpoint(
-            f"{root} holds no LoRA pairs and no training log: there is nothing to draw",
+            f"{root} holds no LoRA pairs and no training log, so there is nothing to draw",
             hint="give an adapter, a trainer checkpoint or a run folder",
         )
     latest = f" · {adapter.root.name}" if isinstance(checkpoint, RunDir) and adapter is not None else ""
@@ -64,7 +64,9 @@ def draw_comparison(comparison: Comparison, path: Path, *, names: tuple[str, str
     """
     maps = change_grids(comparison)
     if not maps:
-        raise NotACheckpoint(f"{names[0]} and {names[1]} have no module or tensor in common: there is nothing to draw")
+        raise NotACheckpoint(
+            f"{names[0]} and {names[1]} have no module or tensor in common, so there is nothing to draw"
+        )
     facts = [("first", names[0]), ("second", names[1]), ("found", comparison.summary)]
     facts += [(name, " → ".join(pair)) for name, pair in comparison.fields.items()]
     ends = [PurePath(name).name or name for name in names]

@@ -48,7 +48,7 @@ class Grid:
     @property
     def said(self) -> str:
         """The sentence that stands above the picture, or in its place."""
-        several = " Of a layer's experts the largest is shown." if self.crowded else ""
+        several = " Each cell shows the largest value of its layer's experts." if self.crowded else ""
         return self.flat or self.sentence + several + (" The colours are logarithmic." if self.logarithmic else "")
 
     @property
@@ -93,15 +93,18 @@ def grids(spectra: Iterable[Spectrum]) -> tuple[Grid, ...]:
 
 def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> Grid:
     unit = "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖"
-    than = "far below 1, and no module stands out" if relative else "no module stands out, and none is at 0"
+    than = "all far below 1, and no module stands out" if relative else "no module stands out, and none is at 0"
     return laid_out(
         spectra,
         (lambda item: item.relative_norm) if relative else (lambda item: item.norm),
         title="How far training moved each weight",
         unit=unit,
-        sentence=f"{unit} of every module. Good: {than}. One at 0 was not trained; a single bright one took the change.",
+        sentence=f"{unit} of every module. Good: {than}. A module at 0 was not trained; a single bright module took "
+        "all of the change.",
         flat=lambda least, most: (
-            f"Every weight moved alike: {unit} is {span(least, most)}." if most else "Nothing moved: every ΔW is zero."
+            f"Every weight moved about equally: {unit} is {span(least, most)}."
+            if most
+            else "Nothing moved: every ΔW is zero."
         ),
     )
 
@@ -142,11 +145,11 @@ def _lost(spectra: Sequence[Spectrum]) -> Grid:
     return laid_out(
         spectra,
         lambda item: None if item.kept is None else max(1.0 - item.kept, 0.0) if item.kept == item.kept else math.nan,
-        title="What rounding after a merge loses",
+        title="How much rounding after a merge loses",
         unit=unit,
-        sentence="1 − cosine of ΔW and what is left of it in the base's type. Good: below 0.01. "
-        "Near 1 nothing of ΔW is left: merge with --dtype float32.",
-        flat=lambda _, most: f"Rounding to the base's type keeps every ΔW: {unit} is at most {four_digits(most)}.",
+        sentence="1 − cosine between ΔW and the part of it that remains in the base's dtype. Good: below 0.01. Near "
+        "1, rounding removes all of ΔW: merge with --dtype float32.",
+        flat=lambda _, most: f"Rounding to the base's dtype keeps every ΔW: {unit} is at most {four_digits(most)}.",
         is_flat=lambda least, most: most <= enough or most - least <= _FLAT * most,
     )
 

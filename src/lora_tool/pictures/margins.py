@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _MOST_BARS = 60
 _HEADING = "How far apart chosen and rejected are"
 _SENTENCE = (
-    "Right of the line the chosen text has the higher reward. Good: most pairs are there, and merging changed nothing."
+    "Right of the line the chosen text has the higher reward. Good: most pairs lie there, and the merge changed "
+    "nothing."
 )
 
 

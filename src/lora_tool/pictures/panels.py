@@ -86,8 +86,8 @@ def spectra_sentence(spectra: Sequence[Spectrum]) -> str:
     each = "each layer" if layers <= _LINES else f"every {math.ceil(layers / _LINES)} layers (their median)"
     lines = f", a line for {each}, dark for the first and bright for the last" if layers > 1 else ""
     return (
-        f"Singular values of ΔW, largest first{lines}. Good: lines that have fallen far at the last k. "
-        "A flat line uses the whole rank and may want more."
+        f"Singular values of ΔW, largest first{lines}. Good: lines that fall far by the last k. A flat line uses the "
+        "whole rank, and a larger one may help."
     )
 
 
@@ -241,9 +241,9 @@ def curves_sentence(curves: Curves) -> str:
     """Return what is good about curves, and whether some are not drawn."""
     left = len(_panels(curves)) - _CURVES
     return (
-        "Good: the loss falls and levels off, accuracy and margins rise, and evaluation goes along with training. "
-        "Where evaluation turns back, the run has begun to overfit."
-    ) + (f" {left:,} more were logged; lora-tool inspect --json has them." if left > 0 else "")
+        "Good: the loss falls and levels off, accuracy and margins rise, and evaluation follows training. Where "
+        "evaluation turns back, the run begins to overfit."
+    ) + (f" {left:,} more curves were logged; lora-tool inspect --json lists them." if left > 0 else "")
 
 
 def curve_panels(curves: Curves) -> tuple[CurvePanel, ...]:

@@ -41,7 +41,7 @@ def combine(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write the adapter whose ΔW is the weighted sum of that of `adapters` as `out`, and return what was done.
+    """Write the adapter whose ΔW is the weighted sum of the ΔW of `adapters` to `out`, and return the result.
 
     `weights`, `rank`, `keep`, `head_of`, `base`, `dtype` and `ignore` are those of `plan_combine`. With `verify` samples
     are read back before the folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises
@@ -66,7 +66,7 @@ def resize(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write `adapter` with lower ranks as `out`, the nearest that there is, and return what was done.
+    """Write the closest adapter to `adapter` of lower ranks to `out`, and return the result.
 
     `rank`, `keep`, `dtype` and `ignore` are those of `plan_resize`. With `verify` samples are read back before the
     folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
@@ -81,7 +81,7 @@ def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     Raises `UnsupportedAdapter` for an adapter without a head, and as `merge_inputs` and `plan_merge`.
     """
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
-        raise UnsupportedAdapter(f"{adapter.root} has no head of a classifier, so it needs no base with one")
+        raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
     inputs = merge_inputs(adapter, base)
     return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
 
@@ -102,7 +102,7 @@ def prepare(
     overwrite: bool = False,
     resume: bool = False,
 ) -> Written:
-    """Write `adapter` as `out` in the form that `server` reads, equal in ΔW, and return what was done.
+    """Write `adapter` to `out` in the form that `server` reads, with the same ΔW, and return the result.
 
     `base`, `max_rank`, `approximate`, `dtype` and `ignore` are those of `plan_prepare`. `reward_base` is where the base
     with the adapter's head goes, which vLLM needs beside a reward adapter; None writes none. With `verify` samples are
@@ -146,9 +146,10 @@ def extract(
     jobs: int | None = None,
     overwrite: bool = False,
 ) -> Written:
-    """Write the adapter that makes `base` the fine-tuned `model` as `out`, and return what was done.
+    """Write the adapter that turns `base` into the fine-tuned `model` to `out`, and return the result.
 
-    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Its factors wait in a file beside `out` meanwhile. With
+    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Until then its factors are kept in a file beside
+    `out`. With
     `verify` samples are read back before the folder gets its name; `jobs` and `overwrite` are those of `execute`. Raises
     as `combine`.
     """

@@ -23,7 +23,7 @@ def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) 
                 return compare_models(model, other_model, progress)
     kinds = f"{pair[0].root} is {pair[0].kind.with_article}, {pair[1].root} is {pair[1].kind.with_article}"
     raise NotACheckpoint(
-        f"{kinds}: an adapter is compared with an adapter, a model with a model",
+        f"{kinds}: give two adapters or two models to compare",
         hint="merge the adapter first: lora-tool merge ADAPTER",
     )
 

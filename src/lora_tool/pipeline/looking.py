@@ -13,10 +13,10 @@ from lora_tool.validation.validating import Criteria
 
 
 def inspect(checkpoint: Reference, *, norms: bool | None = None, spectra: bool = False) -> Inspection:
-    """Return what `checkpoint`, a path, a Hub id or an opened one, is and holds.
+    """Return what `checkpoint`, a path, a Hub id or an opened checkpoint, holds.
 
-    `norms` True computes the norms of an adapter, None those of an adapter up to 512 MiB; with `spectra` its modules have
-    the singular values of ΔW, too. Raises `CheckpointError`.
+    `norms` True computes the norms of an adapter, None only those of an adapter up to 512 MiB; `spectra` also computes
+    the singular values of ΔW for its modules. Raises `CheckpointError`.
     """
     return inspect_checkpoint(opened(checkpoint), norms=norms, spectra=spectra)
 

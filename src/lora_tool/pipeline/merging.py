@@ -89,7 +89,7 @@ def merge_inputs(
         )
         found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
         if base is not None:
-            decided(f"base: {found.path}, which was given")
+            decided(f"base: {found.path}, as given")
         model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
     except NotACheckpoint as error:
         error.hint = meant_instead(listed, base) or error.hint
@@ -139,7 +139,7 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
         moved = moved_to(config.base_model, near)
         error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else error.hint or hint
         raise
-    decided(f"base: {found.path}, which {config.path} names")
+    decided(f"base: {found.path}, named in {config.path}")
     return found
 
 
@@ -170,7 +170,7 @@ def planned(
                 hint='merge it on one machine: engine="local", and no part',
             ) from why
         if any(weight != 1 for weight in inputs.weights):
-            raise UnsupportedAdapter(f"{why}; PEFT merges it in memory without weights") from why
+            raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,
@@ -179,7 +179,7 @@ def planned(
             dtype=options.dtype,
             **options.rules(),
         )
-        note(f"PEFT merges it in memory, which takes about {size(asked.needed_bytes)}: {why}")
+        note(f"PEFT merges the adapter in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
     else:
         yield plan
@@ -228,8 +228,8 @@ def _called_with(
 def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 
-    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. It is judged as
-    `validate` does, planned as by `plan_merge`, written as by `execute`, and read back: what the command `merge` does.
+    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. Like the command
+    `merge`, it validates the adapters, plans as `plan_merge`, writes as `execute`, and reads the result back.
     Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
     for an argument.
     """

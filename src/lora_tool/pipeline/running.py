@@ -148,10 +148,10 @@ class _Running:
         for row in reversed(table.checkpoints):
             opened = open_checkpoint(row.path)
             if has_rank_files(opened) and curable(self._judged(opened).at_least(Severity.ERROR)):
-                return Path(row.path), "the latest; its rank files have what its weights lack"
+                return Path(row.path), "the latest, because its rank files hold what its weights lack"
         broken = ", ".join(row.name for row in table.checkpoints)
         raise NotACheckpoint(
-            f"{run.root}: none of its checkpoints is whole: {broken}", hint=f"lora-tool validate {run.root}"
+            f"{run.root}: all of its checkpoints have errors: {broken}", hint=f"lora-tool validate {run.root}"
         )
 
     def validate(self) -> Stage:
@@ -163,7 +163,7 @@ class _Running:
         self._needs_consolidation = isinstance(opened, ShardedDir) or beside
         if failing and not (beside and curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
-        what = "; put together from the rank files beside it" if failing else ""
+        what = "; the rank files beside it will be reassembled" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
         what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
@@ -223,7 +223,9 @@ class _Running:
         """Merge the adapter into its base; samples are read back before the folder gets its name."""
         job, opened = self._job, self._checkpoint
         if job.dry_run and self._needs_consolidation:
-            return Stage(name="merge", status=Status.SKIPPED, summary="planned when its rank files are consolidated")
+            return Stage(
+                name="merge", status=Status.SKIPPED, summary="to be planned once its rank files are consolidated"
+            )
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
@@ -244,8 +246,8 @@ class _Running:
                 return Stage(name="merge", status=Status.PLANNED, summary=notes[-1])
             if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
                 raise UnsupportedAdapter(
-                    f"{opened.root} is no reward model: merged, it is a {plan.manifest['task']} model, and --pairs ranks"
-                    " texts by rewards"
+                    f"{opened.root} is not a reward model: merged, it is a {plan.manifest['task']} model, but --pairs "
+                    "ranks texts by rewards"
                 )
             if job.dry_run:
                 return self._planned("merge", plan, job.output)
@@ -269,8 +271,8 @@ class _Running:
         if (asked in CLASSIFIERS and generates) or (asked is Task.CAUSAL_LM and names_classifier((name,))):
             what = f"is a {name}" if name else "has no classification head"
             raise UnsupportedCheckpoint(
-                f'{opened.root} {what}, and `task="{asked}"` was asked for',
-                hint="name no task, or give the checkpoint of that task",
+                f'{opened.root} {what}, but `task="{asked}"` was requested',
+                hint="omit the task, or give a checkpoint of that task",
             )
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
@@ -279,8 +281,8 @@ class _Running:
         overwrite = options.overwrite or self._cache.begun(name, key)
         if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
-                f"{folder} was made by an earlier run from other inputs or with other options",
-                hint="`overwrite=True` replaces it, or give another folder",
+                f"{folder} was written by an earlier run from other inputs or with other options",
+                hint="replace it with `overwrite=True`, or give another folder",
             )
         if not folder.exists():
             self._cache.begin(name, key)
@@ -335,7 +337,7 @@ class _Running:
         if job.pairs is None:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         if not isinstance(opened, ModelDir):
-            raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}: --pairs ranks with a reward model")
+            raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}, but --pairs needs a reward model")
         from lora_tool.verification.verifying import judged_alone  # noqa: PLC0415 - numpy, only now
 
         found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)

@@ -10,7 +10,9 @@ from lora_tool.choices import Choice
 
 @enum.unique
 class Severity(Choice):
-    """How bad a finding is. ERROR: it will not work, or not do what was trained. They compare by weight."""
+    """How bad a finding is. ERROR: the folder does not work, or does not do what was trained. Severities compare by
+    weight.
+    """
 
     ERROR = "error"
     WARNING = "warning"
@@ -39,7 +41,7 @@ _WEIGHTS = {Severity.ERROR: 3, Severity.WARNING: 2, Severity.INFO: 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong: the rule's code, the file, the tensor or field in it, and what to do."""
+    """One fault: the rule's code, the file, the tensor or field in it, and what to do."""
 
     code: str
     severity: Severity

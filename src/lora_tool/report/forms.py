@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @enum.unique
 class Form(Choice):
-    """How a report is written down."""
+    """The forms in which a report can be written."""
 
     TEXT = "text"
     JSON = "json"

@@ -36,7 +36,7 @@ def report_markdown(report: Report, *, pages: Mapping[str, Page], heading: Seque
     for line in (*(heading or _heading(report)), *_lines(report, pages)):
         left -= len(line) + 1
         if left < 0:
-            lines += ["", "The rest does not fit in a summary; `--format json` has all of it."]
+            lines += ["", "The rest is omitted because a summary has limited space; `--format json` gives all of it."]
             break
         lines.append(line)
     return "\n".join(lines)
@@ -86,7 +86,7 @@ def _run(run: Run) -> Iterator[str]:
         best = "**best** " if row.path == run.best else ""
         yield f"| {' | '.join((best + code(row.name), *run_cells(row)))} |"
     if run.best is not None:
-        yield from ("", f"Best whole checkpoint: {code(run.best)} ({text(run.why_best or '')})")
+        yield from ("", f"Best complete checkpoint: {code(run.best)} ({text(run.why_best or '')})")
 
 
 def _left_out(report: Report) -> Iterator[str]:

@@ -109,7 +109,7 @@ class Report:
 
 
 def joined(reports: Iterable[Report]) -> Report:
-    """Return one report of all the reports' contents, in their order. What is said twice is kept once."""
+    """Return one report with the contents of all `reports`, in their order and without duplicates."""
     listed = tuple(reports)
     return Report(
         subjects=tuple(subject for report in listed for subject in report.subjects),
@@ -126,7 +126,7 @@ def _once(items: Iterable[T]) -> tuple[T, ...]:
 
 
 def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...]:
-    """Return each folder with the findings on it: those whose path lies in it and in no folder further in.
+    """Return each folder with its findings: those whose path lies in it, but not in a folder inside it.
 
     The first folder has those that lie in none, as in a base model elsewhere.
     """

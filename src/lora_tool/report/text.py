@@ -71,9 +71,9 @@ def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
         line = "  ".join((cells[0].ljust(widths[0]), *(cells[at].rjust(widths[at]) for at in kept[1:-1]), cells[-1]))
         yield f"  {_styled(line, fg=_verdict_colour(run.checkpoints[index - 1])) if color and index else line}"
     if run.best is not None:
-        yield f"  best whole checkpoint: {printable(run.best)} ({printable(run.why_best or '')})"
+        yield f"  best complete checkpoint: {printable(run.best)} ({printable(run.why_best or '')})"
     elif run.checkpoints:
-        yield "  no checkpoint is whole"
+        yield "  no checkpoint is complete"
 
 
 def run_cells(row: RunCheckpoint) -> tuple[str, ...]:

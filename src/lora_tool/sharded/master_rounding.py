@@ -68,11 +68,12 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
     copies: TensorTable = {}
     severity = Severity.ERROR
     if tag.stage in (1, 2) and tag.first is not None:
-        file, held = tag.first.file, tag.first.module
+        holders = ((tag.first.file, tag.first.module), *((each.file, each.tensors) for each in tag.experts.values()))
         copies = {
             name: file.stored(held[name], name)
-            for name, master in masters.items()
-            if name in held and held[name].shape == master.shape
+            for file, held in holders
+            for name in masters.keys() & held.keys()
+            if held[name].shape == masters[name].shape
         }
     elif tag.stage == 3:  # noqa: PLR2004 - the stage
         copies, same_step = _gathered_beside(root, tag, masters)

@@ -1,9 +1,11 @@
 """The LoRA of Megatron's modules under the names and in the rows that transformers' modules have.
 
-Megatron fuses what transformers keeps apart. A `linear_qkv` has its rows by query group, the queries of the group, then
-its key, then its value (Megatron-Bridge, `models/conversion/param_mapping.py::split_qkv_weights`); a gated `linear_fc1`
-has the gate's rows, then those of the up projection, as mcore's `apply_swiglu_sharded_factory` saves it. One A serves
-all projections of a fused module. Alike layers are one tensor with the layer as first dimension.
+Megatron fuses what transformers keeps apart. A `linear_qkv` has its rows by query group (Megatron-Bridge,
+`models/conversion/param_mapping.py::split_qkv_weights`); a `linear_fc1` has the gate's rows, then those of the up
+projection, as mcore's `apply_swiglu_sharded_factory` saves it; Megatron-SWIFT saves its B without that, each tensor
+parallel rank's gate and up one after the other. One A serves all projections of a fused module. Alike layers are one
+tensor with the layer as first dimension, experts one with the expert as the next; LoRA that all experts share, and
+that Megatron-Bridge saved once, has none.
 """
 
 from __future__ import annotations
@@ -15,159 +17,174 @@ from typing import Any
 
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.keys import PREFIX
+from lora_tool.sharded.megatron_model import EXPORT, GIVE, MegatronModel, Rows
 
-Rows = tuple[tuple[int, int], ...]
-"""First row and number of rows of each run of them, in order."""
-
-_ADAPTER = re.compile(r"(?!.*\boptimizer\.).*\.adapter\.", re.DOTALL)
-"""Every tensor of an adapter, the optimizer's states of it aside."""
-_FACTOR = re.compile(_ADAPTER.pattern + r"(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)
-_KNOWN = re.compile(
-    r"(?:.*\.)?decoder\.layers\.(?:(?P<layer>\d{1,5})\.)?(?P<module>self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])"
-    r"\.adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?linear_(?P<side>in|out)\.weight\Z"
+_OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.", re.DOTALL)
+_BRIDGE = re.compile(r".*\.adapter\.(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)
+_SWIFT = re.compile(r"(?:.*\.)?decoder\.layers\..*\.linear_(?:qkv|proj|fc[12])\.lora_[AB]\.", re.DOTALL)
+_TRAINED = re.compile(r".*\.(?:adapter|lora_[^.]+|modules_to_save)\.", re.DOTALL)
+"""A part of an adapter, of whatever module."""
+_MODULE = (
+    r"(?:(?:base_model|model|module)\.)*decoder\.layers\.(?:(?P<layer>\d{1,5})\.)?"
+    r"(?:self_attention\.linear_(?P<attention>qkv|proj)"
+    r"|mlp\.(?:(?P<kind>experts|shared_experts)\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d{1,5})\.)?)?linear_(?P<mlp>fc[12]))"
 )
-_WHOLE = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}
-_PARTS = {
-    "self_attention.linear_qkv": ("self_attn", {"q": "q_proj", "k": "k_proj", "v": "v_proj"}),
-    "mlp.linear_fc1": ("mlp", {"gate": "gate_proj", "up": "up_proj"}),
-}
-_LIKE_LLAMA = re.compile(
-    r"(?:Llama(?!4)|CodeLlama|Mistral|Qwen25|Qwen2|Qwen3(?!5))(?!\w*(?:MoE|VL|Next|Omni))[A-Z]?[A-Za-z0-9]*Provider\w*\Z",
-    re.IGNORECASE,
+_FACTOR = re.compile(
+    _MODULE
+    + r"\.(?:adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?linear_(?P<side>in|out)|lora_(?P<swift>[AB])(?:\.[^.]+)?)"
+    r"\.weight\Z"
 )
-"""Providers of models that transformers calls as it calls Llama's."""
-_LONGEST = 200
-GIVE = "put the run_config.yaml of the run beside its files"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """What of a model decides where the rows of its fused modules belong."""
-
-    heads: int
-    groups: int
-    head_dim: int
-
-    def rows(self, part: str) -> Rows:
-        """Return the rows of a `linear_qkv` that are those of the queries "q", the keys "k" or the values "v"."""
-        each = self.heads // self.groups
-        first, count = {"q": (0, each), "k": (each, 1), "v": (each + 1, 1)}[part]
-        size, group = self.head_dim, (each + 2) * self.head_dim
-        return tuple((number * group + first * size, count * size) for number in range(self.groups))
-
-    @property
-    def qkv_rows(self) -> int:
-        """How many rows a `linear_qkv` has."""
-        return (self.heads + 2 * self.groups) * self.head_dim
+_UNREAD = (
+    (r"weight_magnitude", "DoRA, whose magnitudes Megatron fuses as it does B"),
+    (r"modules_to_save", "a module that was trained whole"),
+    (r"vision_model|vision_projection|language_model", "a model of images and text"),
+    (r"mixer\.", "LoRA on Mamba's mixer, whose in_proj is five projections in one"),
+    (r"router", "LoRA on a router"),
+    (r"linear_(q|kv)_(down|up)_proj|linear_q_proj", "LoRA on multi-latent attention"),
+    (r"self_attention\.(in|out)_proj", "LoRA on linear attention"),
+    (r"cross_attention|cross_attn", "LoRA on cross attention"),
+    (r"output_layer|word_embeddings", "LoRA on an end of the model, whose vocabulary Megatron pads"),
+    (r"(^|\.)mtp\.", "LoRA on a layer that predicts further tokens"),
+)
+"""What is known and not read, by parts of its names."""
+_PARTS = {"qkv": ("q", "k", "v"), "fc1": ("gate", "up")}
+_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor of the adapter is: in which of Megatron's, in which layer of a stack, and in which rows."""
+    """Where a tensor of the adapter is: in which of Megatron's, from which row, and in which rows from there."""
 
     source: str
-    layer: int | None
-    rows: Rows | None
-    """None for all."""
+    first: int
+    """Of the source as one matrix, in which layers and experts lie one below the other."""
+    rows: Rows
     shape: tuple[int, int]
 
 
 def is_megatron(names: Mapping[str, Any]) -> bool:
     """Return whether some of the names are those of LoRA on Megatron's modules."""
-    return any(map(_FACTOR.match, names))
+    return any((_BRIDGE.match(name) or _SWIFT.match(name)) and not _OPTIMIZER.match(name) for name in names)
 
 
-def geometry_of(config: Mapping[str, Any], path: object) -> Geometry:
-    """Return the geometry that `run_config.yaml` gives the model. Raises `UnsupportedCheckpoint` for other models."""
-    model = config.get("model")
-    if not isinstance(model, dict):
-        raise UnsupportedCheckpoint(f"{path} has no section `model`, which says how rows are fused", hint=GIVE)
-    target = str(model.get("_target_") or "")[:_LONGEST]
-    if not _LIKE_LLAMA.match(target.rpartition(".")[2]):
-        raise UnsupportedCheckpoint(
-            f"{path}: `model._target_` is {target or 'absent'}, for which lora-tool does not know transformers' module names",
-            hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt",
-        )
-    for name, wanted in (("attention_output_gate", False), ("gated_linear_unit", True)):
-        if bool(model.get(name, wanted)) is not wanted:
-            text = f"{path}: `model.{name}` is {str(not wanted).lower()}: lora-tool does not read rows that are fused that way"
-            raise UnsupportedCheckpoint(
-                text, hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt"
-            )
-    heads, hidden = _count(model, "num_attention_heads"), _count(model, "hidden_size")
-    groups = _count(model, "num_query_groups") or heads
-    size = _count(model, "kv_channels") or (hidden // heads if heads else 0)
-    if not heads or not groups or not size or heads % groups:
-        text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} do not describe attention"
-        raise UnsupportedCheckpoint(text, hint=GIVE)
-    return Geometry(heads=heads, groups=groups, head_dim=size)
-
-
-def _count(model: Mapping[str, Any], name: str) -> int:
-    """Return a positive number of the config, 0 where it has none."""
-    value = model.get(name)
-    return value if type(value) is int and value > 0 else 0
-
-
-def places(shapes: Mapping[str, tuple[int, ...]], geometry: Geometry) -> dict[str, Place]:
+def places(
+    shapes: Mapping[str, tuple[int, ...]], model: MegatronModel, cuts: Mapping[str, int] | None = None
+) -> dict[str, Place]:
     """Return PEFT's name → place of every LoRA tensor among `shapes`, which are by Megatron's names.
 
-    Raises `UnsupportedCheckpoint` for LoRA on modules that are not known, and shapes that are not the geometry's.
+    `cuts` are the numbers of ranges of rows in which tensors were saved, each by one rank, 1 for those that it lacks.
+    Raises `UnsupportedCheckpoint` for LoRA on modules that are not known, for tensors that were trained whole beside
+    it, and for shapes that are not the model's.
     """
+    own = {name: shape for name, shape in shapes.items() if not _OPTIMIZER.match(name)}
+    adapter = {name: shape for name, shape in own.items() if _TRAINED.match(name)}
+    _require_nothing_else(own, adapter)
     found: dict[str, Place] = {}
-    for name, shape in shapes.items():
-        if _ADAPTER.match(name):
-            for new, place in _places(name, shape, geometry):
-                if new in found:
-                    raise UnsupportedCheckpoint(
-                        f"`{name}` and `{found[new].source}` would be one tensor of the adapter"
-                    )
-                found[new] = place
+    for name, shape in adapter.items():
+        for new, place in _places(name, shape, model, (cuts or {}).get(name, 1)):
+            if new in found:
+                raise UnsupportedCheckpoint(f"`{name}` and `{found[new].source}` would be one tensor of the adapter")
+            found[new] = place
     return found
 
 
-def _places(name: str, shape: tuple[int, ...], geometry: Geometry) -> Iterator[tuple[str, Place]]:
-    match = _KNOWN.match(name)
+def _require_nothing_else(own: Mapping[str, Any], adapter: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedCheckpoint` where the base was not saved and tensors were that are not LoRA: they were trained."""
+    other = next((name for name in own if name not in adapter), None)
+    if other is not None and not any(re.fullmatch(rf"{_MODULE}(?:\.base_layer)?\.weight\d*", name) for name in own):
+        text = f"`{other}` was trained whole beside the LoRA, and lora-tool does not know transformers' name of it"
+        raise UnsupportedCheckpoint(text, hint=EXPORT)
+
+
+def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) -> Iterator[tuple[str, Place]]:
+    match = _FACTOR.match(name)
     if match is None:
-        raise UnsupportedCheckpoint(
-            f"`{name}` cannot be read: lora-tool reads no LoRA on experts, routers, Mamba's in_proj and embeddings, and no DoRA",
-            hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt",
+        what = next(
+            (what for pattern, what in _UNREAD if re.search(pattern, name)), "no module of a text model's layers"
         )
-    stacked = match["layer"] is None
-    dims = shape[1:] if stacked else shape
-    if len(dims) != len(("rows", "columns")):
+        raise UnsupportedCheckpoint(f"`{name}` is of {what}, which lora-tool does not read", hint=EXPORT)
+    stack, rows, columns = _stack(name, shape, match, model)
+    side = "lora_A" if match["swift"] == "A" or match["side"] == "in" else "lora_B"
+    for index, layer, expert in stack:
+        for path, runs in _projections(name, match, rows, model, expert, fused=side == "lora_B", cuts=cuts):
+            place = Place(source=name, first=index * rows, rows=runs, shape=(sum(count for _, count in runs), columns))
+            yield f"{PREFIX}model.layers.{layer}.{path}.{side}.weight", place
+
+
+def _stack(
+    name: str, shape: tuple[int, ...], match: re.Match[str], model: MegatronModel
+) -> tuple[list[tuple[int, int, int | None]], int, int]:
+    """Return the matrices in a tensor, each with its number, layer and expert, and how many rows and columns they have.
+
+    A matrix that all experts share is there once for each.
+    """
+    *dims, rows, columns = (0, *shape) if len(shape) < _MATRIX else shape
+    layers = [int(match["layer"])] if match["layer"] else list(range(dims.pop(0))) if dims else []
+    experts: list[int | None] = [None]
+    shared = False
+    if match["kind"] == "experts":
+        shared = not dims and match["expert"] is None
+        count = model.experts if shared else dims.pop(0) if dims else 0
+        if not count and match["expert"] is None:
+            raise UnsupportedCheckpoint(
+                f"`{name}` is for all experts, and no file says how many experts there are", hint=GIVE
+            )
+        experts = [int(match["expert"])] if match["expert"] is not None else list(range(count))
+    if dims or not layers or len(shape) < _MATRIX:
         raise UnsupportedCheckpoint(f"`{name}` has the shape {list(shape)}: expected a matrix for each layer")
-    rows, columns = dims
-    side = "lora_A" if match["side"] == "in" else "lora_B"
-    for layer in range(shape[0]) if stacked else (None,):
-        number = match["layer"] if layer is None else layer
-        for path, taken in _projections(name, match["module"], match["part"], rows, geometry, fused=side == "lora_B"):
-            count = rows if taken is None else sum(size for _, size in taken)
-            place = Place(source=name, layer=layer, rows=taken, shape=(count, columns))
-            yield f"{PREFIX}model.layers.{number}.{path}.{side}.weight", place
+    each = 1 if shared else len(experts)
+    numbered = [
+        (at * each + (0 if shared else number), layer, expert)
+        for at, layer in enumerate(layers)
+        for number, expert in enumerate(experts)
+    ]
+    return numbered, rows, columns
 
 
 def _projections(
-    name: str, module: str, part: str | None, rows: int, geometry: Geometry, *, fused: bool
-) -> Iterator[tuple[str, Rows | None]]:
+    name: str, match: re.Match[str], rows: int, model: MegatronModel, expert: int | None, *, fused: bool, cuts: int
+) -> Iterator[tuple[str, Rows]]:
     """Yield transformers' modules that one of Megatron's is, each with its rows of a B; A is of all of them."""
-    if module in _WHOLE:
-        yield _WHOLE[module], None
-        return
-    block, names = _PARTS[module]
-    if part is not None:  # canonical LoRA: each projection has factors of its own
-        if part not in names:
-            raise UnsupportedCheckpoint(f"`{name}`: `{module}` has no part `{part}`")
-        yield f"{block}.{names[part]}", None
-        return
-    if fused and module.endswith("qkv") and rows != geometry.qkv_rows:
-        text = (
-            f"`{name}` has {rows} rows, but {geometry.heads} heads in {geometry.groups} groups need {geometry.qkv_rows}"
+    whole = ((0, rows),)
+    linear = match["attention"] or match["mlp"]
+    block = "self_attn" if match["attention"] else model.names.block(match["kind"], expert)
+    if block is None:
+        raise UnsupportedCheckpoint(f"`{name}` cannot be read: transformers' model has no such modules", hint=EXPORT)
+    if match["kind"] and match["kind"] == model.names.unloadable:
+        raise UnsupportedCheckpoint(
+            f"`{name}` cannot be read: PEFT does not load LoRA on these experts of such a model",
+            hint=f"merge it with Megatron-Bridge, or train again without LoRA on {match['kind']}",
         )
+    gate, up, down = model.names.inner
+    called = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": gate, "up": up}
+    part = match["part"]
+    if linear not in _PARTS:
+        yield f"{block}.{'o_proj' if linear == 'proj' else down}", whole
+    elif part is not None:  # canonical LoRA: each projection has factors of its own
+        _require_part(name, part, linear, rows, model, fused=fused)
+        yield f"{block}.{called[part]}", whole
+    elif linear == "qkv":
+        geometry = model.geometry
+        if fused and rows != geometry.qkv_rows:
+            gated = ", with a gate," if geometry.gated else ""
+            text = f"`{name}` has {rows} rows, but {geometry.heads} heads{gated} in {geometry.groups} groups need {geometry.qkv_rows}"
+            raise UnsupportedCheckpoint(text, hint=GIVE)
+        for key in _PARTS[linear]:
+            yield f"{block}.{called[key]}", geometry.rows(key) if fused else whole
+    else:
+        halves = cuts if match["swift"] else 1
+        half, left = divmod(rows, 2 * halves)
+        if fused and left:
+            raise UnsupportedCheckpoint(f"`{name}` has {rows} rows, which are not those of a gate and an up projection")
+        for at, key in enumerate(_PARTS[linear]):
+            runs = tuple(((2 * cut + at) * half, half) for cut in range(halves))
+            yield f"{block}.{called[key]}", runs if fused else whole
+
+
+def _require_part(name: str, part: str, linear: str, rows: int, model: MegatronModel, *, fused: bool) -> None:
+    """Raise `UnsupportedCheckpoint` unless a projection with factors of its own is one of the module, with its rows."""
+    if part not in _PARTS[linear]:
+        raise UnsupportedCheckpoint(f"`{name}`: `linear_{linear}` has no part `{part}`")
+    if fused and linear == "qkv" and rows != model.geometry.count(part):
+        text = f"`{name}` has {rows} rows, but the projection of the model has {model.geometry.count(part)}"
         raise UnsupportedCheckpoint(text, hint=GIVE)
-    if fused and module.endswith("fc1") and rows % len(names):
-        raise UnsupportedCheckpoint(f"`{name}` has {rows} rows, which are not those of a gate and an up projection")
-    for at, (key, projection) in enumerate(names.items()):
-        half = rows // len(names)
-        own = geometry.rows(key) if module.endswith("qkv") else ((at * half, half),)
-        yield f"{block}.{projection}", own if fused else None

@@ -7,17 +7,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import UnsupportedCheckpoint
-from lora_tool.formats.lora_recipes import read_yaml
+from lora_tool.checkpoint.megatron import POINTER
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
+from lora_tool.keys import PREFIX
 from lora_tool.sharded.dcp_state import DcpState, dcp_state
 from lora_tool.sharded.faults import base_layers_left_out
-from lora_tool.sharded.megatron_names import GIVE, Place, geometry_of, is_megatron, places
+from lora_tool.sharded.megatron_model import model_of
+from lora_tool.sharded.megatron_names import Place, is_megatron, places
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import choose_tag
+from lora_tool.sharded.zero_checks import stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 
-RUN_CONFIG = "run_config.yaml"
+_NESTS = frozenset({"weights", "policy", "value"})
+"""Folders of NeMo-RL between the step, where its config lies, and the iteration."""
+
+_OF_NAMES = ("LT410", "LT416")
+"""What is said of a PEFT model by its names, which these are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +44,27 @@ class MegatronState(TrainingState):
         """Return the archive members that hold the tensors."""
         pieces = self.stored.found.pieces
         used = {span.path for tensor in tensors.values() for span in tensor.spans}
-        records = {piece.record for name in tensors for piece in pieces[self.places[name].source]}
+        records = {
+            piece.record for source in {self.places[name].source for name in tensors} for piece in pieces[source]
+        }
         return frozenset(record for record in records if record.path in used)
+
+    @property
+    def near(self) -> tuple[Path, ...]:
+        """Where what belongs to it may lie; NeMo-RL has its config in the step's folder, above `policy/weights`."""
+        return _near(self)
+
+
+def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state of one iteration of Megatron: of `tag`, or of the one that the run points at."""
+    name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="iterations")
+    state = torch_dist_state(checkpoint, tag=name)
+    older = (
+        stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files, pointer=POINTER) if tag is None else ()
+    )
+    if not isinstance(state, MegatronState):
+        state = replace(state, title=state.title.replace("FSDP", "Megatron", 1))
+    return replace(state, faults=(*state.faults, *older))
 
 
 def torch_dist_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
@@ -50,14 +76,12 @@ def torch_dist_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newes
 def megatron_state(stored: DcpState) -> MegatronState:
     """Return the adapter in a checkpoint of Megatron that was opened as torch's.
 
-    Raises `UnsupportedCheckpoint` where the run's config does not tell how its modules are fused, or LoRA is on others
-    than those of a dense transformer.
+    Raises `UnsupportedCheckpoint` where the run's files do not tell how its modules are fused and what transformers
+    calls them, or LoRA is on others than those that are known.
     """
-    path = next((folder / RUN_CONFIG for folder in _near(stored) if (folder / RUN_CONFIG).is_file()), None)
-    if path is None:
-        message = f"{stored.folder} is a checkpoint of Megatron without {RUN_CONFIG}, which says how rows of its modules are fused"
-        raise UnsupportedCheckpoint(message, hint=GIVE)
-    found = places({name: entry.shape for name, entry in stored.entries.items()}, geometry_of(read_yaml(path), path))
+    model = model_of(_near(stored), stored.folder)
+    shapes = {name: entry.shape for name, entry in stored.entries.items()}
+    found = places(shapes, model, {name: _row_cuts(stored, name) for name in shapes})
     entries = {name: StateEntry(role=Role.SAVED, shape=place.shape) for name, place in found.items()}
     sources = {place.source for place in found.values()}
     others = tuple(name for name in stored.entries if name not in sources)
@@ -67,8 +91,8 @@ def megatron_state(stored: DcpState) -> MegatronState:
         title=f"Megatron checkpoint {stored.folder}, {len(sources)} tensors of LoRA",
         entries=entries,
         beside=(*stored.beside, *others),
-        without_values=base_layers_left_out(entries),
-        faults=tuple(finding for finding in stored.faults if finding.code != "LT416"),
+        without_values=(*base_layers_left_out(entries), *_without_lora(entries, tuple(model.linear_modules()))),
+        faults=tuple(finding for finding in stored.faults if finding.code not in _OF_NAMES),
         stamps=stored.stamps,
         facts={**stored.facts, "format": "Megatron torch_dist"},
         stored=stored,
@@ -76,16 +100,29 @@ def megatron_state(stored: DcpState) -> MegatronState:
     )
 
 
-def _near(stored: DcpState) -> tuple[Path, ...]:
-    return stored.folder, stored.root
+def _without_lora(entries: Mapping[str, StateEntry], modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the weights of the model's modules that have no LoRA; an output layer is one in any case."""
+    adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in entries}
+    return tuple(f"{PREFIX}{module}.weight" for module in (*modules, "lm_head") if modules and module not in adapted)
+
+
+def _row_cuts(stored: DcpState, name: str) -> int:
+    """Return in how many ranges of rows a tensor was saved, each by one tensor parallel rank."""
+    chunks = stored.found.tensors[name].chunks
+    return max(1, len({chunk.offsets[-2] for chunk in chunks if len(chunk.offsets) > 1}))
+
+
+def _near(state: TrainingState) -> tuple[Path, ...]:
+    inner = state.folder.absolute().parent
+    above = [inner]
+    while above[-1].name in _NESTS:
+        above.append(above[-1].parent)
+    return tuple(dict.fromkeys((state.folder, state.root, *above, state.root.absolute().parent)))
 
 
 def _taken(whole: StoredTensor, place: Place, name: str) -> StoredTensor:
     """Return the rows of the place as a tensor of their own."""
     spec = TensorSpec(name=name, dtype=whole.dtype, shape=place.shape)
-    columns = place.shape[1]
-    row_bytes = columns * whole.dtype.bits // 8
-    layer = 0 if place.layer is None else place.layer * (whole.nbytes // whole.shape[0])
-    runs = ((0, place.shape[0]),) if place.rows is None else place.rows
-    parts = (whole.part(layer + first * row_bytes, count * row_bytes) for first, count in runs)
+    row_bytes = place.shape[1] * whole.dtype.bits // 8
+    parts = (whole.part((place.first + first) * row_bytes, count * row_bytes) for first, count in place.rows)
     return replace(whole, spec=spec, spans=contiguous(span for spans in parts for span in spans))

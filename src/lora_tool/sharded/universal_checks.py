@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.universal import FILE, FOLDER, Master
-from lora_tool.formats.zero import ModelStates, ZeroTag
+from lora_tool.formats.zero import ZeroTag
+from lora_tool.formats.zero_files import ModelStates
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import ANOTHER_TAG, COPY, fault, odd_ones_out, repeated_files
 from lora_tool.tensors import StoredTensor

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from lora_tool.display import counted, some
-from lora_tool.formats.partitions import leftover
-from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag
+from lora_tool.formats.partitions import groups_of, leftover
+from lora_tool.formats.zero import ZeroTag
+from lora_tool.formats.zero_files import ModelStates, OptimStates
 from lora_tool.report import Finding, Severity
+from lora_tool.sharded.expert_checks import expert_faults
 from lora_tool.sharded.faults import (
     ANOTHER_TAG,
     COPY,
@@ -27,7 +29,7 @@ from lora_tool.sharded.faults import (
 )
 from lora_tool.sharded.universal_checks import master_faults
 
-_TAG = re.compile(r"global_step_?(\d+)(?:/actor)?\Z")
+_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/actor)?\Z")
 
 
 def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
@@ -44,8 +46,28 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
     for what, lost, severity in (("optimizer", optim, Severity.ERROR), ("model", model, of_model)):
         if lost:
             one = f"file of rank {lost[0]} is missing" if len(lost) == 1 else f"files of ranks {some(lost)} are missing"
-            message = f"the {what} {one} ({counted(tag.world_size, 'rank')}: 0-{tag.world_size - 1})"
+            message = f"the {what} {one} ({counted(tag.world_size, 'rank')}: 0-{tag.world_size - 1}){_of_slice(tag)}"
             yield fault("LT401", tag.folder, message, hint=COPY, severity=severity)
+
+
+def missing_slices(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
+    """LT401 and LT403: yield the ranks of tensor parallelism of which there is no file, and those that were not there."""
+    first = next((tag.first for tag in tags if tag.first), None)
+    there = {tag.slice_ for tag in tags}
+    lost = [at for at in range(first.slices if first else 1) if at not in there]
+    if lost:
+        message = f"the files of tensor-parallel {'rank' if len(lost) == 1 else 'ranks'} {some(lost)} are missing"
+        yield fault("LT401", tags[0].folder, message, hint=COPY)
+    for tag in tags:
+        if first and tag.slice_ >= first.slices:
+            message = f"are of tensor-parallel rank {tag.slice_}, but the run had {first.slices}"
+            hint = "a run with more ranks was saved into the same folder: move its files away"
+            yield fault("LT403", tag.folder / f"*mp_rank_{tag.slice_:02d}*", message, hint=hint)
+
+
+def _of_slice(tag: ZeroTag) -> str:
+    sliced = tag.slice_ or (tag.first is not None and tag.first.slices > 1)
+    return f" of tensor-parallel rank {tag.slice_}" if sliced else ""
 
 
 def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
@@ -60,25 +82,30 @@ def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
             yield fault("LT403", file.path, message, hint="it is of another run: copy this run's file again")
 
 
-def other_steps(tag: ZeroTag) -> Iterator[Finding]:
+def other_steps(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     """LT406: yield rank files that were saved at another step than most."""
-    by_optim = {file.path: file.step for file in tag.optim.values() if file.step is not None}
-    by_model = {file.path: file.global_steps for file in tag.model.values() if file.global_steps is not None}
+    by_optim = {file.path: file.step for tag in tags for file in tag.optim.values() if file.step is not None}
+    by_model = {
+        file.path: file.global_steps for tag in tags for file in tag.model.values() if file.global_steps is not None
+    }
     for steps, what in ((by_optim, "optimizer steps"), (by_model, "global steps")):
         for path, step, usual in odd_ones_out(steps):
             message = f"was saved after {step:g} {what}, but the other ranks after {usual:g}"
             yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
 
 
-def other_runs(tag: ZeroTag) -> Iterator[Finding]:
+def other_runs(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
     hint = "files of another run were mixed in: copy this run's again"
-    for files in (tag.model, tag.optim):
-        for path, _, _ in odd_ones_out({file.path: file.config for file in files.values()}):
+    models = {file.path: file for tag in tags for file in tag.model.values()}
+    optims = {file.path: file for tag in tags for file in tag.optim.values()}
+    for files in (models, optims):
+        for path, _, _ in odd_ones_out({path: file.config for path, file in files.items()}):
             message = "was written under another DeepSpeed config than the other ranks' files"
             yield fault("LT407", path, message, hint=hint)
-    for path, _, _ in odd_ones_out({file.path: _layout(file) for file in tag.model.values()}):
-        yield fault("LT407", path, "lists other parameters than the other ranks, or in another order", hint=hint)
+    if len(tags) == 1:  # under tensor parallelism each has shapes of its own
+        for path, _, _ in odd_ones_out({path: _layout(file) for path, file in models.items()}):
+            yield fault("LT407", path, "lists other parameters than the other ranks, or in another order", hint=hint)
 
 
 def _layout(states: ModelStates) -> tuple[object, ...]:
@@ -97,11 +124,13 @@ def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
             yield fault("LT408", states.path, message)
             return
     yield from _misfit_frozen(tag)
-    for number, shapes in enumerate(first.param_shapes):
-        over = leftover(shapes, [states.groups[number].numel for states in tag.optim.values()], tag.stage)
+    for group in groups_of(tag):
+        sizes = [tag.optim[rank].groups[group.number].numel for rank in group.ranks]
+        over = leftover(group.shapes, sizes, tag.stage)
         if over is not None:
             what = f"{abs(over):,} elements too {'many' if over > 0 else 'few'}"
-            message = f"group {number} of the masters has {what} for its {len(shapes)} parameters"
+            of = "the masters" if len(group.ranks) == tag.world_size else f"the masters of ranks {some(group.ranks)}"
+            message = f"group {group.number} of {of} has {what} for its {len(group.shapes)} parameters"
             yield fault("LT408", tag.folder, message)
 
 
@@ -121,22 +150,30 @@ def _misfit_frozen(tag: ZeroTag) -> Iterator[Finding]:
                 break
 
 
-def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
-    """Yield what is wrong with the rank files of one tag, no tensor read: LT401 to LT408."""
-    yield from missing_ranks(tag)
-    yield from unreadable_files(tag.problems)
-    yield from other_world_sizes(tag)
-    yield from moved_files(states.file for states in tag.files)
+def tag_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
+    """Yield what is wrong with the rank files of one tag, no tensor read: LT401 to LT408.
+
+    `tags` are its slices, one for each rank of tensor parallelism.
+    """
+    yield from missing_slices(tags)
+    for tag in tags:
+        yield from missing_ranks(tag)
+        yield from unreadable_files(tag.problems)
+        yield from other_world_sizes(tag)
+    yield from moved_files(states.file for tag in tags for states in tag.files)
     yield from repeated_files(
         (states.path, (states.file.serialization_id, *(states.file.record(group).crc for group in states.groups)))
+        for tag in tags
         for states in tag.optim.values()
         if any(group.numel for group in states.groups)
     )
-    yield from other_steps(tag)
-    yield from other_runs(tag)
-    yield from misfit_partitions(tag)
-    if tag.masters is not None and tag.first is not None:
-        yield from master_faults(tag, tag.first, tag.masters)
+    yield from other_steps(tags)
+    yield from other_runs(tags)
+    for tag in tags:
+        yield from misfit_partitions(tag)
+        yield from expert_faults(tag)
+        if tag.masters is not None and tag.first is not None:
+            yield from master_faults(tag, tag.first, tag.masters)
 
 
 def stale_latest(

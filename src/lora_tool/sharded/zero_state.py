@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.display import counted
-from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
+from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.formats.affine_maps import cut_pieces
+from lora_tool.formats.partitions import Role, StateEntry, assemble, entries, unaccounted
+from lora_tool.formats.pieces import assembled, uncovered
 from lora_tool.formats.torch_zip import Record
-from lora_tool.formats.zero import ZeroTag, read_tag
+from lora_tool.formats.zero import ZeroTag, read_slices
+from lora_tool.formats.zero_files import USE_DEEPSPEED
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.tags import choose_tag
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sharded.zero_checks import frozen_unknown, stale_latest, tag_faults
-from lora_tool.tensors import Span, StoredTensor, TensorTable
+from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +44,106 @@ class ZeroState(TrainingState):
         """Return the archive members that hold the tensors."""
         tag, names = self.tag, set(tensors)
         records = []
-        if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
+        if any(self.entries[name].role is Role.TRAINED for name in names):
             records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
             masters = (tag.masters or {}).items()
             records += [master.file.record(master.tensor) for name, master in masters if name in names]
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
+        for expert in tag.experts.values():
+            records += [expert.file.record(tensor) for name, tensor in expert.tensors.items() if name in names]
         used = {span.path for tensor in tensors.values() for span in tensor.spans}
         return frozenset(record for record in records if record.path in used)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedState(TrainingState):
+    """The state in one tag of rank files under tensor parallelism: each rank's slice is a state of its own."""
+
+    slices: tuple[ZeroState, ...]
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `affine_maps`; a parameter that was not cut is taken from the first rank."""
+        parts = {state.tag.slice_: state.assemble(wanted) for state in self.slices}
+        return {name: self._joined(name, entry, parts) for name, entry in self.entries.items() if name in wanted}
+
+    def _joined(self, name: str, entry: StateEntry, parts: Mapping[int, TensorTable]) -> StoredTensor:
+        first = self.slices[0].tag.first
+        held = {at: of_rank[name] for at, of_rank in parts.items() if name in of_rank}
+        cut = first.cuts.get(name) if first else None
+        if first is None or held.keys() != set(range(first.slices)):
+            raise IncompleteCheckpoint(f"{self.folder}: `{name}` is not in the files of every tensor-parallel rank")
+        if cut is None and entry.role is Role.BUFFER:
+            return held[0]
+        if cut is None or any(block.scale != 1 for blocks in cut.blocks.values() for block in blocks):
+            why = (
+                "how it was cut is not in the files"
+                if cut is None
+                else "AutoTP stores it divided by the number of ranks"
+            )
+            message = f"{self.folder}: `{name}` cannot be put together from its slices: {why}"
+            raise UnsupportedCheckpoint(message, hint=USE_DEEPSPEED)
+        pieces = []
+        for at, part in held.items():
+            if cut.slices.get(at) != part.shape or part.dtype is not held[0].dtype:
+                message = f"`{name}` is {part.dtype} {list(part.shape)}, the map of the cuts says {list(cut.slices.get(at, ()))}"
+                raise IncompleteCheckpoint(f"{part.path}: {message}")
+            pieces += [piece for block in cut.blocks[at] if block.owner == at for piece in cut_pieces(block, part)]
+        gap = uncovered(cut.shape, pieces)
+        if gap:
+            raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {gap}")
+        return assembled(TensorSpec(name=name, dtype=held[0].dtype, shape=cut.shape), pieces)
+
+    def value_check(self, tensors: TensorTable) -> ValueCheck:
+        """Return the look at the values of `tensors` in every slice."""
+        checks = [state.value_check(state.assemble(frozenset(tensors))) for state in self.slices]
+        return ValueCheck(
+            nbytes=sum(check.nbytes for check in checks), parts=tuple(part for check in checks for part in check.parts)
+        )
 
 
 def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state that one tag of a DeepSpeed checkpoint holds; see `training_state`."""
     name = choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
-    found = read_tag(folder, name)
+    tags = read_slices(folder, name)
+    older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
+    faults = (*tag_faults(tags), *older)
+    slices = tuple(_state_of(checkpoint, found) for found in tags)
+    first = next((state for state in slices if state.entries), slices[0])
+    states = first.tag.first
+    if states is None or (states.slices == 1 and len(slices) == 1):
+        return replace(first, faults=(*faults, *first.faults))
+    cuts = {name: cut.shape for name, cut in states.cuts.items()}
+    return SlicedState(
+        root=first.root,
+        folder=folder,
+        title=first.title,
+        entries={name: replace(entry, shape=cuts.get(name, entry.shape)) for name, entry in first.entries.items()},
+        shared=first.shared,
+        without_values=first.without_values,
+        faults=(*faults, *first.faults),
+        slices=slices,
+        stamps={path: stamp for state in slices for path, stamp in state.stamps.items()},
+        facts={
+            **first.facts,
+            "tensor_parallel": states.slices,
+            "serialization_ids": {
+                path: value for state in slices for path, value in state.facts["serialization_ids"].items()
+            },
+        },
+    )
+
+
+def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
+    """Return the state in the files of one slice, with what is wrong with the names in it alone."""
+    folder = found.folder
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
-    older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
-    masters = found.masters or {}
-    files = [*(states.file for states in found.files), *(master.file for master in masters.values())]
+    files = [*(states.file for states in found.files), *(expert.file for expert in found.experts.values())]
+    files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
     return ZeroState(
         root=checkpoint.root,
@@ -70,12 +152,12 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
-        faults=(*tag_faults(found), *older, *left_out, *(adapter_left_out(folder, known) if first else ())),
+        faults=(*left_out, *(adapter_left_out(folder, known) if first else ())),
         tag=found,
         stamps={file.path: file.stamp for file in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
-            "tag": name,
+            "tag": found.name,
             "world_size": found.world_size,
             "global_steps": steps,
             "deepspeed": first.version if first else None,
@@ -86,8 +168,9 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
 
 def _cut(tag: ZeroTag) -> str:
     """Return in how many pieces the masters are, in words."""
+    if tag.masters is not None:
+        return f"universal, {counted(len(tag.masters), 'parameter')}"
+    ranks = counted(tag.world_size, "rank")
     return (
-        counted(tag.world_size, "rank")
-        if tag.masters is None
-        else f"universal, {counted(len(tag.masters), 'parameter')}"
+        ranks if tag.first is None or tag.first.slices == 1 else f"{ranks} × {tag.first.slices} of tensor parallelism"
     )

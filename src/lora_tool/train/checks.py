@@ -25,7 +25,7 @@ def with_settings(run: RunConfig) -> tuple[RunConfig, dict[str, tuple[Any, str]]
     """
     needed: dict[str, tuple[Any, str]] = {}
     if run.method.task_type == "SEQ_CLS" and run.options.get("use_peft"):
-        why = "a reward model's adapter; with TRL's default CAUSAL_LM its score head would not be saved"
+        why = "with TRL's default CAUSAL_LM, the adapter's score head would not be saved"
         needed["lora_task_type"] = ("SEQ_CLS", why)
     if run.guard.mode != "off":
         needed["logging_nan_inf_filter"] = (False, "TRL's default shows a NaN loss as 0.0")
@@ -37,10 +37,10 @@ def with_settings(run: RunConfig) -> tuple[RunConfig, dict[str, tuple[Any, str]]
 def require_inputs(run: RunConfig) -> None:
     """Return if a model and data are named. Raises `BadRunConfig`."""
     if run.text("model_name_or_path") is None:
-        raise BadRunConfig("no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID")
+        raise BadRunConfig("no model is given: set model_name_or_path", hint="model_name_or_path: FOLDER_OR_HUB_ID")
     if run.text("dataset_name") is None and not run.options.get("datasets"):
         hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
-        raise BadRunConfig("no data: neither dataset_name nor datasets is given", hint=hint)
+        raise BadRunConfig("no data is given: set dataset_name or datasets", hint=hint)
 
 
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
@@ -55,16 +55,16 @@ def _adapter(run: RunConfig) -> Iterator[Finding]:
     """TRL reads its ``lora_`` options only with ``use_peft``, and without it trains the whole model silently."""
     unread = sorted(name for name in run.given if name.startswith("lora_"))
     if unread and "use_peft" not in run.given:
-        hint = f"{run.line('use_peft', 'true')}; use_peft: false, if the whole model is meant"
+        hint = f"{run.line('use_peft', 'true')}; or use_peft: false to train the whole model"
         yield trap("peft-off", hint, subject=unread[0], count=len(unread))
     name, method = "lora_task_type", run.method
     expected, given = method.task_type, run.text(name)
     if run.options.get("use_peft") and name in run.given and given != expected:
         if expected == "SEQ_CLS":
-            why = "the score head would be trained and not saved, and every load would give it new random weights"
+            why = "the score head would be trained but not saved, and every load would re-initialise it at random"
         else:
-            why = f"the saved adapter would name another task than {method.name} trains, and loaders go by it"
-        why = f"is {given or 'none'}, {method.name} needs {expected}: {why}"
+            why = f"the saved adapter would name another task than {method.name} trains, and loaders use that name"
+        why = f"is {given or 'none'}, but {method.name} needs {expected}: {why}"
         yield trap("task-type", run.line(name, expected), subject=name, why=why)
 
 
@@ -101,7 +101,7 @@ def _conflicts(run: RunConfig) -> Iterator[Finding]:
     for code, name in (("dtype-conflict", "dtype"), ("attention-conflict", "attn_implementation")):
         outer, inner = run.text(name), _inner(run, name)
         if outer is not None and inner is not None and outer != inner:
-            hint = f"leave one of them: {run.line(name, outer)}, without {name} in model_init_kwargs"
+            hint = f"keep one of them: {run.line(name, outer)}, without {name} in model_init_kwargs"
             yield trap(code, hint, subject=name, outer=outer, inner=inner)
 
 
@@ -132,5 +132,5 @@ def _packing(run: RunConfig) -> Iterator[Finding]:
 def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
     names = read_folder(run.output).checkpoints if run.output.is_dir() and not run.resuming else ()
     if names:
-        hint = "--resume auto resumes from it; else choose another output_dir, or move the old checkpoints away"
+        hint = "resume from it with --resume auto, choose another output_dir, or move the old checkpoints away"
         yield trap("old-checkpoints", hint, where=str(run.output), last=names[-1])

@@ -86,7 +86,7 @@ def _unreadable_in(rows: Any, names: Sequence[str]) -> Iterator[Finding]:
     mixed = {name: " and ".join(sorted(counts)) for name, counts in kinds.items()}
     if not any(strange.values()) and len(set(mixed.values())) > 1:
         seen = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
-        yield _value(names[-1], f"{seen}: TRL reads all of them as one or the other", "make all of them the same")
+        yield _value(names[-1], f"{seen}: TRL reads all of them as one or the other", "give all of them the same form")
     labels = {type(label).__name__ for label in rows["label"]} - {"bool", "int", "float"} if "label" in names else None
     if labels:
         yield _value("label", f"is {min(labels)}; expected true or false", "dataset.map to true and false")

@@ -83,9 +83,9 @@ class SignalTracker:
             return _silent_rewards(logs, figures, norm, mask_truncated=self.mask_truncated)
         preference = self.method is not None and self.method.feedback is Feedback.PREFERENCE
         if norm is not None and norm < NO_GRADIENT:
-            data = "chosen and rejected are the same to the model" if preference else "every label is masked"
+            data = "the model sees no difference between chosen and rejected" if preference else "every label is masked"
             why = f"the gradient is {norm:.3g}: {data}, or the adapter is frozen or switched off"
-            hint = "look at the data, at requires_grad of the lora_ parameters, and at lora_target_modules"
+            hint = "check the data, requires_grad of the lora_ parameters, and lora_target_modules"
             return trap("no-gradient", hint, why=why)
         return _no_margin(figures) if preference else None
 
@@ -110,18 +110,18 @@ def _silent_rewards(
     endless = _functions(figures, "mean", math.isinf)
     if "reward" in logs and math.isnan(figures.get("reward", math.nan)):
         functions = ", ".join(_functions(logs, "std")) or "no function"
-        hint = "let a reward function in reward_funcs return a number for at least two completions of a prompt"
+        hint = "make a reward function in reward_funcs return a number for at least two completions of a prompt"
         return trap("reward-none", hint, functions=functions)
     if endless and (silent or norm is None):
-        hint = f"let {endless[0]} in reward_funcs return finite numbers"
+        hint = f"make {endless[0]} in reward_funcs return finite numbers"
         return trap("reward-infinite", hint, functions=", ".join(endless))
     if figures.get("frac_reward_zero_std") == 1.0:
         return _equal_rewards(figures, spread)
     if not silent:
         return None
     if mask_truncated and figures.get("completions/clipped_ratio", 0.0) >= 1.0 - _NOTHING:
-        return trap("all-masked", "a larger max_completion_length, or mask_truncated_completions: false")
-    hint = "look at requires_grad of the lora_ parameters, at model.active_adapters, and at lora_target_modules"
+        return trap("all-masked", "raise max_completion_length, or set mask_truncated_completions: false")
+    hint = "check requires_grad of the lora_ parameters, model.active_adapters, and lora_target_modules"
     why = (
         f"rewards differ (reward_std {spread:.3g}), but the gradient is {norm:.3g}: the adapter is frozen, switched off, "
         "or not part of the model that is trained"
@@ -141,9 +141,9 @@ def _functions(logs: Mapping[str, Any], what: str, such: Callable[[float], bool]
 def _equal_rewards(figures: Mapping[str, float], spread: float) -> Finding:
     reward, varied = figures.get("reward", 0.0), _functions(figures, "std", lambda value: value > NO_GRADIENT)
     if len(varied) > 1 and spread < NO_GRADIENT:
-        hint = "reward_weights: give them weights that do not cancel"
+        hint = "set reward_weights that do not cancel each other"
         return trap("reward-cancels", hint, reward=reward, functions=", ".join(varied))
-    hint = "a reward in reward_funcs that tells completions apart; more num_generations or a higher temperature"
+    hint = "use a reward in reward_funcs that tells completions apart, more num_generations or a higher temperature"
     return trap("reward-constant", hint, reward=reward)
 
 
@@ -151,5 +151,5 @@ def _no_margin(figures: Mapping[str, float]) -> Finding | None:
     margin, chosen, rejected = (figures.get(f"rewards/{name}") for name in ("margins", "chosen", "rejected"))
     if margin is None or abs(margin) > _NOTHING or chosen is None or abs(chosen) <= _NOTHING or chosen != rejected:
         return None
-    hint = "look whether chosen and rejected are the same, also after they are cut at max_length"
+    hint = "check that chosen and rejected differ, also after they are cut at max_length"
     return trap("no-margin", hint, reward=chosen)

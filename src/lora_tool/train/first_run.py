@@ -58,7 +58,9 @@ def _head(method: Method, *, cpu: bool) -> Iterator[str]:
 def _inputs(method: Method) -> Iterator[str]:
     yield _line(f"model_name_or_path: {_MODEL}", "a folder or Hub id; merge an adapter before you train on it")
     if method.feedback is Feedback.REWARD:
-        yield _line(f"reward_model_name_or_path: {_REWARD_MODEL}", "scores the answers; `merge --rm` makes one")
+        yield _line(
+            f"reward_model_name_or_path: {_REWARD_MODEL}", "scores the answers; `lora-tool merge --rm` makes one"
+        )
         yield _line("# reward_funcs: [my_rewards.score]", "or score() of ./my_rewards.py; it must tell answers apart")
     yield f"# it needs the columns {', or '.join(' + '.join(names) for names in method.columns)}"
     yield "# texts are taken as they are; messages, lists of role and content, go through the tokenizer's chat template"
@@ -84,7 +86,7 @@ def _training(method: Method, *, cpu: bool) -> Iterator[str]:
         f"learning_rate: {_RATES.get(method.name, _RATE)}", "LoRA takes about ten times what full training takes"
     )
     if cpu:
-        yield _line("max_steps: 20", "a first look; for a whole run: num_train_epochs: 1")
+        yield _line("max_steps: 20", "a first look; for a full run: num_train_epochs: 1")
     else:
         yield _line("num_train_epochs: 1")
     yield _line(f"per_device_train_batch_size: {rows}", "out of memory: halve it and double the next")
@@ -99,7 +101,7 @@ def _training(method: Method, *, cpu: bool) -> Iterator[str]:
     yield _line("dtype: float32", "of the base; bfloat16 halves it and rounds a trained head; never float16")
     yield _line("warmup_steps: 0.1", "below 1: a share of all steps")
     yield _line(f"logging_steps: {1 if cpu else 10}", f"look at {_METRIC[method.feedback]}")
-    yield _line(f"save_steps: {10 if cpu else 200}", "`--resume auto` goes on from the last whole checkpoint")
+    yield _line(f"save_steps: {10 if cpu else 200}", "`--resume auto` continues from the last complete checkpoint")
     yield _line("save_total_limit: 2")
     yield _line("report_to: none", "or wandb, trackio, tensorboard; metrics.jsonl is written anyway")
     yield _line("seed: 42")
@@ -109,7 +111,7 @@ def _of_method(method: Method, *, cpu: bool) -> Iterator[str]:
     if method.feedback is Feedback.REWARD:
         yield _line(f"num_generations: {4 if cpu else 8}", "answers per prompt; must divide the batch")
         yield _line(f"max_completion_length: {32 if cpu else 256}", "if every answer is cut here, raise it")
-        yield _line("temperature: 1.0", "lower: answers alike, equal rewards, no gradient")
+        yield _line("temperature: 1.0", "lower: similar answers, equal rewards, no gradient")
     else:
         longer = "tokens; longer rows are " + ("dropped" if method.name == "reward" else "cut at the end")
         yield _line(f"max_length: {512 if cpu else 1024}", longer)
@@ -120,7 +122,7 @@ def _of_method(method: Method, *, cpu: bool) -> Iterator[str]:
 
 
 def _ours(method: Method, *, cpu: bool) -> Iterator[str]:
-    yield _line("lora_tool:", "the one block that is ours; without it the file is one for `trl`")
+    yield _line("lora_tool:", "read by lora-tool; without this block the file also works with `trl`")
     yield _line("  guard: {mode: stop, window: 10}", "stop after so many steps without a signal; or mode: warn")
     if cpu:
         yield _line("  launch: {cpu: true, num_processes: 1}", "of `accelerate launch`")
@@ -128,7 +130,7 @@ def _ours(method: Method, *, cpu: bool) -> Iterator[str]:
         yield _line(
             "  # launch: {num_processes: 2}", "of `accelerate launch`; accelerate_config: zero3 is TRL's preset"
         )
-    yield _line("  after:", "when it has ended well")
+    yield _line("  after:", "after a successful run")
     yield _line("    validate: true")
     model = f"{method.name}-model"
     yield _line(f"    # merge: {{output: {model}}}", "merged and verified beside the adapter")

@@ -206,7 +206,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if model is not None and self.start:
             self.moved = self._movement(model)
             if self.moved == 0.0:
-                hint = "a learning_rate above 0, and more steps than warmup_steps"
+                hint = "set a learning_rate above 0, and more steps than warmup_steps"
                 self._stop(trap("never-moved", hint, count=len(self.start), steps=state.global_step))
 
     def logits_not_finite(self, said: str) -> None:

@@ -78,13 +78,15 @@ def _ended(folder: Path, code: int) -> TrainingOutcome:
         sys.stderr.write("\n")  # it may have died within the line of a progress bar
         ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"
         raise TrainingFailed(
-            f"the worker{ranks} died without an error: killed from outside (out of memory?), or by os._exit",
-            hint="the kernel's log (dmesg) says whether memory ran out; --resume auto resumes from the last whole checkpoint",
+            f"the worker{ranks} died without an error: another process killed it (out of memory?), or it called "
+            "os._exit",
+            hint="check the kernel's log (dmesg) for out of memory; --resume auto resumes from the last complete "
+            "checkpoint",
         )
-    died = f"accelerate ended with exit code {code} before a worker began: it refused the launch"
+    died = f"accelerate refused the launch: it ended with exit code {code} before a worker began"
     if code < 0:
-        died = f"the launcher was ended by {signal.Signals(-code).name}"
-    raise TrainingFailed(died, hint="the lines above are the launcher's own")
+        died = f"the launcher was killed by {signal.Signals(-code).name}"
+    raise TrainingFailed(died, hint="see the launcher's output above")
 
 
 def run_group(arguments: Sequence[str], environment: dict[str, str], *, own_stdout: bool = False) -> int:
@@ -148,14 +150,14 @@ def require_good(outcome: TrainingOutcome) -> None:
         case TrainingStatus.DONE | TrainingStatus.CHECKED:
             return
         case TrainingStatus.USAGE:
-            raise BadRunConfig(outcome.error or "the options were not accepted", hint=outcome.hint)
+            raise BadRunConfig(outcome.error or "training refused the options", hint=outcome.hint)
         case TrainingStatus.FAILED:
             raise TrainingFailed(outcome.error or "the run failed", hint=outcome.hint)
         case TrainingStatus.STOPPED:
-            raise TrainingStopped(f"training was stopped: {outcome.error}", hint=outcome.hint)
+            raise TrainingStopped(f"lora-tool stopped the training: {outcome.error}", hint=outcome.hint)
         case TrainingStatus.REFUSED | TrainingStatus.BAD_RESULT:
             what = "training did not start" if outcome.status is TrainingStatus.REFUSED else "the result is bad"
-            kept = f"; it was kept in {outcome.facts['output']}" if "output" in outcome.facts else ""
+            kept = f"; the result was kept in {outcome.facts['output']}" if "output" in outcome.facts else ""
             first, *others = [found for found in outcome.findings if found.severity is Severity.ERROR]
             more = f" (and {len(others)} more)" if others else ""
             raise TrainingStopped(f"{what}: {first.code}: {first.message}{more}{kept}", hint=first.hint)

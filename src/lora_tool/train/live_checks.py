@@ -85,7 +85,7 @@ def _adapter(model: Any) -> Iterator[Finding]:
         return
     task = getattr(config.task_type, "value", config.task_type)
     if task != "SEQ_CLS" and not CLASSIFICATION_HEADS & set(config.modules_to_save or ()):
-        why = f"{name} is trained with task_type {task}: its head would not be saved"
+        why = f"{name} is trained with task_type {task}, so its head would not be saved"
         yield trap("task-type", 'LoraConfig(task_type="SEQ_CLS", …)', where="model", subject="task_type", why=why)
 
 

@@ -69,7 +69,7 @@ def named(path: Path) -> ResumeChoice:
     """Return the checkpoint that was named. Raises `TrainingFailed` if no run can go on from it."""
     why = unusable(path) if path.is_dir() else "no such folder"
     if why is not None:
-        hint = "--resume auto takes the last that is whole"
+        hint = "--resume auto takes the last complete checkpoint"
         raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=hint)
     return ResumeChoice(path=path)
 
@@ -78,7 +78,7 @@ def unusable(path: Path) -> str | None:
     """Return why no run can go on from the checkpoint `path`; None if one can. Every value of it is read."""
     names = {item.name for item in path.iterdir()}
     if TRAINER_STATE not in names:
-        return f"has no {TRAINER_STATE}: it was not written to its end"
+        return f"has no {TRAINER_STATE}, so it was not saved completely"
     try:
         validate(open_checkpoint(path), deep=True).raise_for_errors()
     except (CheckpointError, FindingsFound) as error:
@@ -86,13 +86,13 @@ def unusable(path: Path) -> str | None:
     states = (name for name in sorted(names) if name in _STATES or name.startswith("rng_state"))
     cut = next((name for name in states if not zipfile.is_zipfile(path / name)), None)
     if cut is not None:
-        return f"{cut} is not a whole file of torch.save"
+        return f"{cut} is not a complete torch.save file"
     if names & set(_OPTIMIZERS) or any(name.startswith(("optimizer_", "pytorch_model_fsdp")) for name in names):
         return None
     with contextlib.suppress(CheckpointError):
         if open_sharded(path).kind.optimizer:
             return None
-    return "has no optimizer state (save_only_model): resuming from it would begin with a fresh optimizer"
+    return "has no optimizer state (save_only_model), so resuming would start with a new optimizer"
 
 
 def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:

@@ -46,7 +46,7 @@ _HINTS = {
     "find any data file": _DATA,
     "doesn't exist on the Hub": _DATA,
     "Couldn't reach": _DATA,
-    "StopIteration": "another dataset_name: this one has no rows",
+    "StopIteration": "choose another dataset_name: this one has no rows",
     "KeyError: 'train'": "dataset_train_split: a split that the data has",
     "KeyError: 'test'": "dataset_test_split: a split that the data has, or eval_strategy: no",
     "Could not load reward function": "reward_funcs: [my_module.my_reward], or reward_model_name_or_path",
@@ -189,7 +189,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc] # transformers is not typed
             self.process.judge([trap("no-pad-token", hint, where=base)])
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-            why = f"the tokenizer has none, and {method.name} cannot pad without; its end token is used"
+            why = f"the tokenizer has no pad token, which {method.name} needs, so its end token is used"
             self.process.book.note(f"set pad_token: {tokenizer.pad_token} ({why})")
         return tokenizer
 

@@ -31,12 +31,15 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
         near_by = local_folder(config.base_model, near) is not None
         if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
             by_name = quantised_by_name(config.base_model)
-            return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache{by_name}"
+            return (
+                None,
+                f"no base model (use --base): {config.base_model} is neither a folder nor in the Hub cache{by_name}",
+            )
         found = resolve(config.base_model, near=near, revision=config.revision).path
-        decided(f"base: {found}, which {config.path} names")
+        decided(f"base: {found}, named in {config.path}")
         return open_model(found), ""
     except CheckpointError as error:
-        return None, f"no base model (--base): {error}"
+        return None, f"no base model (use --base): {error}"
 
 
 def last_adapter(run: RunDir) -> AdapterDir | None:

@@ -17,7 +17,7 @@ from lora_tool.tensors import StoredTensor, TensorTable
 _PIECE = 4096
 _PIECES = 5
 """Pieces of `_PIECE` bytes that are compared, both ends among them."""
-_NOT_RECOMPUTED = "only its bytes were compared with the base's"
+_NOT_RECOMPUTED = "only samples of its bytes were compared with the base's"
 
 
 def merged_subject(

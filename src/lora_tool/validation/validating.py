@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """By what a folder is judged: which rules, how deep they read, and what is to serve it. See `validate`."""
+    """How a folder is checked: which rules run, what they read, and which servers will serve it. See `validate`."""
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Criteria:
 _READS = {
     True: "weights: all are read",
     False: "weights: none are read, headers only",
-    None: "weights: those of adapters are read, of models and rank files the headers",
+    None: "weights: those of adapters are read; of models and rank files only the headers",
 }
 
 
@@ -66,16 +66,19 @@ def validate(
     watch: Watch | None = None,
     near: Path | None = None,
 ) -> Report:
-    """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
+    """Return all findings of the rules on `checkpoint`; nothing is changed, and no code is run.
 
-    Every checkpoint may be a path, a Hub id or an opened one; a base is not downloaded. `base` switches on the rules
-    that compare with it; None is the one that the adapter names, if it is on this disk. A relative path of the base is
-    looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are those that a
-    model was merged with: with a base it is compared with what they give; of an adapter they are those that it is to be
-    merged together with. `task` "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models;
-    `num_labels` are the rows that the head must have. `select` are the only rules that judge, `ignore` those that do
-    not. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the rules of what
-    serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged
+    Every checkpoint may be a path, a Hub id or an opened checkpoint; a base is never downloaded. `base` enables the
+    rules that compare with it; None means the base that the adapter names, if it is on this
+    disk. A relative path of the base is
+    looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are the ones a model
+    was merged with, which is then compared with what base and adapters give; for an adapter, they are the ones it is to
+    be merged together
+    with. `task` "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models;
+    `num_labels` are the rows that the head must have. `select` are the only rules to run, `ignore` the rules not to
+    run. `deep` True reads all weights, False none, None only those of adapters. `servers` enables the rules of the
+    servers that serve the adapter
+    unmerged. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged
     one by one, with `checkpoints` also those beside finished weights, and put into one table of `runs`. `progress` is
     called with the bytes that were read, where they are many; `watch` is called for the progress of reading rank files.
     Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a `select` or `ignore` that means no rule,
@@ -93,7 +96,7 @@ def validate(
     if found is None:
         decided(why_no_base)
     elif base is not None:
-        decided(f"base: {found.root}, which was given")
+        decided(f"base: {found.root}, as given")
     decided(_READS[deep])
     task = None if task is None else Task(task).expected
     judge = Judge(
@@ -138,12 +141,12 @@ def _checkpoint_of_run(
     from lora_tool.rules.training.run_table import Judged  # noqa: PLC0415 - for runs alone
 
     if not inside(path.parent, path):
-        report = unopened(str(path), "is a link out of the run's folder", judge.rules, code="LT112")
+        report = unopened(str(path), "is a link to a place outside the run's folder", judge.rules, code="LT112")
         return Judged(root=path, name=path.name, state=None, report=report), None
     try:
         found = open_checkpoint(path)
         if isinstance(found, RunDir):  # a link to the run itself would never end
-            raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
+            raise NotACheckpoint(f"{path} is a run folder with checkpoints in it, not a checkpoint")
         report = _judged(found, judge, adapters)
     except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same

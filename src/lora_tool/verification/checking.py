@@ -180,7 +180,7 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
     dtype = part.stored.dtype
     if part.op.taken_out and part.op.source.dtype is not dtype:
         raise CannotTellError(
-            f"{part.op.taken_out} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
+            f"{part.op.taken_out} was taken out of the base in {dtype}, but the base is {part.op.source.dtype}"
         )
     wide = working_type(part.op, dtype)
     bounds = [stated_bound(part.op, dtype, precision or Precision.FLOAT32)]

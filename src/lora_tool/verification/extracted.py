@@ -50,7 +50,7 @@ def _evidence(
     ours, theirs = (model.tensors.get(f"{factors.module}.weight") for model in (inputs.model, inputs.base))
     reason, share = "", None
     if ours is None or theirs is None or factors.module not in told:
-        reason = "has LoRA on a module that the two models do not both have, or that the manifest does not name"
+        reason = "has LoRA on a module that one of the models lacks or that the manifest does not name"
     else:
         b, a = (files.matrix(each, None, _DOUBLE) for each in (term.b, term.a))
         left, right = (a.T, b.T) if inputs.transposed else (b * term.scale, a)

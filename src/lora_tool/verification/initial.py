@@ -60,8 +60,8 @@ def taken(init: str, weight: Array, rank: int, scaling: float) -> Taken:
     size = np.linalg.norm(found.left @ found.right)
     if not np.linalg.norm(room) <= _TELLS * size:
         raise CannotTellError(
-            f"what {init} takes out of this base is not determined to float32's accuracy: "
-            "its directions are too close to those that stay"
+            f"float32 cannot determine exactly what {init} takes out of this base: its singular directions are too "
+            "close to those that stay"
         )
     return found
 
@@ -75,7 +75,10 @@ def _principal(weight: Array, rank: int) -> Taken:
     other = basis.T @ weight if wide else (weight @ basis).T
     kept, beyond = values[:rank], values[rank] if values.size > rank else 0.0
     if not kept[-1] > beyond:
-        raise CannotTellError("the base has equal singular values on both sides of the rank that pissa takes out")
+        raise CannotTellError(
+            "the base has equal singular values on both sides of the rank that PiSSA takes out, so "
+            "its choice is arbitrary"
+        )
     apart = kept / (kept - beyond)
     error = _STABLE * (_SINGLE * np.linalg.norm(weight) + max(weight.shape) * _DOUBLE * values[0] ** 2 / kept[-1])
     here = error * np.linalg.norm(basis * apart, axis=1)
@@ -91,7 +94,7 @@ def _first_columns(weight: Array, rank: int, scaling: float) -> Taken:
     first = weight[:, :rank]
     least = np.linalg.svd(first, compute_uv=False)[-1]
     if not least > 0:
-        raise CannotTellError("the base's first columns depend on each other, and olora's basis of them is arbitrary")
+        raise CannotTellError("the base's first columns are linearly dependent, so OLoRA's basis of them is arbitrary")
     basis, _ = np.linalg.qr(first)
     inside = basis.T @ weight
     norms = np.linalg.norm(weight, axis=0)

@@ -50,7 +50,7 @@ class _Reading(TextModels):
         self._texts = texts
         ids = [window for line, words in texts.rows for window in self._windows(tokenizer, words)]
         if not ids:
-            raise at_line(texts.path, texts.rows[0][0], "expected two tokens or more, of which one can be predicted")
+            raise at_line(texts.path, texts.rows[0][0], "expected at least two tokens, so that one can be predicted")
         self._most = max(int(window.max()) for window in ids)
         if self._most >= text.vocab_size:
             raise UnsupportedAdapter(f"{root}: its tokenizer makes token {self._most}, and it has {text.vocab_size}")

@@ -80,7 +80,7 @@ class Models(ABC):
         self._text_class = _text_class(provenance, auto or "AutoModelForCausalLM")
         if not auto and self._text_class is None:
             raise UnsupportedAdapter(
-                f"{merged}: {option} compares language models and classifiers, this is a {classes[0]}"
+                f"{merged}: {option} compares language models and classifiers, but this is a {classes[0]}"
             )
         self._auto = getattr(transformers, self._text_class or auto)
         self._config = self._read_config(merged)
@@ -219,7 +219,7 @@ class TextModels(Models):
         tokenizer = tokenizer_in(self._folders)
         if tokenizer is None:
             root = self._provenance.merged.root
-            raise UnsupportedAdapter(f"{root} has no tokenizer that transformers can load, nor has base or adapter")
+            raise UnsupportedAdapter(f"neither {root} nor base nor adapter has a tokenizer that transformers can load")
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         room = (longest, positions, tokenizer.model_max_length)
         return tokenizer, min(length for length in room if length and length > 0)

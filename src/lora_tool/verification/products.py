@@ -101,7 +101,7 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
     found = difference(factors, written, files, exact=exact) if fits else None
     share = 1.0 if found is None or not found.norm else found.found / found.norm
     if found is None:
-        reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], the sum [{factors.out}, {factors.width}]"
+        reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], but the sum is [{factors.out}, {factors.width}]"
     elif not found.right:
         nearest = "nothing" if exact else f"{found.best:.6g}, the least at rank {written.rank},"
         reason = (

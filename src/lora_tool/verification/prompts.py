@@ -1,4 +1,4 @@
-"""What both models are asked: the user's prompts, ours, or random token ids where there is no tokenizer."""
+"""What both models are asked: the user's prompts, ours, or random token ids where no tokenizer was found."""
 
 from __future__ import annotations
 
@@ -92,8 +92,12 @@ def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_s
         shape = (len(wanted), min(16, LONGEST))
         ids = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
         ids[ids == pad_id] = (pad_id + 1) % vocab_size
-        why = "there is no tokenizer" if tokenizer is None else "the tokenizer gives no tokens of this model"
-        return Inputs(ids=ids, mask=torch.ones_like(ids), what=f"random token ids in place of {whose}: {why}")
+        why = (
+            "no tokenizer was found"
+            if tokenizer is None
+            else "the tokenizer's tokens are not in the model's vocabulary"
+        )
+        return Inputs(ids=ids, mask=torch.ones_like(ids), what=f"random token ids instead of {whose}: {why}")
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad_id)
     mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True)
     return Inputs(ids=ids, mask=mask, what=whose)

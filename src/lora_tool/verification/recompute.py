@@ -98,7 +98,7 @@ def _no_products(rows: Array, _columns: Array) -> Array:
 def why_not(op: Op) -> str | None:
     """Return why the operation is not recomputed here, None where it is."""
     if isinstance(op, LowRank) and len(op.source.shape) != _MATRIX:
-        return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
+        return f"verify has no second formula for LoRA on a tensor of shape {list(op.source.shape)}"
     if not op.source.dtype.is_float:
         return f"{op.source.dtype} is not a float type"
     return None

@@ -23,7 +23,7 @@ _KEPT = {
     TensorAction.RESCALED: "are the base's scales, raised only where a merged value did not fit",
     TensorAction.REPLACED: "have the adapter's values",
     TensorAction.ADDED: "have the values of their source",
-    TensorAction.COMPUTED: "are what their inputs give",
+    TensorAction.COMPUTED: "match their inputs",
 }
 
 
@@ -57,7 +57,7 @@ def _fate_line(fate: TensorAction, found: list[TensorEvidence], kept: str) -> st
     loose = sum(bool(item.reason) for item in right)
     rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
     cosines = [item.cosine for item in right if item.cosine is not None]
-    direction = f"; cosine of W' - W with ΔW {min(cosines):.4f} or more" if cosines else ""
+    direction = f"; cosine of W' - W with ΔW at least {min(cosines):.4f}" if cosines else ""
     return f"{count} merged are W + ΔW, max error {ulps:.3f} ulp{rounded}{direction}"
 
 

@@ -49,7 +49,7 @@ _OF_USE = frozenset({"LT625"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found in one merged folder: the rules' report, and the evidence of every tensor behind it."""
+    """The result of verifying one folder: the rules' report, and the evidence for every tensor."""
 
     merged: Path
     base: str
@@ -59,11 +59,11 @@ class Verification:
     evidence: Mapping[str, TensorEvidence]
     report: Report
     outputs: OutputEvidence | None = None
-    """What both models answered, where they were asked."""
+    """The answers of both models, if `logits` was requested."""
     pairs: PairEvidence | None = None
-    """How both models ranked pairs of texts, where there were any."""
+    """How both models ranked the `pairs`, if any were given."""
     loss: LossEvidence | None = None
-    """The loss of language models on a text, where there was one."""
+    """The loss of the language models on `text`, if it was given."""
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
@@ -96,16 +96,19 @@ def verify(
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
-    """Return what the folder `merged` is, compared with `base` and `adapters`, by default those that its manifest names.
+    """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
+    evidence.
 
-    An adapter that was computed from others is compared with their sum, by QR; what is asked of models is not for it.
+    An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
+    it.
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers` how
-    many tasks it does at a time. `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per core,
-    and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of
-    our own, and compares their answers (extra `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
+    many tasks it does at a time. `select` are the only rules to run, `ignore` the rules not to run; `jobs` are the
+    workers, by default one per core, and `progress` is called with the bytes that were read. `logits` runs both models
+    on `prompts`, by default eight built-in ones, and compares their answers (extra
+    `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
     and a `prompt` where they do not begin with it: both reward models rank them, `min_accuracy` is the share that the
     merged one must rank right (extra `merge`). `text` is a file on which the loss per token of causal models is
     measured (extra `merge`), and `watch` is asked for the progress of what takes long. Raises `CheckpointError` for

@@ -37,6 +37,8 @@ from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, Tenso
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
 """Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
+_MEGATRON = re.compile(r"(\A|\.)decoder\.layers\.(\d+\.)?(self_attention|mlp)\.(experts\.)*linear_(qkv|proj|fc[12])\.")
+"""Names of Megatron's modules."""
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
 
@@ -162,6 +164,12 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
             f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
             "of these tensors would be the base with an unmerged adapter beside it",
             hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
+        )
+    fused = next(filter(_MEGATRON.search, state.entries), None)
+    if fused is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is a model of Megatron's, under names that are not transformers' (`{fused}`)",
+            hint='convert it with the program that trained it; `what="state"` writes every tensor',
         )
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(

@@ -42,7 +42,9 @@ def _attach(trainer: Any) -> None:
     try:
         from lora_tool.train.guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
     except ImportError as error:
-        sys.stderr.write(f"lora-tool guard: {sys.executable} has no lora-tool, so nothing is guarded there: {error}\n")
+        sys.stderr.write(
+            f"lora-tool guard: {sys.executable} cannot import lora-tool, so its processes are not guarded: {error}\n"
+        )
         return
     trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
     atexit.register(write_what_was_seen)

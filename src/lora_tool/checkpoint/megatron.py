@@ -1,0 +1,102 @@
+"""Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and one or more `.distcp` files a process.
+
+Megatron-LM, Megatron-Bridge and Megatron-SWIFT write them; NeMo-RL has them below `step_N/policy/weights`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
+from lora_tool.errors import BrokenFile
+from lora_tool.formats.files import open_regular, read_at
+
+POINTER = "latest_checkpointed_iteration.txt"
+_TRAIN_STATE = "latest_train_state.pt"
+"""What Megatron-Bridge points with: the state of the training, with the number of the step."""
+_METADATA = ".metadata"
+_OWN = frozenset({"common.pt", "metadata.json", "run_config.yaml"})
+"""What Megatron writes beside `.metadata`, and others who use torch's distributed checkpoints do not."""
+_ITERATION = re.compile(r"(?:iter_\d{7,12}|release)\Z")
+_STEP = re.compile(r"step_\d{1,12}\Z")
+_NESTS = ("policy/weights", "value/weights", "weights")
+"""Where NeMo-RL has the iteration of a step."""
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    return Claim.WEIGHTS if next(_tags(folder), None) else None
+
+
+def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each folder with pieces, as it is called from here, and their names; the policy before the value model."""
+    if _METADATA in folder.files:
+        if not _OWN.isdisjoint(folder.files):
+            yield ".", _pieces(folder.files)
+        return
+    for place in _places(folder):
+        iterations = folder.names_in(place) if place else folder.folders
+        for name in sorted(filter(_ITERATION.match, iterations), key=step_of):
+            names = folder.names_in(f"{place}{name}")
+            if _METADATA in names:
+                yield f"{place}{name}", _pieces(names)
+
+
+def _places(folder: Folder) -> Iterator[str]:
+    """Yield where iterations may lie, as beginnings of their names."""
+    yield ""
+    yield from (f"{nest}/" for nest in _NESTS if nest.partition("/")[0] in folder.folders)
+    for step in sorted(filter(_STEP.match, folder.folders), key=step_of):
+        yield from (f"{step}/{nest}/" for nest in _NESTS)
+
+
+def _pieces(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if name.endswith(".distcp")))
+
+
+def _open(folder: Folder) -> ShardedDir:
+    tags = dict(_tags(folder))
+    latest = None if "." in tags else _latest(folder)
+    return ShardedDir(kind=MEGATRON, folder=folder, rank_files=tags, latest=latest, problems=folder.problems)
+
+
+def _latest(folder: Folder) -> str | None:
+    """Return the iteration that the run points at."""
+    for name, read in ((_TRAIN_STATE, _step_in), (POINTER, _text_in)):
+        if name in folder.files:
+            try:
+                told = read(folder.root / name)
+            except BrokenFile:
+                continue
+            if told:
+                return f"iter_{int(told):07d}" if told.isdecimal() else told
+    return None
+
+
+def _step_in(path: Path) -> str | None:
+    from lora_tool.formats.torch_objects import LazyTensor  # noqa: PLC0415 - for few folders, and all import this
+    from lora_tool.formats.torch_zip import read_scalar, read_torch_file  # noqa: PLC0415
+
+    file = read_torch_file(path)
+    step = file.value.get("step") if isinstance(file.value, dict) else None
+    value = read_scalar(file, step) if isinstance(step, LazyTensor) else step
+    return str(int(value)) if isinstance(value, int | float) and value >= 0 else None
+
+
+def _text_in(path: Path) -> str:
+    with open_regular(path) as fd:
+        return read_at(path, fd, 0, 20).decode(errors="replace").strip()
+
+
+MEGATRON = ShardedKind(
+    name="Megatron checkpoint",
+    sign="iter_NNNNNNN",
+    landmarks=(_METADATA,),
+    weights=("*.distcp",),
+    others=("common.pt", "run_config.yaml", _METADATA, POINTER, _TRAIN_STATE, "train_state.pt"),
+    state="lora_tool.sharded.megatron_state:iteration_state",
+    recognise=_recognise,
+    open=_open,
+)

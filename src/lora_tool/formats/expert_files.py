@@ -1,0 +1,100 @@
+"""The experts of DeepSpeed's own mixtures (`deepspeed.moe`): a file for each, of each layer, in the model's type.
+
+``layer_L_expert_E_mp_rank_00_model_states.pt`` is written by `engine.py` (`_save_moe_checkpoint`, DeepSpeed 0.19.8). L counts
+the mixtures of the module, E the experts of one, over all ranks; so do the names in it. Everything else that a rank says
+of its experts, it numbers as it holds them: the shapes in the model file, which rank 0 wrote, and the flat groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import require_inside
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
+from lora_tool.tensors import is_tensor_name
+
+EXPERT_FILE = re.compile(r"layer_(?P<layer>\d{1,6})_expert_(?P<expert>\d{1,6})_mp_rank_00_model_states\.pt\Z")
+_EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d{1,6}(?=\.)")
+
+Place = tuple[int, int]
+"""The number of a mixture in the module, and that of an expert in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFile:
+    """The weights of one expert, by the names that they have in the whole module."""
+
+    file: TorchFile
+    tensors: Mapping[str, LazyTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What it shares with the other experts of its mixture: names without the number, types and shapes."""
+        return tuple((_EXPERT.sub("N", name), tensor.dtype, tensor.shape) for name, tensor in self.tensors.items())
+
+
+def file_name(place: Place) -> str:
+    """Return the name of the file of one expert."""
+    layer, number = place
+    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def read_experts(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[Place, ExpertFile]:
+    """Return the experts whose files are among `names`; what is wrong with those that cannot be read is in `problems`."""
+    found = {}
+    memory = PickleMemory()
+    for match in filter(None, map(EXPERT_FILE.match, names)):
+        path = folder / match[0]
+        try:
+            require_inside(folder, path)
+            found[int(match["layer"]), int(match["expert"])] = _expert(read_torch_file(path, memory=memory))
+        except CorruptFile as error:
+            problems.append(error.problem)
+    return dict(sorted(found.items()))
+
+
+def _expert(file: TorchFile) -> ExpertFile:
+    table = file.value
+    if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of an expert's weights")
+    return ExpertFile(
+        file=file, tensors={name: value for name, value in table.items() if isinstance(value, LazyTensor)}
+    )
+
+
+def number_of(name: str) -> int | None:
+    """Return which expert of its mixture a tensor of this name belongs to, None where it is no expert's."""
+    found = _EXPERT.search(name)
+    return int(found[0]) if found else None
+
+
+def experts_of_a_rank(names: Iterable[str]) -> dict[str, int]:
+    """Return mixture → how many of its experts one rank holds, from the names that a rank gives their tensors."""
+    held: dict[str, int] = {}
+    for name in names:
+        number = number_of(name)
+        if number is not None:
+            held[_mixture(name)] = max(held.get(_mixture(name), 0), number + 1)
+    return held
+
+
+def in_the_module(name: str, part: int, held: Mapping[str, int]) -> str:
+    """Return the name in the whole module of a tensor that the rank numbered `part` of an expert-parallel group holds.
+
+    `held` are the `experts_of_a_rank`.
+    """
+    number = number_of(name)
+    return name if number is None else _EXPERT.sub(str(part * held[_mixture(name)] + number), name, count=1)
+
+
+def _mixture(name: str) -> str:
+    return _EXPERT.split(name, maxsplit=1)[0]

@@ -1,0 +1,294 @@
+"""What one rank file of DeepSpeed says: the dictionaries in it, as frozen data. No tensor is read.
+
+Sources: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`, `_get_zero_param_shapes`),
+`runtime/zero/stage_1_and_2.py` and `stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`. The keys are the same since
+0.9.1, except where a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_tool import keys
+from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
+from lora_tool.formats.affine_maps import Cut, read_cuts
+from lora_tool.formats.fields import is_number
+from lora_tool.formats.pickle_objects import Stub, as_json
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import TorchFile, read_scalar
+from lora_tool.tensors import MAX_BYTES, is_tensor_name
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+
+_MAX_RANKS = 1_000_000
+GATHER = "load it with the DeepSpeed that wrote it, and save the gathered model: engine.save_16bit_model(FOLDER)"
+USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What every rank file says of itself and of the run."""
+
+    file: TorchFile
+    """Without the object that it holds, which may be of any class."""
+    rank: int
+    stage: int
+    """The ZeRO stage, by the file's name and content."""
+    world_size: int | None
+    """How many ranks shared the parameters."""
+    config: str
+    """DeepSpeed's, as JSON."""
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates(RankFile):
+    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+
+    module: Mapping[str, LazyTensor]
+    """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
+    buffer_names: frozenset[str]
+    param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    """Trained parameters in the order in which they lie in each flat group."""
+    frozen_shapes: Mapping[str, tuple[int, ...]] | None
+    frozen: Mapping[str, LazyTensor] | None
+    """Stage 2: whole tensors. Stage 3: this rank's flat piece of each."""
+    shared: Mapping[str, str]
+    """Tied parameters: other name → the name it is stored under. Filled on rank 0 only."""
+    global_steps: int | None
+    version: str | None
+    slices: int
+    """How many ranks of tensor parallelism share the parameters: 1 without it."""
+    cuts: Mapping[str, Cut]
+    """How each parameter lies on them, as far as that is understood."""
+    experts: tuple[int, ...]
+    """How many experts each mixture of the module has; nothing for modules without DeepSpeed's."""
+    data_before_experts: bool
+    """Whether ranks that hold the same experts are neighbours; else those that hold different ones are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStates(RankFile):
+    """One `*_optim_states.pt`: this rank's part of the float32 masters."""
+
+    groups: tuple[LazyTensor, ...]
+    counts: tuple[int, ...]
+    """In how many parts each group was cut, where that is said: those of experts in fewer than all ranks."""
+    step: float | None
+    """How many steps the optimizer took, where it counts them."""
+
+
+def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
+    """Return what a `*_model_states.pt` says. `before` are the states of another rank whose file says the same, if any.
+
+    Raises `CorruptFile`, and `UnsupportedCheckpoint` for parallelism that is not put together.
+    """
+    if before is not None:
+        return replace(before, file=replace(file, value=None), rank=rank)
+    table = file.value
+    cuts = read_cuts(table.get("universal_checkpoint_info"))
+    if table.get("ds_autoep_layers"):
+        message = "its mixtures were replaced by AutoEP's, whose experts lie under other names than the model's"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=GATHER)
+    shapes = table.get("param_shapes")
+    groups = [shapes] if isinstance(shapes, dict) else [] if shapes is None else shapes
+    if not isinstance(groups, list):
+        raise _corrupt(file, "is not a list of dictionaries of shapes", "param_shapes")
+    frozen = table.get("frozen_param_fragments")
+    config = _get(table, "ds_config", dict, {})
+    module = _tensors(file, table.get("module") or {}, "module")
+    frozen_shapes = table.get("frozen_param_shapes")
+    if frozen_shapes is not None:
+        frozen_shapes = as_in(module, _shapes(file, frozen_shapes, "frozen_param_shapes"))
+    buffers = as_in(module, {name: None for name in _get(table, "buffer_names", list, []) if isinstance(name, str)})
+    trained = tuple(as_in(module, _shapes(file, group, "param_shapes")) for group in groups)
+    stored = {*buffers, *(frozen_shapes or ()), *(name for group in trained for name in group)}
+    return ModelStates(
+        file=replace(file, value=None),
+        rank=rank,
+        stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
+        module=module,
+        buffer_names=frozenset(buffers),
+        param_shapes=trained,
+        frozen_shapes=frozen_shapes,
+        frozen=None if frozen is None else as_in(module, _tensors(file, frozen, "frozen_param_fragments")),
+        shared={
+            **_in_one_place(module, stored),
+            **{
+                _as_in_module(module, name): _as_in_module(module, real)
+                for name, real in _shared(table.get("shared_params")).items()
+            },
+        },
+        global_steps=_get(table, "global_steps", int, None),
+        world_size=_count_of_ranks(table.get("dp_world_size")),
+        version=_get(table, "ds_version", str, None),
+        slices=_tensor_parallel(file, cuts),
+        cuts=cuts or {},
+        experts=tuple(n for n in _get(table, "num_experts", list, []) if type(n) is int),
+        data_before_experts=config.get("use_data_before_expert_parallelism") is True,
+        config=as_json(config),
+    )
+
+
+def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
+    """Return how many ranks share each parameter. Raises `UnsupportedCheckpoint` where nothing says which part each has."""
+    # the key is there since 0.19.5
+    parallel = file.value.get("checkpoint_parallel_dimensions")
+    degrees = {"tp_degree": 1, "pp_degree": 1, **(parallel if isinstance(parallel, dict) else {})}
+    if type(file.value.get("mp_world_size")) is int:
+        degrees["mp_world_size"] = file.value["mp_world_size"]
+    of_pipeline = degrees["pp_degree"]
+    if type(of_pipeline) is int and of_pipeline > 1:
+        message = f"pp_degree is {of_pipeline}: lora-tool does not put pipeline-parallel checkpoints together"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
+    degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
+    if degree > 1 and cuts is None:
+        message = (
+            f"mp_world_size is {degree}: tensor parallel, and no affine map in it says how its parameters were cut"
+        )
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
+    return degree
+
+
+def _configured_stage(config: Mapping[str, Any]) -> int:
+    stage = _get(_get(config, "zero_optimization", dict, {}), "stage", int, 0)
+    return stage if stage in (1, 2) else 0  # stage 3 would be in the file's name
+
+
+def optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStates:
+    """Return what a `*_optim_states.pt` says. Raises `CorruptFile`."""
+    table = file.value.get("optimizer_state_dict")
+    if not isinstance(table, dict):
+        raise _corrupt(file, "has no `optimizer_state_dict`: not written by ZeRO")
+    # BF16_Optimizer writes no zero_stage; its parts are cut as stage 1 cuts them
+    groups = table.get("fp32_flat_groups")
+    stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
+    groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
+    if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
+        raise _corrupt(file, "has no flat float32 groups, so it holds no masters")
+    if not all(group.dtype.is_float for group in groups):
+        raise _corrupt(file, f"holds masters of type {groups[0].dtype}, which are not weights")
+    if any(_nonzero(padding) for padding in _get(table, "param_alignment_paddings", list, [])):
+        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which lora-tool does not read")
+    optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
+    return OptimStates(
+        file=replace(file, value=None),
+        rank=rank,
+        stage=stage,
+        groups=tuple(groups),
+        world_size=_count_of_ranks(table.get("partition_count")),
+        counts=tuple(n if type(n) is int else 0 for n in _get(table, "partition_count", list, [])),
+        step=_step(file, optimizer),
+        config=as_json(_get(file.value, "ds_config", dict, {})),
+    )
+
+
+def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
+    if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
+        raise _corrupt(file, "is not a dictionary of names", key)
+    # `_extra_state` entries may be anything; only tensors are weights
+    return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
+
+
+def as_in(module: Mapping[str, object], table: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return the table with the names that its tensors have in `module`."""
+    if all(map(module.__contains__, table)):
+        return table
+    found = {_as_in_module(module, name): value for name, value in table.items()}
+    return found if len(found) == len(table) else table
+
+
+def _as_in_module(module: Mapping[str, object], name: str) -> str:
+    """Activation checkpointing takes its wrapper out of the names of a state dict; DeepSpeed's other tables have it."""
+    plain = name if name in module else keys.unwrapped(name)
+    return plain if plain in module else name
+
+
+def _in_one_place(module: Mapping[str, LazyTensor], stored: Container[str]) -> dict[str, str]:
+    """Return other name → the name that is in `stored`, or the first, of parameters that are one tensor.
+
+    `shared_params` has not those of a module that has two names itself, as T5's embedding had.
+    """
+    names_of: dict[LazyTensor, list[str]] = {}
+    for name, tensor in module.items():
+        names_of.setdefault(tensor, []).append(name)
+    tied: dict[str, str] = {}
+    for tensor, names in names_of.items():
+        real = [name for name in names if name in stored]
+        # placeholders prove it only as long as each parameter has its own
+        if len(real) < len(names) > 1 and (len(real) == 1 or 0 not in tensor.shape):
+            kept = (real or names)[0]
+            tied |= {name: kept for name in names if name != kept and name not in stored}
+    return tied
+
+
+def _shapes(file: TorchFile, table: object, key: str) -> dict[str, tuple[int, ...]]:
+    if not isinstance(table, dict):
+        raise _corrupt(file, "is not a dictionary of shapes", key)
+    for name, shape in table.items():
+        if not isinstance(name, str) or not is_tensor_name(name):
+            raise _corrupt(file, f"has the key {name!r:.80}, which is not a tensor's name", key)
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
+            raise _corrupt(file, f"gives `{name:.80}` no shape: tensor parallel?", key)
+        if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
+            raise _corrupt(file, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
+    return table
+
+
+def _shared(table: object) -> dict[str, str]:
+    # 0.9.0 wrote a list of pairs, 0.9.2 and later a dictionary
+    pairs: Iterable[Any] = table.items() if isinstance(table, dict) else table if isinstance(table, list) else ()
+    return {
+        pair[0]: pair[1]
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(name, str) for name in pair)  # noqa: PLR2004
+    }
+
+
+def _get(table: Mapping[str, Any], key: str, kind: type[Value], default: Default) -> Value | Default:
+    """Return what the pickle has under `key`, the default where that is of another type."""
+    value = table.get(key)
+    return value if type(value) is kind else default
+
+
+def _corrupt(file: TorchFile, message: str, key: str | None = None) -> CorruptFile:
+    return CorruptFile.of(file.path, Defect.BAD_HEADER, message, key)
+
+
+def _stage(value: object) -> int:
+    """ZeroStageEnum is an enumeration of integers: the pickle calls it with its value."""
+    number = value.args[0] if isinstance(value, Stub) and value.args else value
+    return number if type(number) is int else 1
+
+
+def _nonzero(padding: object) -> bool:
+    return any(map(_nonzero, padding)) if isinstance(padding, list) else bool(padding)
+
+
+def _count_of_ranks(value: object) -> int | None:
+    """Stage 3 writes one number, stages 1 and 2 one for each group."""
+    counts = value if isinstance(value, list) else [value]
+    return max((count for count in counts if type(count) is int and 0 < count < _MAX_RANKS), default=None)
+
+
+def _step(file: TorchFile, optimizer: object) -> float | None:
+    """Torch's Adam counts in the state of each parameter, some fused ones in the parameter groups."""
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        for entry in (*_get(part, "state", dict, {}).values(), *_get(part, "param_groups", list, [])):
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if isinstance(step, LazyTensor):
+                return read_scalar(file, step)
+            if is_number(step):
+                return float(step)
+    return None

@@ -1,0 +1,236 @@
+"""What DeepSpeed leaves of modules that several ranks share, by its own training: 4 processes on CPU.
+
+    python tests/oracle/deepspeed_saves.py OUT [NAME…]
+
+`OUT/NAME` holds the checkpoint and `truth.safetensors`: float32 masters, or weights where there are none, gathered live.
+Mixtures are of two groups of experts with two ranks each, under stages 0 to 2 (DeepSpeed refuses stage 3); AutoTP cuts
+a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+EXPERTS = 4
+TAG = "global_step2"
+Module = Any
+Maker = Callable[[Path], None]
+
+
+def mixture(*, lora: bool, dtype: str) -> Module:
+    """Return two blocks with a mixture each: every expert has values of its own."""
+    import peft
+    import torch
+    from deepspeed.moe.layer import MoE
+
+    class Expert(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+        def forward(self, rows: Module) -> Module:
+            return self.down(torch.relu(self.up(rows)))
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Linear(8, 8)
+            self.moe = MoE(8, Expert(), num_experts=EXPERTS, ep_size=2, min_capacity=4)
+
+        def forward(self, rows: Module) -> Module:
+            return rows + self.moe(self.proj(rows))[0]
+
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(8, 3))
+    if lora:
+        module = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["proj", "up", "down"]))
+    module = module.to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".deepspeed_experts." in name:
+                vars(parameter).update(allreduce=False, group_name="ep_size_2")  # as `Experts` marks its own
+            seed = sum(map(ord, in_the_module(name)))
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+    return module
+
+
+def in_the_module(name: str) -> str:
+    """Return the name of this rank's tensor with the number that its expert has among all."""
+    from deepspeed.utils import groups
+
+    before = groups._get_expert_parallel_rank("ep_size_2") * EXPERTS // 2
+    return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda found: str(before + int(found[0])), name)
+
+
+def trained(out: Path, module: Module, batches: Any, config: Mapping[str, Any], groups: list[Any]) -> Module:
+    """Train for two steps and save; return the engine."""
+    import deepspeed
+    import torch
+
+    options = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, **config}
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options)
+    for batch in batches:
+        engine.backward(batch(engine))
+        engine.step()
+    engine.save_checkpoint(str(out), tag=TAG)
+    return engine
+
+
+def masters(engine: Module) -> dict[str, Any]:
+    """Return each parameter's float32 master, or the parameter itself where it has none."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad and engine.zero_optimization() else None
+        found[name] = (parameter if master is None else master).detach().clone()
+    return found
+
+
+def gathered(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the table of every rank."""
+    import torch.distributed as dist
+
+    tables: list[Any] = [None] * RANKS
+    dist.all_gather_object(tables, dict(table))
+    return tables
+
+
+def keep(out: Path, truth: Mapping[str, Any]) -> None:
+    """Write the truth, once."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in truth.items()}, out / "truth.safetensors")
+
+
+def moe(stage: int, dtype: str, *, lora: bool = False, data_first: bool = False) -> Maker:
+    """A mixture of experts of DeepSpeed's own."""
+
+    def make(out: Path) -> None:
+        import torch
+        import torch.distributed as dist
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+        from deepspeed.utils import groups
+
+        for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            known.clear()  # of a run with another order of ranks
+        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=data_first)
+        module = mixture(lora=lora, dtype=dtype)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sorts = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
+        config = {
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "use_data_before_expert_parallelism": data_first,
+        }
+
+        def batch(step: int) -> Callable[[Module], Any]:
+            rows = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+            return lambda engine: engine(rows.to(getattr(torch, dtype))).float().pow(2).mean()
+
+        engine = trained(out, module, map(batch, range(2)), config, sorts)
+        truth: dict[str, Any] = {}
+        for table in gathered({in_the_module(name): tensor for name, tensor in masters(engine).items()}):
+            for name, tensor in table.items():
+                if not torch.equal(truth.setdefault(name, tensor), tensor):
+                    raise AssertionError(name)
+        keep(out, truth)
+
+    return make
+
+
+def autotp(stage: int) -> Maker:
+    """A whole Qwen2, cut by AutoTP: q, k, v, gate, up and lm_head by rows, o and down by columns."""
+
+    def make(out: Path) -> None:
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+        import transformers as hf
+
+        torch.manual_seed(3)
+        config = hf.Qwen2Config(
+            vocab_size=67,
+            hidden_size=20,
+            intermediate_size=26,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=6,
+        )
+        module = deepspeed.tp_model_init(hf.Qwen2ForCausalLM(config), tp_size=2, dtype=torch.bfloat16)
+        options = {
+            "zero_optimization": {"stage": stage},
+            "tensor_parallel": {"autotp_size": 2},
+            "bf16": {"enabled": True},
+        }
+
+        def batch(step: int) -> Callable[[Module], Any]:
+            rows = torch.randint(
+                3, 60, (2, 6), generator=torch.Generator().manual_seed(10 * (dist.get_rank() // 2) + step)
+            )
+            return lambda engine: engine(input_ids=rows, labels=rows).loss
+
+        engine = trained(out, module, map(batch, range(2)), options, list(module.parameters()))
+        first, second = gathered(masters(engine))[:2]
+        by_columns = re.compile(r"(o_proj|down_proj)\.weight")
+        whole = re.compile(r"embed_tokens|norm")
+        truth = {}
+        for name, tensor in first.items():
+            parts = [tensor] if whole.search(name) else [tensor, second[name]]
+            truth[name] = torch.cat(parts, dim=1 if by_columns.search(name) else 0)
+        keep(out, truth)
+
+    return make
+
+
+KINDS: dict[str, Maker] = {
+    "moe-stage0": moe(0, "float32"),
+    "moe-stage2-bf16": moe(2, "bfloat16"),
+    "moe-lora-data-first": moe(1, "bfloat16", lora=True, data_first=True),
+    "autotp-stage2": autotp(2),
+}
+
+
+def work(out: Path, names: list[str]) -> None:
+    """Act as one rank."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    for name in names:
+        (out / name).mkdir(exist_ok=True)
+        dist.barrier()
+        KINDS[name](out / name)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort a normal end
+
+
+def make(out: Path, *names: str) -> None:
+    """Make the kinds that are named, by default all."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    tools = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for DeepSpeed's own operator
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PATH": tools}
+    subprocess.run([*launcher, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--worker":
+        work(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        make(Path(sys.argv[1]), *sys.argv[2:])

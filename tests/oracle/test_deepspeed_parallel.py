@@ -1,0 +1,169 @@
+"""Modules that several ranks of DeepSpeed share, trained by it: the bits of the training, and what is wrong with the files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.execution.engine import execute
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.report import Severity
+from lora_tool.validation.validating import validate
+from tests.oracle.deepspeed_saves import KINDS, TAG, make
+
+pytest.importorskip("deepspeed")
+LORA = "moe-lora-data-first"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("deepspeed")
+    make(root)
+    return root
+
+
+def found_in(run: Path) -> dict[str, str]:
+    """Return what the rules find in the values and the structure of the checkpoint."""
+    found = validate(run, deep=True, select=["LT4"]).at_least(Severity.WARNING)
+    return {finding.code: str(finding) for finding in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_has_the_bits_of_the_training(kind: str, made: Path, tmp_path: Path) -> None:
+    found = load_file(execute(plan_consolidate(made / kind, what="state"), tmp_path / "out") / "model.safetensors")
+    truth = load_file(made / kind / "truth.safetensors")
+    assert found.keys() == truth.keys()
+    assert [name for name, tensor in truth.items() if found[name].dtype != tensor.dtype] == []
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    assert found_in(made / kind) == {}
+
+
+def test_an_adapter_has_the_lora_of_every_expert(made: Path, tmp_path: Path) -> None:
+    plan = plan_consolidate(made / LORA, lora_alpha=4)
+    adapter = load_file(execute(plan, tmp_path / "out") / "adapter_model.safetensors")
+    truth = load_file(made / LORA / "truth.safetensors")
+    lora = {name.replace(".default.", "."): tensor for name, tensor in truth.items() if ".lora_" in name}
+    assert adapter.keys() == lora.keys()
+    assert sum(".deepspeed_experts.3." in name for name in lora) == 2 * 2 * 2
+    assert all(torch.equal(adapter[name], tensor) for name, tensor in lora.items())
+
+
+def _expert(run: Path, number: int, layer: int = 0) -> Path:
+    return run / TAG / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _swapped(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def _changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    table = torch.load(path, weights_only=False)
+    change(table)
+    torch.save(table, path)
+
+
+def _doubled(table: dict[str, Any]) -> None:
+    for tensor in table.values():
+        tensor.mul_(2)
+
+
+def _shorter(table: dict[str, Any]) -> None:
+    table.popitem()
+
+
+def _optim(run: Path, rank: int, slice_: int) -> Path:
+    return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_{slice_:02d}_optim_states.pt"
+
+
+def _model(run: Path, slice_: int) -> Path:
+    return run / TAG / f"mp_rank_{slice_:02d}_model_states.pt"
+
+
+def _drop_slice(run: Path) -> None:
+    for path in (run / TAG).glob("*mp_rank_01*"):
+        path.unlink()
+
+
+def _more_experts(run: Path) -> None:
+    torch.save(torch.load(_expert(run, 1), weights_only=False), _expert(run, 7))
+
+
+MOE, TP = "moe-stage2-bf16", "autotp-stage2"
+FAULTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "an expert is missing": (MOE, "LT401", lambda run: _expert(run, 2, 1).unlink()),
+    "the last expert is missing": (MOE, "LT401", lambda run: _expert(run, 3, 1).unlink()),
+    "an expert is truncated": (MOE, "LT402", lambda run: _cut(_expert(run, 1))),
+    "an expert of a larger run": (MOE, "LT403", _more_experts),
+    "an expert is copied": (MOE, "LT404", lambda run: shutil.copy(_expert(run, 0), _expert(run, 1))),
+    "experts are swapped": (MOE, "LT404", lambda run: _swapped(_expert(run, 0), _expert(run, 3))),
+    "experts of two layers are swapped": (MOE, "LT404", lambda run: _swapped(_expert(run, 0), _expert(run, 0, 1))),
+    "an expert of another run": (MOE, "LT407", lambda run: _changed(_expert(run, 3), _shorter)),
+    "an expert of another step": (MOE, "LT414", lambda run: _changed(_expert(run, 3), _doubled)),
+    "a slice is missing": (TP, "LT401", _drop_slice),
+    "a slice's model file is missing": (TP, "LT401", lambda run: _model(run, 1).unlink()),
+    "a slice's masters are missing": (TP, "LT401", lambda run: _optim(run, 1, 1).unlink()),
+    "a slice is truncated": (TP, "LT402", lambda run: _cut(_optim(run, 1, 1))),
+    "slices are swapped": (TP, "LT404", lambda run: _swapped(_optim(run, 0, 0), _optim(run, 0, 1))),
+    "a slice is copied": (TP, "LT404", lambda run: shutil.copy(_model(run, 0), _model(run, 1))),
+    "a slice of another step": (
+        TP,
+        "LT406",
+        lambda run: _changed(_model(run, 1), lambda table: table.update(global_steps=9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_and_refused(fault: str, made: Path, tmp_path: Path) -> None:
+    kind, code, injure = FAULTS[fault]
+    run = Path(shutil.copytree(made / kind, tmp_path / "run"))
+    injure(run)
+    assert code in found_in(run)
+    with pytest.raises(FindingsFound, match=code):
+        execute(plan_consolidate(run, what="state"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _without_map(table: dict[str, Any]) -> None:
+    table.pop("universal_checkpoint_info")
+
+
+def _scaled(table: dict[str, Any]) -> None:
+    cuts = table["universal_checkpoint_info"]["affine_map"]["params"]
+    for piece in (piece for of in cuts[r"^model\.norm\.weight$"]["ranks"].values() for piece in of["pieces"]):
+        piece["scale"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_without_map, "no affine map in it says how its parameters were cut"),
+        (_scaled, r"`model\.norm\.weight` cannot be put together from its slices: AutoTP stores it divided"),
+    ],
+)
+def test_a_cut_that_is_not_known_is_refused(change: Any, why: str, made: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(made / TP, tmp_path / "run"))
+    for slice_ in range(2):
+        _changed(_model(run, slice_), change)
+    with pytest.raises(UnsupportedCheckpoint, match=why):
+        plan_consolidate(run, what="state")
+
+
+def test_experts_under_autoep_are_refused(made: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(made / "moe-stage0", tmp_path / "run"))
+    _changed(_model(run, 0), lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
+    with pytest.raises(UnsupportedCheckpoint, match="replaced by AutoEP's"):
+        plan_consolidate(run, what="state")
