@@ -71,11 +71,19 @@ class Misreading:
         return values if self.columns is None else self.columns(values)
 
 
+def unscaled(encoding: Tiled | BnbInt8) -> Misreading:
+    """Return the misreading that gives the codes themselves."""
+    if isinstance(encoding, BnbInt8):
+        parts = {encoding.largest.name: _all(DType.F32, _127)}
+        return Misreading(what=_UNSCALED, encoding=encoding, parts=parts)
+    return _unscaled(encoding, encoding.scales)
+
+
 def misreadings(encoding: Encoding) -> Iterator[Misreading]:
     """Yield the ways in which a weight of this encoding is known to be read wrongly."""
     match encoding:
         case Tiled():
-            yield _unscaled(encoding, encoding.scales)
+            yield unscaled(encoding)
             yield from _other_tiles(encoding)
             yield Misreading(
                 what="it was divided by its scales, which multiply",
@@ -83,9 +91,8 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
                 parts={encoding.scales.name: _inverse(encoding.scales.dtype)},
             )
         case BnbInt8():
-            largest = encoding.largest.name
-            yield Misreading(what=_UNSCALED, encoding=encoding, parts={largest: _all(DType.F32, _127)})
-            wide = {largest: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
+            yield unscaled(encoding)
+            wide = {encoding.largest.name: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
             yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
         case Bnb4():
             yield from _of_bnb4(encoding)
