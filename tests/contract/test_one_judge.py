@@ -116,7 +116,7 @@ def patient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.02)
-        adapted.save_pretrained(folder / "adapter")
+        adapted.save_pretrained(str(folder / "adapter"))
     return found, folder
 
 

@@ -42,7 +42,9 @@ def test_our_defaults_are_pefts(tmp_path: Path) -> None:
 
 
 def test_what_peft_saves_is_read_without_complaint(tmp_path: Path) -> None:
-    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], task_type="SEQ_CLS").save_pretrained(tmp_path)
+    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], task_type="SEQ_CLS").save_pretrained(
+        str(tmp_path)
+    )
     config = read_adapter_config(tmp_path / "adapter_config.json")
     assert (config.problems, config.unknown, config.refused) == ((), (), ())
 

@@ -62,7 +62,7 @@ def save_adapter(
             parameter.copy_(noise + parameter.float() if parameter.dim() == 1 else noise)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*have invalid shape.*lora_B.bias", category=PeftWarning)
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(str(folder), save_embedding_layers=False)
     if dtype is not None:
         weights = folder / "adapter_model.safetensors"
         save_file({name: tensor.to(dtype) for name, tensor in saved_tensors(folder).items()}, weights)

@@ -39,7 +39,7 @@ def trained(base: Path, lora: dict[str, Any], name: str) -> PeftModel:
 def test_a_raw_state_dict_gives_the_same_as_pefts_own_file(kind: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "seq-cls", torch.bfloat16)
     model = trained(base, LORAS[kind], "reward")
-    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(str(tmp_path / "saved"))
     raw = {name: tensor.clone() for name, tensor in model.state_dict().items() if any(part in name for part in RAW)}
     assert any(".reward." in name or name.endswith(".reward") for name in raw)
     (tmp_path / "raw").mkdir()
@@ -61,7 +61,7 @@ def test_a_raw_state_dict_gives_the_same_as_pefts_own_file(kind: str, tmp_path: 
 def test_two_names_in_one_file_are_refused(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "seq-cls", torch.bfloat16)
     model = trained(base, LORAS["reward"], "one")
-    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(str(tmp_path / "saved"))
     saved = tmp_path / "saved" / "one"
     tensors = saved_tensors(saved)
     named = {
@@ -77,12 +77,12 @@ def test_two_names_in_one_file_are_refused(tmp_path: Path) -> None:
 def test_the_folder_above_is_enough_where_it_holds_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = Caller(capsys)
     base = save_base(tmp_path / "base", "llama", "seq-cls", torch.bfloat16)
-    trained(base, LORAS["reward"], "one").save_pretrained(tmp_path / "saved")
+    trained(base, LORAS["reward"], "one").save_pretrained(str(tmp_path / "saved"))
     done = call("merge", tmp_path / "saved")
     assert done.code == 0, done.err
     assert f"note: merging the adapter in {tmp_path / 'saved' / 'one'}" in done.err
     assert json.loads((tmp_path / "saved-merged" / "config.json").read_text())["id2label"]
-    trained(base, LORAS["reward"], "two").save_pretrained(tmp_path / "saved")
+    trained(base, LORAS["reward"], "two").save_pretrained(str(tmp_path / "saved"))
     refused = call("merge", tmp_path / "saved", "-o", tmp_path / "other")
     assert refused.code == 3
     assert "holds 2 adapters: one, two" in refused.err

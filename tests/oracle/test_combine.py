@@ -185,7 +185,8 @@ def test_heads_are_kept_chosen_or_refused(tmp_path: Path) -> None:
     assert not validate(chosen, base=base).findings
     assert not verify(chosen).report.findings
     loaded = PeftModel.from_pretrained(load_model(base, "seq-cls"), chosen)
-    assert torch.equal(loaded.get_submodule("base_model.model.score").weight.detach(), changed[head])
+    score: Any = loaded.get_submodule("base_model.model.score")
+    assert torch.equal(score.weight.detach(), changed[head])
 
 
 def test_biases_of_lora_b_add_up(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_mlx_lm_trained_is_pefts_delta(call: Caller, tmp_path: Path) -> Non
         (factors("model.layers.0.mlp.up_proj"), {"lora_parameters": {"rank": 3}}, "scale"),
         (factors("model.layers.0.mlp.up_proj"), {"lora_parameters": {"rank": True, "scale": 1.0}}, "rank"),
         (factors("model.layers.0.mlp.up_proj", rank=4), {}, "says rank 3"),
-        ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, {}, "no tensor of MLX-LM's LoRA"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, {}, "is not a tensor of MLX-LM's LoRA"),
         ({"model.layers.0.mlp.switch_mlp.up_proj.lora_a": torch.ones(2, 3, 4)}, {}, "--base"),
         ({"model.layers.0.mlp.up_proj.lora_a": torch.ones(4, 3)}, {}, "lora_B"),
     ],

@@ -240,7 +240,7 @@ def test_experts_one_by_one_and_fused(model_type: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     for parameter in (each for each in trained.parameters() if each.requires_grad):
         torch.nn.init.normal_(parameter, generator=generator)
-    trained.save_pretrained(tmp_path / "fused")
+    trained.save_pretrained(str(tmp_path / "fused"))
     inner, block = ("w1", "w3", "w2"), "block_sparse_moe"
     if model_type == "qwen3_moe":
         inner, block = ("gate_proj", "up_proj", "down_proj"), "mlp"

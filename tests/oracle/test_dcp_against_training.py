@@ -232,11 +232,11 @@ def test_nothing_that_was_trained_stays_behind(tmp_path: Path, options: dict[str
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    model.save_pretrained(tmp_path / "truth")
+    model.save_pretrained(str(tmp_path / "truth"))
     state = get_peft_model_state_dict(model) if alone else model.state_dict()
     folder = tmp_path / "checkpoint-2"
     save({"model": state}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
-    model.peft_config["default"].save_pretrained(folder)
+    model.peft_config["default"].save_pretrained(str(folder))
     execute(plan(folder), tmp_path / "out")
     found, truth = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "truth"))
     assert truth.keys() <= found.keys()

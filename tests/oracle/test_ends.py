@@ -40,7 +40,7 @@ def train(model: PreTrainedModel, folder: Path, lora: dict[str, Any], task: Task
     with torch.no_grad():
         for parameter in (p for p in peft_model.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(str(folder))
     return folder
 
 
@@ -129,13 +129,13 @@ def test_ends_that_differ_under_weight_tying_need_two_matrices(change: dict[str,
 def test_an_end_that_peft_drops_on_loading_is_merged_as_it_was_trained(tmp_path: Path) -> None:
     """PEFT knows tied ends by two names, and saves GPT-2's under a third: the output layer's LoRA is not loaded."""
     base = save_base(tmp_path / "base", "gpt2", "causal-lm", torch.float32, tie_word_embeddings=True)
-    lora = {"r": 4, "target_modules": ["lm_head"], "ensure_weight_tying": True}
+    lora: dict[str, Any] = {"r": 4, "target_modules": ["lm_head"], "ensure_weight_tying": True}
     model = get_peft_model(load_model(base, "causal-lm"), LoraConfig(task_type=TaskType.CAUSAL_LM, **lora))
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(8)) * 0.1)
         trained = model(torch.arange(12)[None]).logits
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     loaded = PeftModel.from_pretrained(load_model(base, "causal-lm"), tmp_path / "adapter")
     assert not any("lm_head.lora" in name for name in loaded.state_dict())
     told = {finding.code for finding in validate(tmp_path / "adapter", base=base).findings}
@@ -197,7 +197,7 @@ def test_an_adapter_of_trained_tokens_alone(tied: bool, targets: list[str] | Non
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(8)))
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     theirs = merged_by_peft(load_model(base, "causal-lm"), tmp_path / "adapter", tmp_path / "theirs")
     assert_same(merge_with_ours(base, tmp_path / "adapter", tmp_path / "ours", "peft"), theirs)
     assert validate(tmp_path / "adapter", base=base).findings == ()

@@ -39,7 +39,7 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         adapted = get_peft_model(model, config)
         train_a_little(adapted)
-        adapted.save_pretrained(tmp_path / "adapter")
+        adapted.save_pretrained(str(tmp_path / "adapter"))
     assert lines(judge(tmp_path / "adapter")) == []
     assert lines(judge(tmp_path / "base")) == []
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base", task=task)) == []

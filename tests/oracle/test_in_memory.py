@@ -38,7 +38,7 @@ def adapter_of(base: Path, folder: Path, lora: dict[str, Any], task: Task) -> Pa
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 

@@ -94,7 +94,7 @@ def save_old_adapter(folder: Path, base: Path, targets: list[str], **fields: Any
     """Write an adapter as transformers 4 trained it: LoRA on linear layers of the names that the base has on disk."""
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=7, target_modules=targets, **fields)
     config.base_model_name_or_path = str(base)
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for name, weight in saved_tensors(base).items():
@@ -281,7 +281,7 @@ def save_trained(model: PreTrainedModel, folder: Path, lora: Mapping[str, Any]) 
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def require_merged(load: Callable[[], PreTrainedModel], folder: Path) -> None:

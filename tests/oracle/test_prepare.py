@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lora_tool import Server, plan_merge, plan_prepare, prepare, validate, verify
@@ -168,3 +168,130 @@ def test_fused_experts_keep_their_layout_for_vllm(tmp_path: Path) -> None:
     assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
     with pytest.raises(UnsupportedAdapter, match="as one tensor for each expert"):
         plan_prepare(adapter, "llama.cpp")
+
+
+def graded_base(folder: Path, **overrides: Any) -> Path:
+    """Write a base whose matrices have singular values far apart, so that what PiSSA takes out is determined."""
+    base = save_base(folder, "llama", "causal-lm", torch.float32, **overrides)
+    table = saved_tensors(base)
+    for path in base.glob("model*"):
+        path.unlink()
+    for name, weight in table.items():
+        if weight.dim() == 2 and "proj" in name:
+            left, values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+            table[name] = ((left * values[0] * 0.7 ** torch.arange(len(values))) @ right).float()
+    save_file(table, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
+def logits_of(base: Path, adapter: Path) -> torch.Tensor:
+    model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[5, 17, 3, 42, 8]])).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("server", [Server.VLLM, Server.PEFT, Server.MLX])
+def test_an_init_that_changed_the_base_becomes_plain_lora_of_twice_the_rank(
+    init: str, server: Server, tmp_path: Path
+) -> None:
+    base = graded_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", QV | {"r": 3, "init_lora_weights": init})
+    with pytest.raises(UnsupportedAdapter, match="takes a part out of the base first") as refused:
+        plan_prepare(adapter, server)
+    assert "--base MODEL" in str(refused.value.hint)
+    out = prepare(adapter, server, base=base, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+    name = "adapters.safetensors" if server is Server.MLX else "adapter_model.safetensors"
+    table = load_file(out / name)
+    assert {min(tensor.shape) for tensor in table.values()} == {6}
+    if server is not Server.MLX:
+        assert read_json(out / "adapter_config.json")["init_lora_weights"] is True
+        assert torch.allclose(logits_of(base, out), logits_of(base, adapter), rtol=0, atol=2e-5)
+    name = next(each for each in table if each.lower().endswith(("lora_b", "lora_b.weight")))
+    table[name][0] *= 1.01
+    save_file(table, out / ("adapters.safetensors" if server is Server.MLX else "adapter_model.safetensors"))
+    assert [finding.code for finding in verify(out).report.findings] == ["LT626"]
+
+
+TRAINED_ROWS = {"trainable_token_indices": {"embed_tokens": [3, 5]}}
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        QV | TRAINED_ROWS,
+        QV | {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"peft_type": "TRAINABLE_TOKENS"},
+    ],
+)
+@pytest.mark.parametrize("server", [Server.VLLM, Server.LLAMA_CPP])
+def test_trained_rows_are_lora_on_the_embedding(lora: dict[str, Any], server: Server, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=False)
+    if "peft_type" in lora:
+        model = get_peft_model(load_model(base, "causal-lm"), TrainableTokensConfig(token_indices=[3, 5]))
+        model.save_pretrained(str(tmp_path / "adapter"))
+        adapter = tmp_path / "adapter"
+        path = adapter / "adapter_model.safetensors"
+        table = {name: tensor + 0.3 if "delta" in name else tensor for name, tensor in load_file(path).items()}
+        save_file(table, path, metadata={"format": "pt"})
+    else:
+        adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    path = adapter / "adapter_model.safetensors"
+    whole = load_file(path)
+    for name, tensor in whole.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            before = saved_tensors(base)[name.removeprefix(PREFIX)]
+            whole[name] = before.clone()
+            whole[name][[4, 9]] = tensor[[4, 9]] + 0.5
+    save_file(whole, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedAdapter, match="embed") as refused:
+        plan_prepare(adapter, server)
+    assert "--base MODEL" in str(refused.value.hint)
+    out = prepare(adapter, server, base=base, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+    table = load_file(out / "adapter_model.safetensors")
+    assert all("lora_" in name for name in table)
+    assert torch.allclose(logits_of(base, out), logits_of(base, adapter), rtol=0, atol=2e-5)
+    name = f"{PREFIX}model.embed_tokens.lora_embedding_B"
+    table[name][0] *= 1.01
+    save_file(table, out / "adapter_model.safetensors")
+    assert [finding.code for finding in verify(out).report.findings] == ["LT626"]
+
+
+def test_rows_that_a_server_would_not_have(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", QV | TRAINED_ROWS)
+    with pytest.raises(UnsupportedAdapter, match="output layer, too"):
+        prepare(adapter, "vllm", base=base, out=tmp_path / "out")
+    untied = save_base(tmp_path / "untied", "llama", "causal-lm", torch.float32, tie_word_embeddings=False)
+    grown = save_adapter(tmp_path / "grown", untied, "causal-lm", QV | {"modules_to_save": ["embed_tokens"]})
+    table = load_file(grown / "adapter_model.safetensors")
+    name = next(name for name in table if "embed_tokens" in name)
+    table[name] = torch.cat([table[name], table[name][:2]])
+    save_file(table, grown / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((UnsupportedAdapter, FindingsFound), match="vocabulary grew|rows"):
+        prepare(grown, "vllm", base=untied, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*lora-tool*"))
+
+
+def test_dora_is_taken_as_near_as_its_rank_allows(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", QV | {"use_dora": True})
+    with pytest.raises(UnsupportedAdapter, match="DoRA") as refused:
+        plan_prepare(adapter, "vllm", base=base)
+    assert "--base MODEL --approximate" in str(refused.value.hint)
+    done = prepare(adapter, "vllm", base=base, approximate=True, max_rank=8, out=tmp_path / "out")
+    assert not verify(done).report.findings
+    merged = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter).merge_and_unload().state_dict()
+    before, found = saved_tensors(base), deltas(base, done.path)
+    for each in done.plan.manifest["modules"]:
+        name = each["module"]
+        change = merged[f"{name}.weight"].double() - before[f"{name}.weight"].double()
+        left = float((found[f"base_model.model.{name}"] - change).norm())
+        assert left <= least(change, 8) * 1.002 + 1e-6 * float(change.norm())
+        assert each["error"] == pytest.approx(left / float(change.norm()), rel=2e-3)
+    exact = prepare(adapter, "vllm", base=base, approximate=True, max_rank=64, out=tmp_path / "exact").path
+    assert torch.allclose(logits_of(base, exact), logits_of(base, adapter), rtol=0, atol=1e-4)

@@ -163,7 +163,7 @@ def test_a_head_takes_the_place_of_one_of_another_size(model_type: str, precisio
     )
     targets = ["q_proj", "query"]
     peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
-    peft_model.save_pretrained(tmp_path / "adapter")
+    peft_model.save_pretrained(str(tmp_path / "adapter"))
     untrained = {"ignore": ["LT208"]}
     merged = load_whole(merge_with_ours(base, tmp_path / "adapter", tmp_path / "merged", precision, **untrained))
     assert merged.config.num_labels == 1

@@ -36,7 +36,7 @@ def train(
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=save)
+    adapted.save_pretrained(str(folder), save_embedding_layers=save)
 
 
 def require_pefts(loaded: PreTrainedModel, folder: Path) -> None:

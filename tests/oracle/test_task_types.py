@@ -102,7 +102,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, task_type: str | None, **
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def require_pefts(loaded: PreTrainedModel, folder: Path, class_name: str, **choices: Any) -> Table:

@@ -65,7 +65,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, **lora: Any) -> Path:
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 

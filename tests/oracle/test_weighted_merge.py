@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def with_peft(base: Path, adapters: dict[Path, float], out: Path) -> Path:
     model = PeftModel.from_pretrained(load_model(base, "causal-lm"), first, adapter_name="0")
     for number, other in enumerate(others, start=1):
         model.load_adapter(other, adapter_name=str(number))
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         if hasattr(layer, "set_scale"):
             for name, weight in zip(map(str, range(len(adapters))), adapters.values(), strict=True):
                 layer.set_scale(name, weight)
@@ -85,7 +87,7 @@ def test_one_rounding_of_the_sum_whichever_way_it_is_made(pair: tuple[Path, Path
 def test_what_a_weight_does_not_scale_is_refused_or_told(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
     dora = save_adapter(tmp_path / "dora", base, "causal-lm", QV | {"use_dora": True})
-    with pytest.raises(UnsupportedAdapter, match=r"the weight 0\.5: DoRA"):
+    with pytest.raises(UnsupportedAdapter, match=r"with weight 0\.5: DoRA"):
         plan_merge(base, f"{dora}=0.5")
     saved = save_adapter(tmp_path / "saved", base, "causal-lm", QV | {"modules_to_save": ["lm_head"]})
     assert any("scales only ΔW: lm_head" in note for note in plan_merge(base, f"{saved}=0.5").notes)

@@ -139,7 +139,7 @@ def save_both(case: Case, folder: Path) -> tuple[Path, Path]:
     with torch.no_grad():
         for parameter in (p for p in adapted.parameters() if p.requires_grad):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    adapted.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
     return folder / "base", folder / "adapter"
 
 

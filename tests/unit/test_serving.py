@@ -71,6 +71,9 @@ MENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "LT806": ("sglang", {"alpha_pattern": {"down_proj": 64}}),
     "LT806 for llama.cpp": ("llama.cpp", {"alpha_pattern": {"down_proj": 64}}),
     "LT807": ("llama.cpp", {"use_rslora": True}),
+    "LT801": ("mlx", {"modules_to_save": ["lm_head"]}),
+    "LT804": ("sglang", {"trainable_token_indices": [1]}),
+    "LT808": ("vllm", {"init_lora_weights": "pissa"}),
     "LT809": ("sglang", {"target_modules": ".*proj"}),
     "LT813": ("mlx", {}),
 }

@@ -100,7 +100,7 @@ def _parameters(raw: Mapping[str, Any], path: Path) -> tuple[int, float]:
     kind = raw.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise UnsupportedAdapter(
-            f"{path}: `fine_tune_type` {kind!r}: MLX-LM trained whole layers, and no LoRA",
+            f"{path}: `fine_tune_type` {kind!r}: MLX-LM trained whole layers here, not LoRA",
             hint="fuse it with the program that made it: mlx_lm.fuse --model MODEL --adapter-path FOLDER",
         )
     inner = raw.get("lora_parameters")
@@ -130,12 +130,14 @@ def _renamed(
         match = _NAME.fullmatch(name)
         if match is None:
             raise UnsupportedAdapter(
-                f"{tensor.path}: `{name}` is no tensor of MLX-LM's LoRA: expected lora_a, lora_b or m"
+                f"{tensor.path}: `{name}` is not a tensor of MLX-LM's LoRA: expected lora_a, lora_b or m"
             )
         module, part = match["module"], match["part"]
         if part == "m":
             if is_input(module):
-                raise UnsupportedAdapter(f"{tensor.path}: `{name}`: DoRA on an embedding, which PEFT scales otherwise")
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{name}`: DoRA on an embedding, which PEFT scales differently"
+                )
             yield f"{PREFIX}{module}.lora_magnitude_vector", tensor
             continue
         stacked = len(tensor.shape) == _STACK
@@ -205,7 +207,7 @@ def transposed(tensor: StoredTensor) -> StoredTensor:
     span = tensor.spans[0]
     if len(tensor.spans) > 1 or type(span) is not Span:
         raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` lies there in pieces, and is not transposed piece by piece",
+            f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
             hint="save the adapter again with PEFT: model.save_pretrained(folder)",
         )
     turned = TransposedSpan(

@@ -159,7 +159,7 @@ class AdapterView:
 
 
 def view_of(adapter: AdapterDir) -> AdapterView:
-    """Return the view of an opened adapter, whatever is wrong with it."""
+    """Return the view of an opened adapter, whether or not it is sound."""
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     tensors = adapter.tensors
     paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}

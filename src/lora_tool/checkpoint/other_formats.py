@@ -24,7 +24,7 @@ class OtherFormat:
 
 
 _MLX = OtherFormat(
-    text="an adapter of MLX-LM, with transposed factors and names of its own",
+    text="an adapter of MLX-LM, with transposed factors and its own names",
     way_out="write it as PEFT has it, then go on with that: lora-tool convert FOLDER --to peft -o OUT",
 )
 _DIFFUSERS = OtherFormat(
@@ -48,7 +48,7 @@ _ADAPTER_HUB = OtherFormat(
     way_out="merge it with that library: model.load_adapter(folder), model.merge_adapter(NAME)",
 )
 _LEROBOT = OtherFormat(
-    text="the config of a LeRobot policy, which is no model of transformers", way_out="load it with LeRobot itself"
+    text="the config of a LeRobot policy, not of a transformers model", way_out="load it with LeRobot itself"
 )
 _LITGPT = OtherFormat(
     text="a LoRA of LitGPT", way_out="merge it with the program that made it: litgpt merge_lora FOLDER"

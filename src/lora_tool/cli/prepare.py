@@ -22,10 +22,10 @@ from lora_tool.tensors import DType
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
 @click.option("--for", "server", type=ChoiceOf(Server), required=True, help="Who is to read it.")
 @output_option
-@base_option(f"Base model to check the adapter against: {ANYWHERE}.")
+@base_option(f"Base model to compute with, and to check the adapter against: {ANYWHERE}.")
 @click.option("--max-rank", type=click.IntRange(min=1), help="Maximum rank that the server accepts.")
 @click.option(
-    "--approximate", is_flag=True, help="Accept an approximation where --max-rank is too low for the exact ΔW."
+    "--approximate", is_flag=True, help="Accept an approximation of DoRA, and of what --max-rank is too low for."
 )
 @click.option(
     "--reward-base",
@@ -54,24 +54,21 @@ def command(
     """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
 
     Scalings are multiplied into B, so the server need not know rsLoRA or alpha patterns; all ranks are padded to one
-    with zeros; targets become plain names; for MLX-LM, factors are transposed. What the server cannot represent exactly
-    (DoRA, biases, trained tokens, saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
+    with zeros; targets become plain names; for MLX-LM, factors are transposed. With --base, PiSSA and OLoRA become plain
+    LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA on those. What the server cannot
+    represent exactly (DoRA, biases, other saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite, inputs=(opened.root,))
-    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # noqa: PLC0415 - after the options
-
-    plan = plan_prepare(
-        opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
-    )
-    if reward_base is None:
-        carry_out(plan, output, overwrite=overwrite, **how)
-        return
-    from lora_tool.pipeline.algebra import plan_reward_base  # noqa: PLC0415
-
-    if server is not Server.VLLM:
+    if reward_base is not None and server is not Server.VLLM:
         raise click.UsageError(f"--reward-base is only for vLLM: {server} does not serve heads")
-    beside = plan_reward_base(opened, base)  # both are planned before either is written
-    check_output(reward_base, overwrite=overwrite, inputs=tuple({opened.root, *beside.folders}))
-    carry_out(plan, output, overwrite=overwrite, **how)
-    carry_out(beside, reward_base, overwrite=overwrite, **how)
+    from lora_tool.pipeline.algebra import plan_reward_base, preparation  # noqa: PLC0415 - after the options
+
+    asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}
+    with preparation(opened, server, output, base=base, **asked) as plan:
+        beside = None if reward_base is None else plan_reward_base(opened, base)
+        if beside is not None and reward_base is not None:  # both are planned before either is written
+            check_output(reward_base, overwrite=overwrite, inputs=tuple({opened.root, *beside.folders}))
+        carry_out(plan, output, overwrite=overwrite, **how)
+    if beside is not None and reward_base is not None:
+        carry_out(beside, reward_base, overwrite=overwrite, **how)

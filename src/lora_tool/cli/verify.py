@@ -168,7 +168,7 @@ def _of_computed(
     from lora_tool.plan.algebra.provenance import find_extracted, find_sum  # noqa: PLC0415
     from lora_tool.verification.verifying import verify_extracted, verify_sum  # noqa: PLC0415
 
-    computed, extracted = find_sum(folder, adapters), find_extracted(folder, base)
+    computed, extracted = find_sum(folder, adapters, base=base), find_extracted(folder, base)
     if computed is None and extracted is None:
         return None
     of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]

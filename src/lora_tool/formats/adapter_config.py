@@ -76,7 +76,7 @@ INITS_RECOMPUTED = frozenset({"pissa", "olora"})
 TOKENS_ALONE = "TRAINABLE_TOKENS"
 """The `peft_type` of an adapter that trained rows of embeddings and nothing else."""
 KNOWN_TYPES = frozenset({"LORA", TOKENS_ALONE})
-_TOKENS_FIELDS = frozenset({"token_indices", "init_weights"})
+TOKENS_FIELDS = frozenset({"token_indices", "init_weights"})
 """Fields of PEFT's `TrainableTokensConfig` that no LoraConfig has."""
 
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
@@ -227,7 +227,7 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         task_type, base = fields.text("task_type"), fields.text("base_model_name_or_path")
         return AdapterConfig(path=path, peft_type=other, task_type=task_type, base_model=base)
     alone = raw.get("peft_type") == TOKENS_ALONE
-    known = {*FIELD_USES, _LAYOUT} | (_TOKENS_FIELDS if alone else set())
+    known = {*FIELD_USES, _LAYOUT} | (TOKENS_FIELDS if alone else set())
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),

@@ -11,7 +11,7 @@ from lora_tool.formats.files import read_all
 FILE_NAME = "README.md"
 
 _LONGEST = 1 << 20
-"""A card of more bytes is no card."""
+"""A file with more bytes is not a model card."""
 _HEADING = re.compile(r"^#+\s*framework versions\s*$", re.IGNORECASE | re.MULTILINE)
 _LINE = re.compile(r"^[-*]\s*(?P<name>[A-Za-z][\w.-]{1,30}):?\s+(?P<version>\d[\w.+!-]{0,40})\s*$", re.MULTILINE)
 _PACKAGES = {"pytorch": "torch"}

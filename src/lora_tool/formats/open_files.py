@@ -1,4 +1,4 @@
-"""Files that are open for reading: as many as the system allows with room to spare, whatever number there are."""
+"""Files that are open for reading: never more at once than the system allows, with room to spare."""
 
 from __future__ import annotations
 

@@ -343,4 +343,4 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     ord("b"): Machine.build,
     ord("Q"): Machine.persistent,
 }
-"""What else pickles of protocol 2 to 5 are made of, than what `run` does by itself. DUP is not here: nothing writes it, and it is good for bombs alone."""
+"""What else pickles of protocol 2 to 5 are made of, than what `run` handles. DUP is left out: no pickler writes it, and only bombs need it."""

@@ -56,7 +56,7 @@ BUILT_IN: dict[Global, Known] = {
     ("__builtin__", "frozenset"): SET,
     ("builtins", "frozenset"): SET,
 }
-"""Names that every reader knows: the plain sorts of dictionaries and sets are told apart by nobody."""
+"""Names that every reader knows: no reader distinguishes the sorts of dictionaries and sets."""
 
 
 def stub_class(module: str, name: str) -> type[Stub]:

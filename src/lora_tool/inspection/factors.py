@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
+from lora_tool.formats.stored import read_part
 from lora_tool.inspection.model import Measured
 from lora_tool.tensors import DType, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
 
-_STORED = {DType.BF16: "<u2", DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
-READABLE = frozenset(_STORED)
+STORED = {DType.BF16: "<u2", DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
+"""numpy's type of the stored elements; bfloat16, which it lacks, as its bits."""
+READABLE = frozenset(STORED)
 """The dtypes that can be measured."""
 
 BLOCK = 1 << 20
@@ -54,7 +56,17 @@ def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
 
     bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
     """
-    return _mapped(tensor, np.dtype(_STORED[tensor.dtype]))
+    return _mapped(tensor, np.dtype(STORED[tensor.dtype]))
+
+
+def numbers(tensor: StoredTensor) -> Matrix:
+    """Return the whole tensor in float64, whatever spans hold it, decoded where it is quantised.
+
+    Raises `SourceChanged`, `CorruptFile`.
+    """
+    return widened(np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype]), tensor.dtype).reshape(
+        tensor.shape
+    )
 
 
 def _mapped(tensor: StoredTensor, kind: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
@@ -81,7 +93,7 @@ def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
 
 def rounded(exact: Matrix, dtype: DType) -> Matrix:
     """Return the values rounded to `dtype` and widened again."""
-    kind = np.dtype(ml_dtypes.bfloat16) if dtype is DType.BF16 else np.dtype(_STORED[dtype])
+    kind = np.dtype(ml_dtypes.bfloat16) if dtype is DType.BF16 else np.dtype(STORED[dtype])
     with np.errstate(over="ignore"):  # infinities are shown as what they are
         return exact.astype(kind).astype(np.float64)
 

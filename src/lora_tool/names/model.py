@@ -60,7 +60,7 @@ class ModelFacts:
     unsaved: frozenset[str]
     """Parameters that transformers computes when it builds the model, and does not save."""
     keep_in_fp32: frozenset[str]
-    """Parameters that transformers loads in float32 whatever the model's type."""
+    """Parameters that transformers loads in float32 in a model of any dtype."""
 
     @property
     def label_axes(self) -> dict[str, int]:

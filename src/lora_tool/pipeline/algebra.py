@@ -17,6 +17,7 @@ from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
 from lora_tool.plan.algebra.plan_extract import plan_extract
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -109,15 +110,31 @@ def prepare(
     read back before a folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
     """
     opened = opened_adapter(adapter)
-    plan = plan_prepare(
-        opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
-    )
-    # both are planned before either is written
-    beside = None if reward_base is None else plan_reward_base(opened, base)
-    done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+    asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}
+    with preparation(opened, server, Path(out), base=base, **asked) as plan:
+        # both are planned before either is written
+        beside = None if reward_base is None else plan_reward_base(opened, base)
+        done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     if beside is not None and reward_base is not None:
         write(beside, reward_base, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     return done
+
+
+@contextlib.contextmanager
+def preparation(adapter: Reference, server: Server | str, out: Path, **asked: Any) -> Iterator[Plan]:  # noqa: ANN401 - see `plan_prepare`
+    """Yield the plan of what is to be written to `out` for a server; what is computed lies beside it as long as this lasts.
+
+    Raises as `plan_prepare`.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def spool() -> Spool:
+            from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
+            from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
+
+            return FileSpool(stack.enter_context(staging_folder(out)))
+
+        yield plan_prepare(adapter, server, spool=spool, **asked)
 
 
 @contextlib.contextmanager

@@ -152,7 +152,8 @@ class Models(ABC):
         model = PeftModel.from_pretrained(model, folders[0], adapter_name=names[0])
         for name, folder in zip(names[1:], folders[1:], strict=True):
             model.load_adapter(folder, adapter_name=name)
-        model.base_model.set_adapter(names)
+        tuner: Any = model.base_model  # a LoraModel, which PEFT types as a module
+        tuner.set_adapter(names)
         if noise is not None:
             _shake(model, next(iter(noise.values())) if noise else None)
         answers = self._answers(model.eval())

@@ -37,6 +37,7 @@ from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_steps, check_tensors
 from lora_tool.verification.elsewhere import check_on_cluster
 from lora_tool.verification.extracted import check_extracted, copied_steps
+from lora_tool.verification.from_base import check_computed, computed_modules
 from lora_tool.verification.pairs import Pairs, read_pairs
 from lora_tool.verification.products import check_products
 from lora_tool.verification.texts import LossEvidence, Texts, read_texts
@@ -117,7 +118,7 @@ def verify(
     """
     spread = Spread(engine=EngineName(engine), address=address, workers=workers)
     spread.require()
-    if (computed := find_sum(merged, adapters)) is not None:
+    if (computed := find_sum(merged, adapters, base=base)) is not None:
         return verify_sum(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
@@ -229,14 +230,21 @@ def verify_sum(
     views, made = tuple(map(view_of, inputs.adapters)), view_of(inputs.made)
     sums = factors_of_sum(views, inputs.weights)
     chosen = None if inputs.head_of is None else views[inputs.head_of]
-    steps = (*whole_tensors(views, head_of=chosen).steps, *(step for each in sums for step in bias_steps(each)))
+    # a server has the frozen weights from its base, and they were not written
+    planned = inputs.manifest.tensors or {}
+    whole = (step for step in whole_tensors(views, head_of=chosen).steps if step.out.name in planned)
+    steps = (*whole, *(step for each in sums for step in bias_steps(each)))
+    written = factors_of_sum((made,), (1.0,))
+    computed = computed_modules(inputs, views[0])
     with watch("comparing", inputs.made.weights.nbytes) as bar:
         told = progress or bar
         evidence = check_steps(
             steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=told
         )
-        evidence |= check_products(
-            sums, factors_of_sum((made,), (1.0,)), least=inputs.keep, exact=inputs.exact, progress=told
+        others = [each for each in sums if each.module not in computed]
+        evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=told)
+        evidence |= check_computed(
+            inputs, views[0], tuple(each for each in written if each.module in computed), progress=told
         )
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
     return _computed(inputs, evidence, level, select, ignore, adapters=adapters)

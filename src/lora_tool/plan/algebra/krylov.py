@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.inspection.factors import values
+from lora_tool.plan.algebra.ranks import enough
 from lora_tool.tensors import DType, StoredTensor
 
 Array = npt.NDArray[Any]
@@ -45,6 +46,8 @@ class LowRank:
     """What rounding the weights to their type once contributes to ‖D‖."""
     largest: float
     """The largest singular value that was found."""
+    enough: int | None
+    """The rank that keeps 99 % of ‖D‖²; None where it is above those that were looked at."""
 
     @property
     def rank(self) -> int:
@@ -69,32 +72,48 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
     Both are matrices of one shape and of float types, mapped and read in blocks of rows, four times. Raises
     `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
     """
-    height, width = tensor.shape
+    name, noise = f"{tensor.path}: `{tensor.name}` or the base's", math.sqrt(_rounding(tensor))
+    return nearest_to(lambda: _differences(tensor, base), tensor.shape, name, noise=noise, rank=rank, keep=keep)
+
+
+def nearest_to(
+    blocks: Callable[[], Iterator[Array]],
+    shape: Sequence[int],
+    name: str,
+    *,
+    noise: float = 0.0,
+    rank: int,
+    keep: float | None = None,
+) -> LowRank:
+    """Return the nearest product of `rank` at most to the matrix whose rows `blocks` yields in float32, four times.
+
+    `name` is what a message calls it; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
+    """
+    height, width = shape
     count = min(rank + _MORE, width, height)
-    chance = np.random.default_rng(zlib.crc32(tensor.name.encode("utf-8", "surrogatepass")))
+    chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
     block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
     kept: list[Array] = []
     norm = 0.0
     for number in range(_PASSES):
         applied = np.zeros((width, count), np.float32)
-        for difference in _differences(tensor, base):
+        for difference in blocks():
             if number == 0:
                 wide = difference.reshape(-1).astype(np.float64)
                 norm += float(np.dot(wide, wide))
             applied += difference.T @ (difference @ block)
         if not math.isfinite(norm):
-            raise UnsupportedAdapter(f"{tensor.path}: `{tensor.name}` or the base's holds NaN or infinity")
+            raise UnsupportedAdapter(f"{name} holds NaN or infinity")
         block = np.linalg.qr(applied).Q
         kept.append(block)
     # in float64, for what is left of ‖D‖ is the difference of two sums of squares
     basis = np.linalg.qr(np.concatenate(kept, axis=1).astype(np.float64)).Q
     thin, at = np.empty((height, basis.shape[1])), 0
-    for difference in _differences(tensor, base):
+    for difference in blocks():
         np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
         at += len(difference)
     eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
     squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
-    noise = math.sqrt(_rounding(tensor))
     chosen = min(rank, int(np.count_nonzero(squares > squares[0] * width * np.finfo(np.float32).eps ** 2)) or 1)
     if keep is not None:
         shares = np.cumsum(squares[:chosen]) / max(norm - noise**2, np.finfo(np.float64).tiny)
@@ -111,7 +130,13 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
         residual=math.sqrt(left),
         noise=noise,
         largest=math.sqrt(float(squares[0])),
+        enough=_enough(squares, norm),
     )
+
+
+def _enough(squares: Array, norm: float) -> int | None:
+    at = int(np.searchsorted(np.cumsum(squares), enough() * norm))
+    return at + 1 if at < len(squares) else None
 
 
 def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
@@ -122,10 +147,11 @@ def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
     for at in range(0, height, step):
         rows = slice(at, at + step)
         with np.errstate(all="ignore"):  # what is not finite is refused by name
-            yield _single(ours[rows], tensor.dtype) - _single(theirs[rows], base.dtype)
+            yield single(ours[rows], tensor.dtype) - single(theirs[rows], base.dtype)
 
 
-def _single(stored: Array, dtype: DType) -> Array:
+def single(stored: Array, dtype: DType) -> Array:
+    """Return stored elements as float32."""
     if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.astype(np.float32)

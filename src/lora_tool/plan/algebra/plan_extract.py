@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
@@ -14,38 +14,24 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import json_bytes
-from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.differing import Differing, differing
 from lora_tool.plan.algebra.peft_config import PLAIN, rank_fields
 from lora_tool.plan.algebra.ranks import keeping_little, least_kept
+from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.algebra.turning import Ranks
-from lora_tool.plan.algebra.whole_plan import stamps_of, tokenizer_files
-from lora_tool.plan.core.manifest import describe_input
+from lora_tool.plan.algebra.whole_plan import described, stamps_of, tokenizer_files
 from lora_tool.plan.core.ops import Copy, Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import told
 from lora_tool.sources import Reference, opened_model, source_of
-from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec, float_type
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from lora_tool.tensors import DType, StoredTensor, TensorSpec, float_type
 
 _LARGEST = (32, 128, 512)
 """Ranks that are tried, one after the other, where the user gives a share and no rank."""
 _LITTLE = 0.5
 """A module that keeps less than this share is hardly of low rank."""
-
-
-class Spool(Protocol):
-    """Where computed factors lie until they are written into the adapter."""
-
-    def add(self, name: str, values: npt.NDArray[Any]) -> StoredTensor:
-        """Store a float32 array, and return it as a tensor of that name."""
-
-    def stamps(self) -> tuple[FileStamp, ...]:
-        """Return what its files are like, once nothing more is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +117,7 @@ def plan_extract(
             "save": sorted(save),
             "dtype": kind.value,
             "merged_adapters": [],
-            "inputs": {name: _described(each) for name, each in (("model", tuned), ("base", first))},
+            "inputs": {name: described(each) for name, each in (("model", tuned), ("base", first))},
             "modules": [each.as_json() for each in modules],
         },
     )
@@ -227,7 +213,3 @@ def _notes(tuned: ModelDir, base: ModelDir, modules: Sequence[Extracted], whole:
 def _warnings(modules: Sequence[Extracted]) -> Iterator[str]:
     if (lost := keeping_little(modules, _LITTLE, "what changed")) is not None:
         yield f"{lost}: the change of a full fine-tune may have a high rank; raise --rank, or write a module whole with --save MODULE"
-
-
-def _described(model: ModelDir) -> Mapping[str, Any]:
-    return describe_input(source_of(model.root), model.weights, fingerprint(model.weights))

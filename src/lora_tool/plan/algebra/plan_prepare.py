@@ -6,21 +6,23 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
-from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
+from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import FILE_NAME, INITS_RECOMPUTED
+from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
+from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
 from lora_tool.plan.algebra.mlx_form import common_scale, mlx_config, mlx_steps, rope_notes, unscaled
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
 from lora_tool.plan.algebra.serving_steps import padded_steps
-from lora_tool.plan.algebra.terms import Factors, factors_of_sum
+from lora_tool.plan.algebra.spool import OpenSpool
+from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -44,15 +46,18 @@ def plan_prepare(
     approximate: bool = False,
     dtype: DType | str | None = None,
     ignore: Iterable[str] = (),
+    spool: OpenSpool | None = None,
 ) -> Plan:
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
     with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation. The rules compare the adapter with a given `base`, and the new config
-    names it. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are codes of
-    rules. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter with
+    a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and trained
+    tokens and changed rows of embeddings become LoRA on those; what is computed so lies in what `spool` opens. `dtype`
+    None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are codes of rules. Raises
+    `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)
@@ -60,23 +65,24 @@ def plan_prepare(
     model = None if base is None else opened_model(base)
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
     view, form = view_of(opened), FORMS[server]
-    _require_form(view, form)
-    sums = factors_of_sum((view,), (1.0,))
-    fused = frozenset(each.module for each in sums if _is_fused(view, each))
-    turned = _within(Ranks(rank=max_rank), sums, fused, view, approximate=approximate)
+    _require_form(view, server, based=model is not None, approximate=approximate)
+    changes = changes_of(view, form, model, spool, max_rank=max_rank)
+    targets = {layer.module: layer.target for layer in view.layers}
+    fused = frozenset(each.module for each in changes.sums if _is_fused(view, each, targets))
+    turned = _within(Ranks(rank=max_rank), changes.sums, fused, view, approximate=approximate)
     ranks = {
-        each.module: view.config.rank(_target(view, each))
+        each.module: view.config.rank(targets[each.module])
         if each.module in fused
         else turned.matrices[each.module][0].columns
         if each.module in turned.matrices
         else each.rank
-        for each in sums
+        for each in changes.sums
     }
     one = max(ranks.values()) if form.one_rank else None
     _require_one_form_of_experts(view, ranks, fused, one)
     # turning a module to a lower rank puts its scaling into the factors
-    scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
-    sums = tuple(unscaled(each, scale) for each in sums) if scale != 1 else sums
+    scale = common_scale(changes.sums) if form.mlx and not turned.matrices else 1.0
+    sums = changes.sums if scale == 1 else tuple(unscaled(each, scale) for each in changes.sums)
     out = kind or exact_type(sums, turned=bool(turned.matrices))
     steps: list[Step] = []
     for each in sums:
@@ -86,19 +92,22 @@ def plan_prepare(
         steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
         steps += bias_steps(each, out)
     whole = whole_tensors((view,))
-    named = {_target(view, each): one or ranks[each.module] for each in sums}
+    settled = {(record.path, record.name) for record in changes.records}
+    named = {targets.get(each.module, each.module): one or ranks[each.module] for each in sums}
     config = config_of_sum((view,), named, base=model.root if model else None)
-    plain = [each for each in sums if each.module not in fused]
+    plain = [targets.get(each.module, each.module) for each in sums if each.module not in fused]
     return adapter_plan(
         (opened,),
         (1.0,),
-        (*steps, *whole.steps),
+        (*steps, *(step for step in whole.steps if (step.op.source.path, step.op.source.name) not in settled)),
         mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
-        dropped=whole.dropped,
+        dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
-        notes=_notes(view, form, sums, turned.ranks, one, scale, model),
-        ranks=turned.ranks,
+        notes=_notes(view, form, sums, (*changes.ranks, *turned.ranks), one, scale, model),
+        ranks=(*changes.ranks, *turned.ranks),
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
+        base=model if changes.from_base else None,
+        computed=changes.spooled,
         manifest={
             "operation": "prepare",
             "for": server.value,
@@ -110,39 +119,31 @@ def plan_prepare(
     )
 
 
-def _require_form(view: AdapterView, form: ServingForm) -> None:
-    """Raise `UnsupportedAdapter` where the server has no exact form for the adapter, naming all that is in the way."""
-    config, root = view.config, shlex.quote(str(view.adapter.root))
+def _require_form(view: AdapterView, server: Server, *, based: bool, approximate: bool) -> None:
+    """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
+    config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
     for refusal in refusals_of_config(view):
         raise UnsupportedAdapter(f"{config.path}: {refusal.text}", hint=refusal.hint)
-    if config.init_lora_weights in INITS_RECOMPUTED:
-        raise UnsupportedAdapter(
-            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT subtracts the untrained factors from "
-            "the base first, but a server does not",
-            hint=AS_PLAIN_LORA,
-        )
-    found = list(in_the_way(view, form))
-    if (
-        any(len(factor.shape) > len(("out", "in")) for layer in view.layers for factor in layer.factors)
-        and not form.whole
-    ):
-        found.append("LoRA on convolutions")
+    found = list(in_the_way(view, form, based=based, approximate=approximate))
     if found:
+        options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
-            f"{config.path}: {form.name} has no exact form for {'; '.join(found)}",
-            hint=f"merge it, and serve the model: lora-tool merge {root}",
+            f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
+            hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
+            if all(each.options for each in found)
+            else f"merge it, and serve the model: lora-tool merge {root}",
         )
-    if not view.layers:
+    if not view.layers and not view.tokens:
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers, so there is nothing to prepare")
 
 
-def _target(view: AdapterView, factors: Factors) -> str:
-    return next(layer.target for layer in view.layers if layer.module == factors.module)
-
-
-def _is_fused(view: AdapterView, factors: Factors) -> bool:
+def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
     """Whether the factors hold those of several experts: more rows than the config's rank."""
-    return bool(view.config.target_parameters) and factors.rank != view.config.rank(_target(view, factors))
+    return (
+        bool(view.config.target_parameters)
+        and factors.module in targets
+        and factors.rank != view.config.rank(targets[factors.module])
+    )
 
 
 def _require_one_form_of_experts(
@@ -180,7 +181,7 @@ def _within(
     return turned
 
 
-def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequence[Factors]) -> SideFile:
+def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequence[str]) -> SideFile:
     """Return the config for a server: one rank, and targets by the last parts of their names."""
     raw = parse_json(config.content or b"{}", view.config.path)
     heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
@@ -189,12 +190,16 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequenc
         "lora_alpha": rank,
         "rank_pattern": {},
         "alpha_pattern": {},
-        "target_modules": sorted({_target(view, each).rpartition(".")[2] for each in sums}),
+        "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": heads or None,
+        "peft_type": "LORA",
+        "trainable_token_indices": None,
     }
+    for name in TOKENS_FIELDS:
+        raw.pop(name, None)
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
 
 

@@ -37,6 +37,8 @@ class SumInputs:
     manifest: Manifest
     adapters: tuple[AdapterDir, ...]
     weights: tuple[float, ...]
+    base: ModelDir | None = None
+    """The model that some of it was computed from; None where its inputs' factors were enough."""
 
     @property
     def keep(self) -> float | None:
@@ -55,13 +57,23 @@ class SumInputs:
         name = self.manifest.raw.get("head_of")
         return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
 
+    @property
+    def discarded(self) -> dict[str, float]:
+        """Module → the share of ‖ΔW‖ that was said to be left out."""
+        return dict(_figures(self.manifest, "error"))
+
     def fingerprints(self) -> dict[str, str]:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
-        return {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
+        own = {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
+        return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
 
 
-def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs | None:
+def find_sum(
+    folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
+) -> SumInputs | None:
     """Return a computed adapter with its inputs, `adapters` or those that its manifest names; None for anything else.
+
+    `base` is the model that some of it was computed from, if not the one that the manifest names.
 
     Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
     """
@@ -76,8 +88,15 @@ def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs
             f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
+    named = manifest.input("base")
+    model = (opened_model(base) if base is not None else _model(named, made)) if named else None
     return SumInputs(
-        made=made, stored=stored, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded))
+        made=made,
+        stored=stored,
+        manifest=manifest,
+        adapters=opened,
+        weights=tuple(map(_weight, recorded)),
+        base=model,
     )
 
 
@@ -111,6 +130,14 @@ def _is_sum(manifest: Manifest) -> bool:
 
 def _is_extracted(manifest: Manifest) -> bool:
     return manifest.raw.get("operation") == "extract"
+
+
+def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the modules that a manifest has a figure of, and that figure."""
+    listed = manifest.raw.get("modules")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and "module" in entry and isinstance(entry.get(name), int | float):
+            yield str(entry["module"]), float(entry[name])
 
 
 def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
@@ -162,13 +189,7 @@ class ExtractInputs:
     @property
     def residuals(self) -> dict[str, float]:
         """Module → how far from the difference its ΔW was said to be."""
-        listed = self.manifest.raw.get("modules")
-        found = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-        return {
-            str(entry["module"]): float(entry["residual"])
-            for entry in found
-            if "module" in entry and isinstance(entry.get("residual"), int | float)
-        }
+        return dict(_figures(self.manifest, "residual"))
 
     @property
     def transposed(self) -> bool:

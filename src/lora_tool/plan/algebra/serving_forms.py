@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
+from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.keys import Part
 from lora_tool.rules.engine.subjects import Server
 
@@ -22,7 +24,7 @@ class ServingForm:
     heads: bool = False
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
-    """Whether it takes whatever was saved whole."""
+    """Whether it takes all modules that were saved whole."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
     mlx: bool = False
@@ -40,22 +42,55 @@ FORMS: Mapping[Server, ServingForm] = {
 `convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
 
 
-def in_the_way(view: AdapterView, form: ServingForm) -> Iterator[str]:
-    """Yield what of the adapter the server has no exact form for."""
+_WITH_BASE = ("--base MODEL",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """What of an adapter a server has no exact form for, and the options with which it is written."""
+
+    text: str
+    options: tuple[str, ...] = ()
+    """None where merging is the only way."""
+
+
+def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
+    """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
+    options = {"--base MODEL": based, "--approximate": approximate}
+    for each in (*_no_products(view), *([] if form.whole else _no_place(view, form))):
+        if not each.options or not all(options[name] for name in each.options):
+            yield each
+
+
+def _no_products(view: AdapterView) -> Iterator[Obstacle]:
+    """Yield what makes the change of a weight another than s·B·A."""
     config = view.config
+    if config.init_lora_weights in INITS_RECOMPUTED:
+        text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
+        yield Obstacle(text=text, options=_WITH_BASE)
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
-        yield "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
-    if form.whole:
-        return
+        text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
+        yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
+
+
+def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
+    """Yield what the server has no place for as it is."""
+    config = view.config
     if config.lora_bias:
-        yield f"`lora_bias`: {form.name} has no place for LoRA's change of biases"
+        yield Obstacle(text=f"`lora_bias`: {form.name} has no place for LoRA's change of biases")
     if config.bias != "none":
-        yield f'`bias` "{config.bias}": {form.name} has no place for trained biases'
+        yield Obstacle(text=f'`bias` "{config.bias}": {form.name} has no place for trained biases')
     if view.tokens or config.token_indices:
-        yield f"single trained tokens, which {form.name} does not take"
+        text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
+        yield Obstacle(text=text, options=_WITH_BASE)
     if config.target_parameters and not form.fused:
-        yield f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
+        yield Obstacle(
+            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
+        )
+    if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
+        yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
-    others = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
-    if others:
-        yield f"`{others[0]}` saved whole, which {form.name} does not load with an adapter"
+    for module in saved:
+        if not (form.heads and head_of(module) in PEFT_CLASSIFIERS):
+            text = f"`{module}` saved whole, which {form.name} does not load with an adapter"
+            yield Obstacle(text=text, options=_WITH_BASE if is_end(module) else ())

@@ -1,4 +1,4 @@
-"""The modules of a weighted sum of adapters: for each the factors of its ΔW, as matrices, whoever they are from."""
+"""The modules of a weighted sum of adapters: for each the factors of its ΔW, as matrices, from all of the adapters."""
 
 from __future__ import annotations
 

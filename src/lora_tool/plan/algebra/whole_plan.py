@@ -31,11 +31,14 @@ def adapter_plan(
     ranks: Sequence[ModuleRank],
     manifest: Mapping[str, Any],
     filename: str = ADAPTER_WEIGHTS,
+    base: ModelDir | None = None,
+    computed: Sequence[FileStamp] = (),
     warnings: Iterable[str] = (),
 ) -> Plan:
     """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
-    `manifest` says which operation it is, and with which arguments. Raises `UnsupportedAdapter` for a tensor of an
+    `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed from,
+    `computed` what the files are like in which that lies. Raises `UnsupportedAdapter` for a tensor of an
     adapter that no step has, and that is not `dropped` by name.
     """
     side_files = (config, *tokenizer_files(adapters))
@@ -46,7 +49,7 @@ def adapter_plan(
         shards=(Shard(filename=filename, steps=tuple(steps)),),
         side_files=side_files,
         leftovers=leftovers,
-        inputs=stamps_of(adapters, side_files),
+        inputs=(*stamps_of((*adapters, *([base] if base else [])), side_files), *computed),
         precision=Precision.FLOAT64,
         findings=findings,
         input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
@@ -56,16 +59,20 @@ def adapter_plan(
             **manifest,
             "merged_adapters": [],
             "inputs": {
-                name: {**_described(each), "weight": weight}
-                for (name, each), weight in zip(inputs.items(), weights, strict=True)
+                **{
+                    name: {**described(each), "weight": weight}
+                    for (name, each), weight in zip(inputs.items(), weights, strict=True)
+                },
+                **({} if base is None else {"base": described(base)}),
             },
             "modules": [each.as_json() for each in ranks],
         },
     )
 
 
-def _described(adapter: AdapterDir) -> dict[str, Any]:
-    return describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
+def described(checkpoint: AdapterDir | ModelDir) -> Mapping[str, Any]:
+    """Return what the manifest says of an input."""
+    return describe_input(source_of(checkpoint.root), checkpoint.weights, fingerprint(checkpoint.weights))
 
 
 def tokenizer_files(inputs: Sequence[AdapterDir | ModelDir]) -> Iterator[SideFile]:

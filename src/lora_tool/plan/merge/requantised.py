@@ -45,8 +45,8 @@ def requantised_steps(step: Step, encoding: Encoding) -> tuple[Step, Step]:
     if odd is not None or any(op.needs_all_rows or op.taken_out for op in row_ops(made)):
         what = f"{encoding}: {step.reason}"
         raise UnsupportedAdapter(
-            f"`{step.out.name}` is not stored again as {what}",
-            hint='`store="touched-16bit"` writes such weights as plain ones',
+            f"`{step.out.name}` cannot be quantised again as {what}",
+            hint='`store="touched-16bit"` writes such weights in 16 bits',
         )
     codes, scales = encoding.codes, scales_of(encoding)
     of_codes = Requantise(made=made, encoding=encoding, part=QuantisedPart.CODES)
@@ -93,8 +93,8 @@ def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool)
     """Return unless what is left of ΔW is next to nothing, and that is not to be allowed. Raises `UnsupportedAdapter`."""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
-            f"{what} would keep {kept['kept']:.1%} of ΔW: less than {LEAST_KEPT:.0%} is the base under another name",
-            hint=f"{_ALL_PLAIN}; `allow_loss=True` goes on",
+            f"{what} would keep only {kept['kept']:.1%} of ΔW: below {LEAST_KEPT:.0%} the merged model behaves like the base",
+            hint=f"{_ALL_PLAIN}; `allow_loss=True` continues",
         )
 
 

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
-from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.commands import NAMES, merged, prepared, with_base
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _NEEDS = frozenset({Need.CONFIG, Need.SERVER})
@@ -27,30 +28,7 @@ _WHOLE = _NEEDS | {Need.WEIGHTS}
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_NAMES = {
-    Server.PEFT: "PEFT",
-    Server.VLLM: "vLLM",
-    Server.SGLANG: "SGLang",
-    Server.LLAMA_CPP: "llama.cpp",
-    Server.MLX: "MLX-LM",
-}
 _SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
-
-
-def _merge(subject: AdapterSubject) -> str:
-    """Return the command that makes a model of it, which every server takes."""
-    root = str(subject.checkpoint.root)
-    reward = "--rm " if subject.is_reward() else ""
-    return f"merge it and serve the merged model: lora-tool merge {reward}{shlex.quote(root)}"
-
-
-def _prepare(subject: AdapterSubject, server: Server, more: str = "") -> str:
-    """Return the command that writes the same ΔW in the form that the server reads."""
-    root = shlex.quote(str(subject.checkpoint.root))
-    return (
-        f"write the same ΔW in the form {_NAMES[server]} reads: lora-tool prepare {root} --for "
-        f"{server.value}{more} -o OUT"
-    )
 
 
 def _fault(
@@ -61,7 +39,7 @@ def _fault(
     severity: Severity | None = None,
     hint: str | None = None,
 ) -> Fault:
-    hint = hint or _merge(subject)
+    hint = hint or merged(subject)
     return Fault(message=message, subject=where, path=subject.config_path, severity=severity, hint=hint)
 
 
@@ -97,7 +75,8 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For vLLM,
     `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that it
-    needs.
+    needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER --base
+    BASE -o OUT`.
     """
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
@@ -106,12 +85,12 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, *_SERVERS):
         if server is Server.VLLM and heads_only:
             message = f"vLLM before autumn 2026 refuses modules saved whole: {_listed([*saved])}"
-            hint = f"{_merge(subject)}; later ones: {_prepare(subject, server, ' --reward-base RM-BASE')}"
+            hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
             yield _fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            yield _fault(
-                subject, "modules_to_save", f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
-            )
+            message = f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
+            hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
+            yield _fault(subject, "modules_to_save", message, hint=hint)
 
 
 @rule("LT802", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -125,11 +104,14 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
+    --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in _asked(subject, *_SERVERS):
-            yield _fault(subject, "use_dora", f"{_NAMES[server]} refuses DoRA")
+            near = prepared(subject, server, " --base BASE --approximate").partition(": ")[2]
+            hint = f"{merged(subject)}; or write the nearest LoRA: {near}"
+            yield _fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
 
 
 @rule("LT803", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
@@ -151,12 +133,12 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
     for _ in _asked(subject, Server.VLLM):
         if rank > _LARGEST_RANK:
             message = f"vLLM refuses ranks above {_LARGEST_RANK}, but the adapter's largest is {rank}"
-            hint = _prepare(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
+            hint = prepared(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
             yield _fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
         elif rank > _DEFAULT_MAX_RANK:
             needed = next(known for known in _VLLM_RANKS if known >= rank)
             path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
-            lower = _prepare(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
+            lower = prepared(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
             hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}, or {lower}"
             message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
             yield _fault(subject, "r", message, hint=hint)
@@ -174,15 +156,18 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"trainable_token_indices": [128256]` for one new special token.
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`.
+    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
+    --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an output layer of
+    its own.
     """
     tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
     for server in _asked(subject, *_SERVERS):
         if tokens:
-            yield _fault(subject, "trainable_token_indices", f"{_NAMES[server]} refuses single trained tokens")
+            message = f"{NAMES[server]} refuses single trained tokens"
+            yield _fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
         if ends and server in (Server.VLLM, Server.SGLANG):
-            message = f"{_NAMES[server]} supports LoRA on {_listed(ends)} only for some models"
+            message = f"{NAMES[server]} supports LoRA on {_listed(ends)} only for some models"
             yield _fault(subject, "target_modules", message, severity=Severity.WARNING)
 
 
@@ -204,7 +189,7 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, *_SERVERS):
         for name in fields:
             verb = "refuses" if server in (Server.VLLM, Server.LLAMA_CPP) else "leaves out"
-            yield _fault(subject, name, f"{_NAMES[server]} {verb} trained biases")
+            yield _fault(subject, name, f"{NAMES[server]} {verb} trained biases")
 
 
 @rule("LT806", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -228,7 +213,7 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     }
     for server in _asked(subject, *_SERVERS):
         for name in (name for name, there in differ.items() if there):
-            hint = _prepare(subject, server)
+            hint = prepared(subject, server)
             if server is Server.SGLANG:
                 yield _fault(subject, name, f"SGLang refuses `{name}`; older releases ignore it", hint=hint)
             elif server is Server.VLLM:
@@ -236,7 +221,7 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
                 yield _fault(subject, name, message, severity=Severity.WARNING, hint=hint)
             elif server is Server.MLX or name == "alpha_pattern":
                 # llama.cpp scales by alpha over the rank of each tensor, as PEFT does
-                message = f"{_NAMES[server]} ignores `{name}` and scales every module alike"
+                message = f"{NAMES[server]} ignores `{name}` and scales every module alike"
                 yield _fault(subject, name, message, hint=hint)
 
 
@@ -256,8 +241,8 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     if config.use_rslora and config.r > 1:
         scaling, applied = f"{config.scaling(''):.3g}", f"{config.lora_alpha / config.r:.3g}"
         for server in _asked(subject, Server.SGLANG, Server.LLAMA_CPP):
-            message = f"{_NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
-            yield _fault(subject, "use_rslora", message, hint=_prepare(subject, server))
+            message = f"{NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
+            yield _fault(subject, "use_rslora", message, hint=prepared(subject, server))
 
 
 @rule("LT808", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -273,7 +258,8 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"init_lora_weights": "pissa_niter_16"`.
 
-    What to do: Save it as a plain LoRA, with the initial adapter of the run: `model.save_pretrained(OUT,
+    What to do: Write PiSSA and OLoRA as a plain LoRA of twice the rank: `lora-tool prepare ADAPTER --for SERVER --base
+    BASE -o OUT`. Save others as a plain LoRA with the initial adapter of the run: `model.save_pretrained(OUT,
     path_initial_model_for_weight_conversion=INITIAL)`.
     """
     init = subject.config.init_lora_weights
@@ -283,8 +269,9 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, Server.PEFT, *_SERVERS):
         if server is not Server.PEFT:
             verb = "refuses" if server is Server.VLLM else "ignores"
-            message = f"{_NAMES[server]} {verb} the initialisation {init}, which changed the base"
-            yield _fault(subject, "init_lora_weights", message, hint=hint)
+            message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
+            known = init in INITS_RECOMPUTED
+            yield _fault(subject, "init_lora_weights", message, hint=with_base(subject, server) if known else hint)
         elif "niter" in init:
             message = f"PEFT repeats the random initialisation {init}, so the base is different on every load"
             yield _fault(subject, "init_lora_weights", message, severity=Severity.WARNING, hint=hint)
@@ -309,7 +296,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, *_SERVERS):
         pattern = isinstance(config.target_modules, str) and config.target_modules not in ("all", "all-linear")
         if server is Server.SGLANG and pattern:
-            hint = _prepare(subject, server)
+            hint = prepared(subject, server)
             yield _fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
         if config.target_parameters:
             some = server in (Server.VLLM, Server.SGLANG)
@@ -317,7 +304,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
                 "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
             )
             severity = Severity.WARNING if some else None
-            yield _fault(subject, "target_parameters", f"{_NAMES[server]} {how}", severity=severity)
+            yield _fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity)
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -336,7 +323,7 @@ def served_features(subject: AdapterSubject) -> Iterator[Fault]:
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
     for server in _asked(subject, *_SERVERS):
         for name in subject.config.refused:
-            yield _fault(subject, name, f"{_NAMES[server]} does not support `{name}`", hint=hint)
+            yield _fault(subject, name, f"{NAMES[server]} does not support `{name}`", hint=hint)
 
 
 @rule("LT811", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
@@ -396,4 +383,4 @@ def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
         message = (
             "MLX-LM does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
         )
-        yield _fault(subject, None, message, hint=_prepare(subject, server))
+        yield _fault(subject, None, message, hint=prepared(subject, server))

@@ -1,0 +1,164 @@
+"""Whether what was computed from a base is what the adapter makes of it: value by value, in float64, block by block.
+
+Each module's change is computed as a whole matrix, a few rows at a time: s·B·A less what an init took out (`initial`), the
+rows of an embedding less the base's, or W scaled as DoRA scales it. The product that was written is taken from it, and
+what is left is compared with what was told. The planner decomposes, and forms no such matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from lora_tool.actions import Verdict
+from lora_tool.adapter.view import AdapterView, LoraLayer
+from lora_tool.architectures import architecture_of
+from lora_tool.checkpoint import ModelDir
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.plan.algebra.from_base import ChangedRows, base_weight, rows_that_differ
+from lora_tool.plan.algebra.provenance import SumInputs
+from lora_tool.plan.algebra.terms import Factors, Term
+from lora_tool.progress import Progress
+from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.verification.elements import FLOATS, Array, Files
+from lora_tool.verification.initial import CannotTellError, taken
+from lora_tool.verification.products import evidence_of_each, evidence_of_factors
+
+_DOUBLE = np.dtype(np.float64)
+_BLOCK = 1 << 19
+_TOLD = 1e-3
+"""How far what is left may be from what was told, which was found in float32 for DoRA."""
+_SINGLE = 2e-6
+_IN_DOUBLE = 2.0**-24
+"""What float64 leaves of a bound for float32, and five digits to spare."""
+
+RowsOf: TypeAlias = Callable[[int, int], Array]
+"""Gives rows of a matrix, from the first to the last (not included)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """A change as a matrix [out, in], and what rounding may do to it."""
+
+    rows: RowsOf
+    room: float = 0.0
+    told: float = 0.0
+    """How far the product was said to be from it."""
+
+
+def computed_modules(inputs: SumInputs, view: AdapterView) -> frozenset[str]:
+    """Return the modules whose change was computed from the base, by the adapter that it was made of."""
+    if inputs.base is None:
+        return frozenset()
+    if view.config.init_lora_weights in INITS_RECOMPUTED:
+        return frozenset(layer.module for layer in view.layers)
+    dora = {layer.module for layer in view.layers if layer.magnitude is not None}
+    return frozenset(dora | {each.module for each in _rows(inputs.base, view)})
+
+
+def check_computed(
+    inputs: SumInputs, view: AdapterView, made: tuple[Factors, ...], *, progress: Progress
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every module of `made`, each of which was computed from the base of `inputs`.
+
+    It is named by the written lora_B. Raises `OSError`, `SourceChanged`.
+    """
+    base = inputs.base
+    if base is None:
+        return {}
+    rows = {each.module: each for each in _rows(base, view)}
+    layers, told = {layer.module: layer for layer in view.layers}, inputs.discarded
+
+    def one(pair: tuple[Factors, Term], files: Files) -> TensorEvidence:
+        module, written = pair[0].module, pair[1]
+        try:
+            if module in rows:
+                expected = _of_rows(rows[module], embedding=pair[0].embedding, files=files)
+            else:
+                expected = _of_layer(layers[module], view, base, told.get(module, 0.0), files)
+        except CannotTellError as error:
+            found = evidence_of_factors(written, "", None)
+            return TensorEvidence(
+                name=found.name,
+                action=found.action,
+                verdict=Verdict.UNKNOWN,
+                compared=0,
+                numel=found.numel,
+                reason=str(error),
+            )
+        return _compared(expected, written, files)
+
+    return evidence_of_each(((each, each.terms[0]) for each in made), one, progress)
+
+
+def _rows(base: ModelDir, view: AdapterView) -> Iterator[ChangedRows]:
+    return (each for each in rows_that_differ(view, base) if each.places)
+
+
+def _compared(expected: _Expected, written: Term, files: Files) -> TensorEvidence:
+    left, right = (files.matrix(each, None, _DOUBLE) for each in (written.b, written.a))
+    left = left * written.scale
+    norm = squares = size = 0.0
+    step = max(1, _BLOCK // max(1, right.shape[1]))
+    for at in range(0, len(left), step):
+        block = expected.rows(at, min(at + step, len(left)))
+        product = left[at : at + step] @ right
+        norm += float(np.vdot(block, block))
+        size += float(np.vdot(product, product))
+        block = block - product
+        squares += float(np.vdot(block, block))
+    found, norm = math.sqrt(squares), math.sqrt(norm)
+    unit = max(FLOATS[each.dtype].roundoff for each in (written.a, written.b))
+    factors = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+    told = expected.told * norm
+    allowed = told * (1 + _TOLD) + expected.room + 4 * unit * (norm + factors) + (_SINGLE * norm if told else 0.0)
+    reason = (
+        ""
+        if found <= allowed
+        else f"ΔW is {found:.6g} away from what the base and the adapter give, {told:.6g} was told"
+    )
+    return evidence_of_factors(written, reason, found / norm if norm else 0.0)
+
+
+def _of_rows(changed: ChangedRows, *, embedding: bool, files: Files) -> _Expected:
+    ours, theirs = (
+        files.matrix(tensor, [(row, row + 1) for row in rows], _DOUBLE)
+        for tensor, rows in ((changed.tensor, changed.rows), (changed.base, changed.places))
+    )
+    whole = np.zeros(changed.base.shape)
+    whole[list(changed.places)] = ours - theirs
+    turned = whole.T if embedding else whole
+    return _Expected(rows=lambda first, last: turned[first:last])
+
+
+def _of_layer(layer: LoraLayer, view: AdapterView, base: ModelDir, told: float, files: Files) -> _Expected:
+    if layer.a is None or layer.b is None or layer.scaling is None:
+        raise AssertionError("what was computed from half a pair would not have been written")
+    left, right = files.matrix(layer.b, None, _DOUBLE) * layer.scaling, files.matrix(layer.a, None, _DOUBLE)
+    weight = base_weight(base, layer.target)
+    if layer.magnitude is not None:
+        sizes = files.matrix(layer.magnitude, None, _DOUBLE).reshape(-1, 1)
+
+        def scaled(first: int, last: int) -> Array:
+            before = files.matrix(weight, [(first, last)], _DOUBLE)
+            moved = before + left[first:last] @ right
+            moved *= sizes[first:last] / np.sqrt(np.square(moved).sum(axis=1, keepdims=True))
+            return np.asarray(moved - before)
+
+        return _Expected(rows=scaled, told=told)
+    arch = architecture_of(base.whole_config.model_type or "")
+    whole = files.matrix(weight, None, _DOUBLE)
+    transposed = arch is not None and layer.target.rpartition(".")[2] in arch.conv1d
+    out = taken(view.config.init_lora_weights, whole.T if transposed else whole, right.shape[0], layer.scaling)
+    room = np.linalg.norm(out.rows) * np.linalg.norm(out.of_rows)
+    room += np.linalg.norm(out.columns) * np.linalg.norm(out.of_columns)
+    size = FLOATS[layer.b.dtype].roundoff * np.linalg.norm(out.left) * np.linalg.norm(out.right)
+    return _Expected(
+        rows=lambda first, last: left[first:last] @ right - out.left[first:last] @ out.right,
+        room=float(room * _IN_DOUBLE + 4 * size),
+        told=told,
+    )
