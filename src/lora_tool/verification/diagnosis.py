@@ -28,6 +28,8 @@ _EXPLAINED = 0.995
 """Share of the values that a diagnosis must account for."""
 _AS_ASKED = 0.02
 """A factor nearer to 1 than this is no other scaling."""
+_AS_CODED = 0.25
+"""The same where ΔW was rounded to the steps of codes, which takes some of it away."""
 _UNRELATED = 0.3
 """Cosine below which W' - W has another direction than ΔW."""
 _ROUNDING = 1 / math.sqrt(3)
@@ -119,7 +121,8 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
         if factor is not None and math.isfinite(factor):
             noise = float(np.linalg.norm(half)) * _ROUNDING / math.sqrt(half.size)
             doubt = 4 * noise / max(float(np.linalg.norm(expected.change)), 1e-300)
-            if abs(factor - 1) > max(_AS_ASKED, doubt) and explains(expected.change, factor):
+            least = _AS_ASKED if part.written is None else _AS_CODED
+            if abs(factor - 1) > max(least, doubt) and explains(expected.change, factor):
                 return _Diagnosis(Verdict.SCALED, factor)
         turned = recomputer.transposed_change(op, rows)
         if turned is not None:
