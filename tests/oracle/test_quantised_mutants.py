@@ -112,7 +112,7 @@ def test_tiles_that_were_inferred_from_the_shape(tmp_path: Path) -> None:
     codes, scales = ragged.stored[UP].double(), ragged.stored[f"{UP}_scale_inv"]
     wide = scales.double().repeat_interleave(12, 0).repeat_interleave(TILE, 1)  # 24 rows, a grid of 2
     found = ragged.judged({UP: (codes * wide).to(BF16)})
-    assert says(found, UP, "tiles of 12 by 16 were inferred from the shapes, and the config says 16 by 16")
+    assert says(found, UP, "tiles of 12 by 16 were inferred from the shapes, but the config says 16 by 16")
 
 
 def test_codes_of_four_bits(case: Callable[..., Case]) -> None:
@@ -122,7 +122,7 @@ def test_codes_of_four_bits(case: Callable[..., Case]) -> None:
     scales = int4.stored[f"{packed}weight_scale"].double().repeat_interleave(32, 1)
     signed = torch.where(codes > 7, codes - 16, codes).reshape(scales.shape)
     found = int4.judged({QUERY: (signed * scales + int4.delta(QUERY)).to(BF16)})
-    assert says(found, QUERY, "its codes were read as two's complement, and are stored with an offset")
+    assert says(found, QUERY, "its codes were read as two's complement, but are stored with an offset")
     swapped = (codes.reshape(-1, 2).flip(1).reshape(scales.shape) - 8) * scales
     assert says(
         int4.judged({QUERY: (swapped + int4.delta(QUERY)).to(BF16)}), QUERY, "the halves of its bytes were swapped"
@@ -155,7 +155,7 @@ def test_experts_whose_gate_and_up_are_not_interleaved(tmp_path: Path) -> None:
     oss = Case(tmp_path, "mxfp4", "gpt_oss", lora, **sizes)
     name = f"model.layers.0.{fused}"
     apart = torch.cat([oss.right[name][..., 0::2], oss.right[name][..., 1::2]], dim=-1)
-    assert says(oss.judged({name: apart}), name, "gate and up were put one after the other, and are interleaved")
+    assert says(oss.judged({name: apart}), name, "gate and up were put one after the other, but are interleaved")
     raw = oss.values[name].to(BF16)
     change = oss.right[name].double() - raw.double()
     wrong = raw.double() + torch.cat([change[..., 0::2], change[..., 1::2]], dim=-1)

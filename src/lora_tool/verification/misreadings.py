@@ -108,7 +108,7 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
                 yield Misreading(what="its zero points were taken as off by one", encoding=other)
             if encoding.groups is not None:
                 ordered = replace(encoding, groups=None)
-                yield Misreading(what="its groups were taken in order, whatever `g_idx` says", encoding=ordered)
+                yield Misreading(what="its groups were taken in order, ignoring `g_idx`", encoding=ordered)
         case _:
             assert_never(encoding)
 
@@ -129,7 +129,7 @@ def _of_integers(encoding: PackedIntegers) -> Iterator[Misreading]:
     if encoding.bits in _TOP_BITS:
         top = np.uint8(_TOP_BITS[encoding.bits])
         yield Misreading(
-            what="its codes were read as two's complement, and are stored with an offset",
+            what="its codes were read as two's complement, but are stored with an offset",
             encoding=encoding,
             parts={encoding.codes.name: lambda raw: np.bitwise_xor(raw, top, dtype=np.uint8)},
         )
@@ -150,7 +150,7 @@ def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
             encoding=replace(encoding, divides=not encoding.divides),
         )
     if encoding.transposed and encoding.spec.name.endswith("gate_up_proj"):
-        what = "gate and up were put one after the other, and are interleaved"
+        what = "gate and up were put one after the other, but are interleaved"
         yield Misreading(what=what, encoding=encoding, columns=one_after_the_other)
 
 
@@ -205,5 +205,5 @@ def _other_tiles(encoding: Tiled) -> Iterator[Misreading]:
             math.ceil(n / side) == count for n, side, count in zip(sizes, tile, grid, strict=True)
         ):
             said = " by ".join(map(str, encoding.tile))
-            what = f"tiles of {tile[0]} by {tile[1]} were inferred from the shapes, and the config says {said}"
+            what = f"tiles of {tile[0]} by {tile[1]} were inferred from the shapes, but the config says {said}"
             yield Misreading(what=what, encoding=replace(encoding, tile=tile))
