@@ -14,6 +14,8 @@ from typing import Any
 
 _GROUP = 32
 KEPT = Path(__file__).with_suffix(".safetensors")
+ROUNDED = KEPT.with_name("rounded_samples.safetensors")
+"""Plain weights, `KIND@TYPE-SHAPE|source`, and what bitsandbytes' four bits make of them, `…|expected`."""
 Tensors = dict[str, Any]
 
 _WEIGHTS: dict[str, dict[str, Any]] = {
@@ -163,6 +165,26 @@ def _bnb4(weight: Any, kind: str, *, nested: bool) -> Tensors:
     return {f"{name}|m.weight": codes, **packed, f"{name}|expected": bnb.dequantize_4bit(codes, state)}
 
 
+def make_rounded() -> Tensors:
+    """Return plain weights and what is left of them after four bits, from the installed library."""
+    import bitsandbytes.functional as bnb
+    import torch
+
+    torch.manual_seed(8)
+    found: Tensors = {}
+    for kind in ("nf4", "nf4-double", "fp4"):
+        # torch adds a mean of float32 in an order of its own, which 16 bits do not show
+        wide = (torch.bfloat16, (300, 64)) if "double" in kind else (torch.float32, (6, 128))
+        for dtype, shape in ((torch.bfloat16, (12, 64)), (torch.float16, (10, 90)), wide):
+            weight = torch.randn(shape, dtype=dtype)
+            weight[1, :64] = 0
+            codes, state = bnb.quantize_4bit(weight, quant_type=kind[:3], compress_statistics="double" in kind)
+            name = f"{kind}@{str(dtype).removeprefix('torch.')}-{shape[0]}"
+            values = bnb.dequantize_4bit(codes, state) + 0  # its kernels do not agree on the sign of zero
+            found |= {f"{name}|source": weight, f"{name}|expected": values}
+    return found
+
+
 def _bnb8(weight: Any) -> Tensors:
     import bitsandbytes.functional as bnb
 
@@ -216,4 +238,5 @@ def _extremes(weight: Any, args: Any) -> tuple[Any, Any]:
 if __name__ == "__main__":
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous() for name, tensor in make().items()}, KEPT)
+    for path, made in ((KEPT, make()), (ROUNDED, make_rounded())):
+        save_file({name: tensor.detach().contiguous() for name, tensor in made.items()}, path)

@@ -24,9 +24,11 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
 from lora_tool.tensors import DType, StoredTensor
+from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]
 Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
@@ -52,6 +54,8 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> 
             values = _fp4(encoding, rows, columns, read)
         case ColumnIntegers():
             values = _columns(encoding, rows, columns, read)
+        case RoundedAs():
+            values = rounded_again(encoding, rows * width + columns, read)
         case _:
             return assert_never(encoding)
     return _rounded(values.astype(np.float32), encoding.spec.dtype)

@@ -23,6 +23,7 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
 from lora_tool.tensors import DType, StoredTensor
@@ -109,6 +110,8 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
             if encoding.groups is not None:
                 ordered = replace(encoding, groups=None)
                 yield Misreading(what="its groups were taken in order, ignoring `g_idx`", encoding=ordered)
+        case RoundedAs():
+            return  # a plain weight: who reads it otherwise leaves the rounding out
         case _:
             assert_never(encoding)
 

@@ -27,8 +27,10 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
+from lora_tool.formats.quantised.rounded_as import rounded_as
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -113,6 +115,8 @@ def decoded(encoding: Encoding, first: int, last: int, read: Read, arithmetic: A
             values = _fp4(encoding, first, last, read, arithmetic)
         case ColumnIntegers():
             values = _columns(encoding, first, last, read)
+        case RoundedAs():
+            values = rounded_as(encoding, first, last, read)
         case _:
             return assert_never(encoding)
     return arithmetic.rounded(values, encoding.spec.dtype)
