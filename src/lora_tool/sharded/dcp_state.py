@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
@@ -105,7 +106,7 @@ def copied_files(pieces: Pieces) -> Iterator[Finding]:
                 held[piece.record.path].add(content)
                 having[content].append(piece.record.path)
     told: set[Path] = set()
-    for path, inside in held.items():
+    for path, inside in sorted(held.items(), key=itemgetter(0), reverse=True):  # of two that are equal the later one
         like = (other for other in having[next(iter(inside))] if other != path and other not in told)
         other = next((other for other in like if inside <= held[other]), None)
         if other is not None:
