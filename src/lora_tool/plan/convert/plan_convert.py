@@ -18,6 +18,7 @@ from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.plan_experts import plan_experts
 from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
@@ -60,6 +61,8 @@ def plan_convert(
     require_whole(adapter)
     if form is AdapterForm.MLX:
         return plan_to_mlx(adapter, base, ignore=ignored)
+    if form in (AdapterForm.PEFT_EXPERTS, AdapterForm.PEFT_FUSED):
+        return plan_experts(adapter, form, base, ignore=ignored)
     view = view_of(adapter)
     model = (
         None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
