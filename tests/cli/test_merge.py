@@ -256,7 +256,7 @@ def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
     assert done.startswith(stopped.out)
     *_, wrote, verdict, next_step = done.splitlines()
     assert wrote.startswith("wrote ")
-    assert verdict.startswith("verified on samples read back: 27 of 27 tensors right")
+    assert verdict.startswith("verified in sampled values: 27 of 27 tensors match")
     assert next_step == f'next: AutoModelForSequenceClassification.from_pretrained("{out}")'
 
 

@@ -112,7 +112,7 @@ def test_tiles_that_were_inferred_from_the_shape(tmp_path: Path) -> None:
     codes, scales = ragged.stored[UP].double(), ragged.stored[f"{UP}_scale_inv"]
     wide = scales.double().repeat_interleave(12, 0).repeat_interleave(TILE, 1)  # 24 rows, a grid of 2
     found = ragged.judged({UP: (codes * wide).to(BF16)})
-    assert says(found, UP, "tiles of 12 by 16 were inferred from the shapes, and the config says 16 by 16")
+    assert says(found, UP, "tiles of 12 by 16 were inferred from the shapes, but the config says 16 by 16")
 
 
 def test_codes_of_four_bits(case: Callable[..., Case]) -> None:
@@ -122,7 +122,7 @@ def test_codes_of_four_bits(case: Callable[..., Case]) -> None:
     scales = int4.stored[f"{packed}weight_scale"].double().repeat_interleave(32, 1)
     signed = torch.where(codes > 7, codes - 16, codes).reshape(scales.shape)
     found = int4.judged({QUERY: (signed * scales + int4.delta(QUERY)).to(BF16)})
-    assert says(found, QUERY, "its codes were read as two's complement, and are stored with an offset")
+    assert says(found, QUERY, "its codes were read as two's complement, but are stored with an offset")
     swapped = (codes.reshape(-1, 2).flip(1).reshape(scales.shape) - 8) * scales
     assert says(
         int4.judged({QUERY: (swapped + int4.delta(QUERY)).to(BF16)}), QUERY, "the halves of its bytes were swapped"
@@ -155,7 +155,7 @@ def test_experts_whose_gate_and_up_are_not_interleaved(tmp_path: Path) -> None:
     oss = Case(tmp_path, "mxfp4", "gpt_oss", lora, **sizes)
     name = f"model.layers.0.{fused}"
     apart = torch.cat([oss.right[name][..., 0::2], oss.right[name][..., 1::2]], dim=-1)
-    assert says(oss.judged({name: apart}), name, "gate and up were put one after the other, and are interleaved")
+    assert says(oss.judged({name: apart}), name, "gate and up were put one after the other, but are interleaved")
     raw = oss.values[name].to(BF16)
     change = oss.right[name].double() - raw.double()
     wrong = raw.double() + torch.cat([change[..., 0::2], change[..., 1::2]], dim=-1)
@@ -227,3 +227,33 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
     gate = UP.replace("up_proj", "gate_proj")
     assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
     assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "bnb-int8"])
+def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_path: Path) -> None:
+    loud = {**LORA, "lora_alpha": 600}
+    made = Case(tmp_path, form, lora=loud, hidden_size=64, intermediate_size=96)
+    folder = merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base")
+    right, plain = saved_tensors(folder), made.values[QUERY].double()
+    change = made.delta(QUERY) * 100
+    of_type, most = (torch.float8_e4m3fn, 448.0) if form == "fp8-block" else (torch.int8, 127.0)
+    scale = f"{QUERY}_scale_inv" if form == "fp8-block" else QUERY.replace("weight", "SCB")
+
+    def stored(values: torch.Tensor) -> torch.Tensor:
+        cut = values.float().clamp(-most, most)
+        return (cut.round() if of_type is torch.int8 else cut).to(of_type)
+
+    def judged(changes: Table) -> list[Finding]:
+        return made.judged(changes, config=made.base, over=right)
+
+    assert not judged({})
+    added = judged({QUERY: stored(made.stored[QUERY].double() + change), scale: made.stored[scale]})
+    assert says(added, QUERY, "is ΔW added to the codes of the base's")
+    undivided = judged({QUERY: stored(plain + change), scale: made.stored[scale]})
+    assert says(undivided, QUERY, "without being divided by its scales")
+    twice = merge_with_ours(folder, made.adapter, tmp_path / "twice", "float32", store="as-base", ignore=("LT",))
+    table = saved_tensors(twice)
+    found = judged({QUERY: table[QUERY], scale: table[scale]})
+    assert [each.code for each in found] == ["LT609"]
+    lowered = {each.code: each.message for each in judged({scale: made.stored[scale] / 2})}
+    assert f"; scales of `{QUERY}` may only be raised, where a merged value did not fit" in lowered["LT605"]

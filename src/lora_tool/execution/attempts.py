@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import ExecutionError
+from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.folder import errors_of_the_system, sync_folder
 from lora_tool.execution.journal import Journal
 from lora_tool.execution.local_engine import LocalEngine
@@ -103,6 +103,15 @@ class Part:
             self.work, finished=lambda _, found: retained.update(found), progress=progress
         )
         return retained, done.findings
+
+
+def require_divisible(plan: Plan) -> None:
+    """Return if several machines can write the plan. Raises `UnsupportedAdapter` if it repeats a decomposition of PEFT's."""
+    if plan.recomputes_inits:
+        raise UnsupportedAdapter(
+            "PEFT took the first factors out of the base weights by a decomposition, whose bits depend on the machine",
+            hint='merge it on one machine: engine="local", and no part',
+        )
 
 
 def parts_of(work: Work) -> Iterator[Part]:

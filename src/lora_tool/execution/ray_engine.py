@@ -9,8 +9,8 @@ from typing import Any
 
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, installed_version
-from lora_tool.errors import ExecutionError, UnsupportedAdapter
-from lora_tool.execution.attempts import parts_of
+from lora_tool.errors import ExecutionError
+from lora_tool.execution.attempts import parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of
 from lora_tool.execution.journal import Journal, versions_of
 from lora_tool.execution.work import Finished, Work, WorkDone
@@ -32,11 +32,7 @@ class RayEngine:
         Raises `UnsupportedAdapter` for a plan that repeats PEFT's decomposition of base weights.
         """
         plan = work.plan
-        if plan.recomputes_inits:
-            raise UnsupportedAdapter(
-                "PEFT took the first factors out of the base weights by a decomposition, whose bits depend on the machine",
-                hint='merge it on one machine: engine="local"',
-            )
+        require_divisible(plan)
         parts = tuple(parts_of(work))
         findings: dict[int, Sequence[Finding]] = {}
 

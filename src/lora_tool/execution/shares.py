@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_tool.cluster.share import Share
 from lora_tool.errors import OutputExists
-from lora_tool.execution.attempts import AttemptEngine, recorded_looks
+from lora_tool.execution.attempts import AttemptEngine, recorded_looks, require_divisible
 from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
 from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.reading import Sources
@@ -81,8 +81,9 @@ def execute_share(
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
     and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
-    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` does, and `OutputExists` where the unfinished folder is of another plan.
+    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` and `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
     """
+    require_divisible(plan)
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target, shards = real_place(Path(out)), shards_of(plan, share)
     with errors_of_the_system(None, target), Sources(plan.inputs) as sources, shared_folder(target) as folder:

@@ -31,7 +31,7 @@ _UNFILLED = "[More Information Needed]"
 
 @enum.unique
 class Readme(Choice):
-    """Which README is kept where the folder and the Hub have different ones."""
+    """Which README a push keeps if those of the folder and the Hub differ."""
 
     AUTO = "auto"
     LOCAL = "local"

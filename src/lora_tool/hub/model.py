@@ -94,7 +94,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
-    """Everything that a push will do. Making it changes nothing, here or on the Hub."""
+    """Everything that a push will do. Making the plan changes nothing, here or on the Hub."""
 
     folder: Path
     kind: str
@@ -122,7 +122,7 @@ class PushPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What a push did. `changed` is False where the repository already held this content."""
+    """The result of a push. `changed` is False if the repository already held this content."""
 
     repo: str
     url: str

@@ -92,7 +92,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """How far the run was that wrote this folder."""
+    """The progress of the run when it wrote this folder."""
 
     step: int
     epoch: float | None
@@ -125,7 +125,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What every kind of folder has."""
+    """The facts that inspection gives for every kind of folder."""
 
     path: str
     kind: str

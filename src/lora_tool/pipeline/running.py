@@ -324,7 +324,7 @@ class _Running:
         )
         seen = summary_json(found)
         summary = (
-            f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}{_ranked(found)}"
+            f"{seen['right']} of {seen['tensors']} tensors match, every value compared{farthest(seen)}{_ranked(found)}"
         )
         stage = self._proven(found, summary)
         if stage.status is Status.PASSED:

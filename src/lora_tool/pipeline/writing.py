@@ -34,15 +34,15 @@ _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassifica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A folder that was written, and what was seen when it was read back. `str` of it is what the command prints."""
+    """A written folder, and the result of reading it back. `str()` of it gives what the command prints."""
 
     path: Path
     plan: Plan = field(repr=False)
     fidelity: Mapping[str, Any] | None = field(repr=False)
-    """How much of the merged deltas survived the rounding to the output's type; None where nothing was merged."""
+    """How much of the merged ΔW remains after rounding to the output's dtype; None if nothing was merged."""
     warnings: tuple[str, ...] = ()
     verification: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The summary of what was read back; None where that was not asked for."""
+    """The summary of reading the folder back; None without `verify`."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -70,8 +70,8 @@ class Written:
             return ""
         found = self.verification
         unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
-        right = f"{found['right']} of {found['tensors']} tensors right"
-        return f"verified on samples read back: {right}{farthest(found)}{unknown}"
+        right = f"{found['right']} of {found['tensors']} tensors match"
+        return f"verified in sampled values: {right}{farthest(found)}{unknown}"
 
     def _next_step(self) -> str | None:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""
@@ -137,7 +137,7 @@ def write(
     watch: StageWatch = unwatched,
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
 ) -> Written:
-    """Write the folder `out` as `plan` says and return what was done.
+    """Write the folder `out` as `plan` says and return the result.
 
     `jobs`, `overwrite` and `resume` are those of `execute`, `spread` says where the work is done. With `verify`, samples of what was written are
     read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`

@@ -95,10 +95,10 @@ class Report:
         self.raise_at(Severity.ERROR)
 
     def raise_at(self, severity: Severity, *, hint: str | None = None) -> None:
-        """Return if no finding is of that severity or worse.
+        """Return if every finding is less severe than that.
 
-        Raises `FindingsFound`, which holds this report, names the first of the worst and says how many there are;
-        `hint` takes the place of the finding's own.
+        Raises `FindingsFound`, which holds this report, names the first of the worst findings and says how many there
+        are; `hint` replaces the finding's own.
         """
         found = self.at_least(severity)
         if found:

@@ -23,6 +23,7 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
 from lora_tool.tensors import DType, StoredTensor
@@ -71,11 +72,19 @@ class Misreading:
         return values if self.columns is None else self.columns(values)
 
 
+def unscaled(encoding: Tiled | BnbInt8) -> Misreading:
+    """Return the misreading that gives the codes themselves."""
+    if isinstance(encoding, BnbInt8):
+        parts = {encoding.largest.name: _all(DType.F32, _127)}
+        return Misreading(what=_UNSCALED, encoding=encoding, parts=parts)
+    return _unscaled(encoding, encoding.scales)
+
+
 def misreadings(encoding: Encoding) -> Iterator[Misreading]:
     """Yield the ways in which a weight of this encoding is known to be read wrongly."""
     match encoding:
         case Tiled():
-            yield _unscaled(encoding, encoding.scales)
+            yield unscaled(encoding)
             yield from _other_tiles(encoding)
             yield Misreading(
                 what="it was divided by its scales, which multiply",
@@ -83,9 +92,8 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
                 parts={encoding.scales.name: _inverse(encoding.scales.dtype)},
             )
         case BnbInt8():
-            largest = encoding.largest.name
-            yield Misreading(what=_UNSCALED, encoding=encoding, parts={largest: _all(DType.F32, _127)})
-            wide = {largest: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
+            yield unscaled(encoding)
+            wide = {encoding.largest.name: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
             yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
         case Bnb4():
             yield from _of_bnb4(encoding)
@@ -96,11 +104,14 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
         case ColumnIntegers():
             yield _unscaled(encoding, encoding.scales)
             if not encoding.across:
-                other = replace(encoding, added=1 - encoding.added)
+                ones = sum(1 << at for at in range(0, 32, encoding.bits))
+                other = replace(encoding, added=ones - encoding.added)
                 yield Misreading(what="its zero points were taken as off by one", encoding=other)
             if encoding.groups is not None:
                 ordered = replace(encoding, groups=None)
-                yield Misreading(what="its groups were taken in order, whatever `g_idx` says", encoding=ordered)
+                yield Misreading(what="its groups were taken in order, ignoring `g_idx`", encoding=ordered)
+        case RoundedAs():
+            return  # a plain weight: who reads it otherwise leaves the rounding out
         case _:
             assert_never(encoding)
 
@@ -121,7 +132,7 @@ def _of_integers(encoding: PackedIntegers) -> Iterator[Misreading]:
     if encoding.bits in _TOP_BITS:
         top = np.uint8(_TOP_BITS[encoding.bits])
         yield Misreading(
-            what="its codes were read as two's complement, and are stored with an offset",
+            what="its codes were read as two's complement, but are stored with an offset",
             encoding=encoding,
             parts={encoding.codes.name: lambda raw: np.bitwise_xor(raw, top, dtype=np.uint8)},
         )
@@ -142,7 +153,7 @@ def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
             encoding=replace(encoding, divides=not encoding.divides),
         )
     if encoding.transposed and encoding.spec.name.endswith("gate_up_proj"):
-        what = "gate and up were put one after the other, and are interleaved"
+        what = "gate and up were put one after the other, but are interleaved"
         yield Misreading(what=what, encoding=encoding, columns=one_after_the_other)
 
 
@@ -197,5 +208,5 @@ def _other_tiles(encoding: Tiled) -> Iterator[Misreading]:
             math.ceil(n / side) == count for n, side, count in zip(sizes, tile, grid, strict=True)
         ):
             said = " by ".join(map(str, encoding.tile))
-            what = f"tiles of {tile[0]} by {tile[1]} were inferred from the shapes, and the config says {said}"
+            what = f"tiles of {tile[0]} by {tile[1]} were inferred from the shapes, but the config says {said}"
             yield Misreading(what=what, encoding=replace(encoding, tile=tile))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @enum.unique
 class Server(Choice):
-    """What an adapter is to be served with, unmerged."""
+    """An inference server that serves an adapter unmerged."""
 
     PEFT = "peft"
     VLLM = "vllm"
