@@ -306,7 +306,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
             )
             severity = Severity.WARNING if some else None
             single = server in (Server.VLLM, Server.MLX)
-            hint = one_by_one(subject, server) if single else None
+            hint = one_by_one(subject, server) if single else merged(subject)
             yield _fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
 
 
