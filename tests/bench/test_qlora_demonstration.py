@@ -23,7 +23,7 @@ from tests.quantised_models import quantise
 
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("default")]
 
-LENGTH, BATCH = 128, 16
+LENGTH, BATCH = 64, 16
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -77,9 +77,9 @@ def with_values(folder: Path, values: dict[str, torch.Tensor]) -> Any:
 
 def test_what_each_merged_form_is_worth(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    learn(model, code(), steps=500, rate=3e-3)
+    learn(model, code(), steps=400, rate=3e-3)
     plain = tmp_path / "plain"
     model.to(torch.bfloat16).save_pretrained(plain)
     text = prose()
