@@ -363,8 +363,7 @@ def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None]
         codes = ((words[:, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
     order = ORDER if encoding.across else range(32 // bits)
-    zeros = _across(encoding.zeros, bits, slice(first, last), order, read)
-    zeros = (zeros + np.uint32(encoding.added)) & np.uint32((1 << bits) - 1)
+    zeros = _across(encoding.zeros, bits, slice(first, last), order, read, encoding.added)
     group = np.arange(inside) // encoding.group
     if encoding.groups is not None:
         group = _rows(encoding.groups, 0, inside, read).reshape(-1).astype(np.int64)
@@ -372,10 +371,10 @@ def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32
     return np.ascontiguousarray(((codes.astype(np.float32) - zeros.astype(np.float32)[group]) * scales[group]).T)
 
 
-def _across(words: StoredTensor, bits: int, columns: slice, order: Sequence[int], read: Read) -> Array:
-    """Return these columns of what rows of words hold, each word's parts in this order."""
+def _across(words: StoredTensor, bits: int, columns: slice, order: Sequence[int], read: Read, added: int = 0) -> Array:
+    """Return these columns of what rows of words hold, each word's parts in this order; `added` is added to the words."""
     each = len(order)
-    some = _some_columns(words, slice(columns.start // each, -(-columns.stop // each)), read)
+    some = _some_columns(words, slice(columns.start // each, -(-columns.stop // each)), read) + np.uint32(added)
     shifts = np.empty(each, np.uint32)
     shifts[list(order)] = np.arange(0, 32, bits)
     codes = ((some[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(len(some), -1)
