@@ -17,6 +17,7 @@ from lora_tool import merge
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
+from lora_tool.inventory import Why, choose, inventory
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
 from lora_tool.sharded.training_state import training_state
@@ -308,3 +309,14 @@ def test_a_damaged_and_a_copied_safetensors_shard(shards: list[Path]) -> None:
     assert codes(shards[0].parent) == {"LT405", "LT408"}
     shards[2].write_bytes(whole[:-100] + b"\xc0\x7f" * 50)
     assert codes(shards[0].parent) == {"LT412"}
+
+
+def test_the_steps_of_a_verl_run_are_listed_and_pruned_one_by_one(trainers: Path, tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        shutil.copytree(trainers / "verl-fsdp2" / "global_step_3", tmp_path / f"global_step_{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    next((tmp_path / "global_step_10").rglob("model_*_rank_1.pt")).unlink()
+    (run,) = inventory(tmp_path)
+    assert [(item.row.step, item.row.verdict) for item in run.checkpoints] == [(1, "good"), (2, "good"), (10, "broken")]
+    kept = {choice.checkpoint.root.name: choice.why for choice in choose([run], keep_last=1, keep_best=0)}
+    assert kept == {"global_step_1": Why.OLDER, "global_step_2": Why.LAST, "global_step_10": Why.NEWER}

@@ -162,7 +162,7 @@ def planned(
     try:
         plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
     except OnlyInMemory as why:
-        if not options.allow_in_memory or options.text_only:
+        if not options.allow_in_memory or options.text_only or options.base_as:
             raise
         if not alone or options.spread.cluster is not None:
             raise UnsupportedAdapter(

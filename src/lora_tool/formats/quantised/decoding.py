@@ -27,8 +27,10 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
+from lora_tool.formats.quantised.rounded_as import rounded_as
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -113,6 +115,8 @@ def decoded(encoding: Encoding, first: int, last: int, read: Read, arithmetic: A
             values = _fp4(encoding, first, last, read, arithmetic)
         case ColumnIntegers():
             values = _columns(encoding, first, last, read)
+        case RoundedAs():
+            values = rounded_as(encoding, first, last, read)
         case _:
             return assert_never(encoding)
     return arithmetic.rounded(values, encoding.spec.dtype)
@@ -338,9 +342,8 @@ def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32
     else:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None]
         codes = ((words[:, None, first:last] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
-    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read)
+    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read) + np.uint32(encoding.added)
     zeros = _across(stored, bits, slice(first, last), ORDER if encoding.across else range(32 // bits))
-    zeros = (zeros + np.uint32(encoding.added)) & np.uint32((1 << bits) - 1)
     group = np.arange(inside) // encoding.group
     if encoding.groups is not None:
         group = _rows(encoding.groups, 0, inside, read).reshape(-1).astype(np.int64)

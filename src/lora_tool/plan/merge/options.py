@@ -15,6 +15,7 @@ from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_valu
 from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -98,6 +99,11 @@ class MergeOptions:
         text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
         parse=flag,
     )
+    base_as: TrainedAs | str | None = option(
+        None,
+        "Round the linear layers of a 16-bit base as QLoRA training loaded it, to four bits and back.",
+        parse=TrainedAs,
+    )
     expert_layout: ExpertLayout | str | None = option(
         None,
         "How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank-major]",
@@ -142,7 +148,7 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss")
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss", "base_as")
         asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()
 
