@@ -22,7 +22,7 @@ from lora_tool.plan.convert.forms import AdapterForm
 @click.option(
     "--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads; mlx: what MLX-LM reads."
 )
-@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
+@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-peft or ADAPTER-mlx]")
 @base_option("Base model; its modules complete names that lost their prefix.  [default: the config's]")
 @click.option(
     "--rm", "reward", is_flag=True, help="Turn the value head beside the adapter into a reward model's score head."
@@ -50,7 +50,7 @@ def command(
     MLX-LM format, for adapters with one rank and one scaling.
     """
     if reward and to is not AdapterForm.PEFT:
-        raise click.UsageError("--rm is for --to peft: it makes a reward adapter of PEFT's")
+        raise click.UsageError("--rm needs --to peft: it writes a reward adapter in PEFT's format")
     found = convertible(folder, base)
     out = output or default_output(found.adapter, to)
     check_output(out, overwrite=overwrite, inputs=(found.adapter.root,))
