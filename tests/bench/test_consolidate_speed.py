@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def test_against_cp_and_zero_to_fp32(folders: Path) -> None:
         commands[THEIRS] = ["env", "DS_ACCELERATOR=cpu", python, "-c", ZERO_TO_FP32, f"{folders}/full", str(out)]
     runs = interleaved(commands, out=out, rounds=ROUNDS)
     print("\n" + table(runs, against="cp -r; sync"))
+    print(
+        f"consolidate 1.7 GB: {ratio(runs['consolidate 1.7 GB'], runs['cp -r; sync'], 'wall'):.2f} × the copy (aim ≤ 1.0)"
+    )
+    eight = statistics.median(one.wall for one in runs["adapter of 8 ranks"])
+    print(f"adapter of 8 ranks: {eight:.2f} s (aim ≤ 0.5, towards 0.35)")
     if THEIRS in runs:
         print(f"{THEIRS} takes {ratio(runs[THEIRS], runs['consolidate 1.7 GB'], 'wall'):.1f} times as long as ours")
     assert max(one.rss for one in runs["consolidate 1.7 GB"]) <= 250

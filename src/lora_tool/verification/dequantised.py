@@ -197,6 +197,7 @@ def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, read: Read
     if encoding.groups is not None:
         group = _elements(encoding.groups, inputs, 4, read).astype(np.int64)
     stored = _elements(encoding.zeros, group * encoding.zeros.shape[-1] + outputs // each, 4, read)
-    zeros = ((stored >> (bits * place[outputs % each]).astype(np.uint32)) + np.uint32(encoding.added)) & np.uint32(mask)
+    whole = (stored.astype(np.int64) + encoding.added) % (1 << 32)
+    zeros = (whole >> bits * place[outputs % each]) & mask
     scales = _floats(encoding.scales, group * height + outputs, read)
     return np.asarray((codes.astype(np.float64) - zeros) * scales)

@@ -342,9 +342,8 @@ def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32
     else:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None]
         codes = ((words[:, None, first:last] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
-    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read)
+    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read) + np.uint32(encoding.added)
     zeros = _across(stored, bits, slice(first, last), ORDER if encoding.across else range(32 // bits))
-    zeros = (zeros + np.uint32(encoding.added)) & np.uint32((1 << bits) - 1)
     group = np.arange(inside) // encoding.group
     if encoding.groups is not None:
         group = _rows(encoding.groups, 0, inside, read).reshape(-1).astype(np.int64)

@@ -105,8 +105,8 @@ class ColumnIntegers(_Stored):
     """Integers of GPTQ and AWQ, stored [in, out] with a scale and a zero for each group of inputs and each output.
 
     value = (code - zero) · scale, rounded to the scale's type. Words of 32 bits hold neighbouring inputs (GPTQ), or
-    neighbouring outputs in the order of `ORDER` (AWQ, `across`), the lowest bits first; zeros always lie across. Zeros
-    are stored less `added`. `groups` says the group of each input where they are not in order.
+    neighbouring outputs in the order of `ORDER` (AWQ, `across`), the lowest bits first; zeros always lie across. Their
+    words are stored less `added`. `groups` says the group of each input where they are not in order.
     """
 
     scales: StoredTensor

@@ -72,6 +72,11 @@ _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
+def auto_class_for(task_type: str | None) -> str:
+    """Return the class of transformers that loads what PEFT trains as this task type; None means a causal LM."""
+    return _AUTO_CLASSES[_TASK_TYPES.get(task_type or "", Task.CAUSAL_LM)]
+
+
 def names_classifier(class_names: tuple[str, ...]) -> bool:
     """Return whether `architectures` of a config names a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in class_names)
