@@ -230,7 +230,7 @@ class _Run:
             where = f" on node {node}" if node else ""
             raise ExecutionError(
                 f"{task.name} was started {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
-                hint="finished files are kept; `resume=True` reuses them",
+                hint="`resume=True` takes over the finished files",
             )
         decided(f"{task.name} is started again: {lost}")
         return _Try(one.number, one.count + 1)
