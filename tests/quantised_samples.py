@@ -1,16 +1,21 @@
 """Small quantised weights as the libraries of their formats store them, and what those libraries make of them.
 
 They are kept in `quantised_samples.safetensors`, so that the tests need none of the libraries. `python -m
-tests.quantised_samples` makes the file again, with bitsandbytes 0.50.2 and compressed-tensors 0.20.0 installed.
+tests.quantised_samples` makes the file again, with bitsandbytes 0.50.2, compressed-tensors 0.20.0, gptqmodel 7.7.0 (GPTQ
+and AWQ) and nvidia-modelopt 0.47.0 installed.
 Every sample is called `NAME|TENSOR`; `NAME|expected` is the dequantised weight.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+_GROUP = 32
 KEPT = Path(__file__).with_suffix(".safetensors")
+ROUNDED = KEPT.with_name("rounded_samples.safetensors")
+"""Plain weights, `KIND@TYPE-SHAPE|source`, and what bitsandbytes' four bits make of them, `…|expected`."""
 Tensors = dict[str, Any]
 
 _WEIGHTS: dict[str, dict[str, Any]] = {
@@ -33,6 +38,15 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True},
 }
 """compressed-tensors' arguments for the weights."""
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "gptq-4": {"quant_method": "gptq", "bits": 4, "sym": True},
+    "gptq-4-order": {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": True, "checkpoint_format": "gptq"},
+    "gptq-4-asymmetric": {"quant_method": "gptq", "bits": 4, "sym": False, "checkpoint_format": "gptq"},
+    "gptq-2-asymmetric": {"quant_method": "gptq", "bits": 2, "sym": False, "checkpoint_format": "gptq_v2"},
+    "gptq-8": {"quant_method": "gptq", "bits": 8, "sym": False, "checkpoint_format": "gptq"},
+    "awq-4": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+}
+"""What the configs of GPTQ and AWQ say."""
 _FORMATS = {"int8-channel": "int-quantized", "fp8-channel": "float-quantized", "fp8-tensor": "float-quantized"}
 _FORMATS |= {"fp8-block": "float-quantized", "nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
@@ -41,6 +55,10 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the quantization_config that a model with this sample has."""
     if name.startswith("bnb"):
         return {"quant_method": "bitsandbytes", "load_in_8bit": name == "bnb-int8", "load_in_4bit": name != "bnb-int8"}
+    if name in _COLUMNS:
+        return {**_COLUMNS[name], "group_size": _GROUP}
+    if name.startswith("modelopt"):
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     weights = _WEIGHTS[name.partition("@")[0]]
     return {
         "quant_method": "compressed-tensors",
@@ -65,7 +83,76 @@ def make() -> Tensors:
         shape = (36, 80) if name == "fp8-block" else (20, 96)
         found |= _compressed(name, torch.randn(shape, dtype=torch.bfloat16))
     found |= _compressed("int4-group@float32", torch.randn((20, 96)))
-    return found | _compressed("int4-group-asymmetric@float16", torch.randn((20, 96), dtype=torch.float16))
+    found |= _compressed("int4-group-asymmetric@float16", torch.randn((20, 96), dtype=torch.float16))
+    return found | columns_and_modelopt()
+
+
+def columns_and_modelopt() -> Tensors:
+    """Return the samples of GPTQ, AWQ and modelopt."""
+    import torch
+
+    torch.manual_seed(11)
+    found: Tensors = {}
+    for name, said in _COLUMNS.items():
+        weight = torch.randn((24, 3 * _GROUP))
+        found |= _awq(name, weight) if said["quant_method"] == "awq" else _gptq(name, weight, said)
+    for dtype in (torch.bfloat16, torch.float32):
+        found |= _modelopt(f"modelopt-nvfp4@{str(dtype).removeprefix('torch.')}", torch.randn((12, 96), dtype=dtype))
+    return found
+
+
+def _gptq(name: str, weight: Any, said: dict[str, Any]) -> Tensors:
+    import torch
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    rows, columns = weight.shape
+    bits, top = said["bits"], 1 << said["bits"]
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = weight
+    module = TorchLinear(
+        bits=bits,
+        group_size=_GROUP,
+        sym=said["sym"],
+        desc_act="desc_act" in said,
+        in_features=columns,
+        out_features=rows,
+    )
+    groups = torch.arange(columns, dtype=torch.int32) // _GROUP
+    groups = groups[torch.randperm(columns)] if "desc_act" in said else groups
+    # zeros of 0 are stored as -1, which borrows from the next in the word
+    zeros = torch.full((rows, 3), top / 2) if said["sym"] else torch.randint(0, top, (rows, 3)).float()
+    module.pack_original(linear, weight.abs().amax() / top * (1 + torch.rand(rows, 3)), zeros, groups)
+    module.post_init()
+    expected = module.dequantize_weight().T
+    if said.get("checkpoint_format") != "gptq_v2":
+        convert_gptq_v2_to_v1_format_module(module, SimpleNamespace(bits=bits, pack_dtype=torch.int32))
+    parts = {key: getattr(module, key) for key in ("qweight", "qzeros", "scales", "g_idx")}
+    return {**{f"{name}|m.{key}": part.clone() for key, part in parts.items()}, f"{name}|expected": expected}
+
+
+def _awq(name: str, weight: Any) -> Tensors:
+    import torch
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm, pack_awq
+
+    rows, columns = weight.shape
+    codes, zeros = torch.randint(0, 16, (columns, rows)), torch.randint(0, 16, (3, rows))
+    scales = torch.rand((3, rows)).half()
+    packed = pack_awq(codes, zeros, 4)
+    expected = dequantize_gemm(*packed, scales, 4, _GROUP).T
+    stored = dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True))
+    return {**{f"{name}|m.{key}": part for key, part in stored.items()}, f"{name}|expected": expected}
+
+
+def _modelopt(name: str, weight: Any) -> Tensors:
+    import torch
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    made, scale, overall = NVFP4QTensor.quantize(weight.clone(), 16)
+    how = {"scale": scale, "double_scale": overall, "block_sizes": {-1: 16}}
+    stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": overall}
+    expected = made.dequantize(torch.float32, **how).to(weight.dtype)
+    return {**{f"{name}|m.{key}": part for key, part in stored.items()}, f"{name}|expected": expected}
 
 
 def _bnb4(weight: Any, kind: str, *, nested: bool) -> Tensors:
@@ -76,6 +163,26 @@ def _bnb4(weight: Any, kind: str, *, nested: bool) -> Tensors:
     name = f"bnb-{kind}{'-double' if nested else ''}@{str(weight.dtype).removeprefix('torch.')}-{shape}"
     packed = {f"{name}|m.weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
     return {f"{name}|m.weight": codes, **packed, f"{name}|expected": bnb.dequantize_4bit(codes, state)}
+
+
+def make_rounded() -> Tensors:
+    """Return plain weights and what is left of them after four bits, from the installed library."""
+    import bitsandbytes.functional as bnb
+    import torch
+
+    torch.manual_seed(8)
+    found: Tensors = {}
+    for kind in ("nf4", "nf4-double", "fp4"):
+        # torch adds a mean of float32 in an order of its own, which 16 bits do not show
+        wide = (torch.bfloat16, (300, 64)) if "double" in kind else (torch.float32, (6, 128))
+        for dtype, shape in ((torch.bfloat16, (12, 64)), (torch.float16, (10, 90)), wide):
+            weight = torch.randn(shape, dtype=dtype)
+            weight[1, :64] = 0
+            codes, state = bnb.quantize_4bit(weight, quant_type=kind[:3], compress_statistics="double" in kind)
+            name = f"{kind}@{str(dtype).removeprefix('torch.')}-{shape[0]}"
+            values = bnb.dequantize_4bit(codes, state) + 0  # its kernels do not agree on the sign of zero
+            found |= {f"{name}|source": weight, f"{name}|expected": values}
+    return found
 
 
 def _bnb8(weight: Any) -> Tensors:
@@ -131,4 +238,5 @@ def _extremes(weight: Any, args: Any) -> tuple[Any, Any]:
 if __name__ == "__main__":
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous() for name, tensor in make().items()}, KEPT)
+    for path, made in ((KEPT, make()), (ROUNDED, make_rounded())):
+        save_file({name: tensor.detach().contiguous() for name, tensor in made.items()}, path)

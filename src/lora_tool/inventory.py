@@ -6,15 +6,17 @@ import enum
 import math
 import os
 import re
+import string
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
-from lora_tool.checkpoint.kinds import matches
-from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
+from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint
+from lora_tool.checkpoint.folders import is_numbered
+from lora_tool.checkpoint.kinds import matches, step_of
+from lora_tool.checkpoint.registry import holds_pieces, is_step, sharded_kinds
 from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
@@ -42,7 +44,6 @@ _CONTENTS = (
     (FileRole.OPTIMIZER, re.compile(r"(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
     (FileRole.WEIGHTS, re.compile(r".*\.safetensors\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
 )  # fmt: skip
-_STEP = re.compile(r"checkpoint-\d+\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,15 @@ class Listed:
     pointed_at: bool = False
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
 
+    newest: bool = False
+    """Whether a file of the run names it as its newest: `latest_checkpointed_iteration.txt`, say."""
+    refused: bool = False
+    """Whether it is of a layout that is not read."""
+
     @property
     def belongs_to_run(self) -> bool:
-        """Whether it is one of the `checkpoint-N` folders of a run."""
-        return _STEP.match(self.root.name) is not None
+        """Whether it is one of a run's saves: `checkpoint-N`, verl's `global_step_N`, Megatron's `iter_N`."""
+        return is_step(self.root.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +88,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
     for folder in _checkpoints_under(root):
-        run = runs[folder.parent if _STEP.match(folder.name) else folder]
+        run = runs[folder.parent if is_step(folder.name) else folder]
         one = _judged(folder, run, criteria)
         if one is not None:
             run.add(*one)
@@ -91,6 +97,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
         found = sorted(run.found, key=lambda each: each[0].root == parent)
         if not found:
             continue
+        newest = _newest_of(parent)
         table = run_table(parent, [item for item, _ in found], log=run.furthest)
         yield Inventory(
             root=parent,
@@ -103,6 +110,8 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                     sizes=sizes_of(item.root),
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
+                    newest=item.root.name == newest,
+                    refused=item.refused,
                 )
                 for row, (item, kind) in zip(table.checkpoints, found, strict=True)
             ),
@@ -142,31 +151,47 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
         open_checkpoint(root)  # says what it is instead
     if _may_be_one(root):
         yield root
+    if is_step(root.name) and not is_numbered(root.name):
+        return
     for where, folders, _ in os.walk(root):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
-        inside = [Path(where, name) for name in folders if not holds_pieces(name) and _may_be_one(Path(where, name))]
-        yield from (path for path in inside if _STEP.match(path.name) or not path.is_symlink())
+        inside = [
+            Path(where, name)
+            for name in folders
+            if (is_step(name) or not holds_pieces(name)) and _may_be_one(Path(where, name))
+        ]
+        yield from (path for path in inside if is_step(path.name) or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
-        folders[:] = [name for name in folders if not (_STEP.match(name) or holds_pieces(name))]
+        folders[:] = [name for name in folders if not (is_step(name) or holds_pieces(name))]
+
+
+def _newest_of(run: Path) -> str | None:
+    """Return the name of the save that the files of a run point at, where its framework writes such files."""
+    try:
+        opened = open_checkpoint(run)
+    except (LoraToolError, PermissionError):
+        return None
+    return opened.latest.partition("/")[0] if isinstance(opened, ShardedDir) and opened.latest else None
 
 
 def _link_targets(root: Path) -> Iterator[Path]:
     for where, folders, _ in os.walk(root):
         yield from (path.resolve() for name in folders if (path := Path(where, name)).is_symlink())
-        folders[:] = [name for name in folders if not _STEP.match(name)]
+        folders[:] = [name for name in folders if not is_step(name)]
 
 
 def _by_step(name: str) -> tuple[str, int]:
-    head, _, number = name.rpartition("-")
-    return (head, int(number)) if number.isascii() and number.isdigit() else (name, 0)
+    number = step_of(name)[0]
+    return (name.rstrip(string.digits), number) if number else (name, 0)
 
 
 def _may_be_one(folder: Path) -> bool:
-    if _STEP.match(folder.name):
+    if is_step(folder.name):
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(_content(entry.name) is FileRole.WEIGHTS or holds_pieces(entry.name) for entry in entries)
+            names = [entry.name for entry in entries]
+        return any(_content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name)) for name in names)
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:
@@ -174,8 +199,10 @@ def _may_be_one(folder: Path) -> bool:
 
 
 def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] | None:
-    if _STEP.match(folder.name):
+    if is_step(folder.name):
         item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
+        if not is_numbered(folder.name):
+            item = replace(item, step=step_of(folder.name)[0])
         return item, "unreadable" if opened is None else str(opened.kind)
     name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
@@ -197,7 +224,7 @@ def sizes_of(folder: Path) -> dict[FileRole, int]:
     """Return the bytes in the folder by kind of content, other runs' folders in it left out. Links are not followed."""
     sizes = dict.fromkeys(FileRole, 0)
     for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _STEP.match(name)]
+        folders[:] = [name for name in folders if not is_step(name)]
         for name in names:
             try:
                 nbytes = os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118 - half the time of Path
@@ -231,6 +258,8 @@ class Why(TextEnum):
     NEWER = "newer than the last valid one"
     LINK = "a link"
     UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
+    NEWEST = "the run's own pointer names it"
+    REFUSED = "lora-tool does not read its layout, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor among the best"
@@ -252,10 +281,10 @@ class PruneChoice:
 
 
 def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[PruneChoice]:
-    """Yield for each `checkpoint-N` whether it is kept and why: the last and the best valid ones of every run.
+    """Yield for each save of a run whether it is kept and why: the last and the best valid ones of every run.
 
     A checkpoint is valid if it has no errors. A run without a valid checkpoint keeps all of them; any other keeps its
-    last valid one unless a better one stays. Only `checkpoint-N` folders are chosen.
+    last valid one unless a better one stays. Only the saves of runs are chosen, by the names of their folders.
     """
     for run in runs:
         listed = [item for item in run.checkpoints if item.belongs_to_run]
@@ -292,7 +321,9 @@ def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Wh
         Why.LAST: item.root in roots[Why.LAST],
         Why.ONLY: item.root in roots[Why.ONLY],
         Why.POINTED_AT: item.pointed_at,
+        Why.NEWEST: item.newest,
         Why.OLDER: item.row.whole,
+        Why.REFUSED: item.refused,
         Why.UNREADABLE: not item.row.whole and not _may_be_read(item.root),
         Why.NEWER: item.root in roots[Why.NEWER],
     }

@@ -17,7 +17,7 @@ import pytest
 from lora_tool.checkpoint import open_model
 from lora_tool.formats.safetensors import build_header
 from lora_tool.tensors import DType, TensorSpec
-from tests.bench.models import LINEAR, make_adapter, make_base
+from tests.bench.models import SMALL, make_adapter, make_base
 from tests.bench.processes import interleaved, table
 
 GIGABYTES = float(os.environ.get("BENCH_GIGABYTES", "1.5"))
@@ -35,7 +35,7 @@ def make_fp8(folder: Path, *, layers: int) -> None:
     kept = [spec.spec for spec in open_model(folder).tensors.values() if not spec.name.endswith("_proj.weight")]
     specs = list(kept)
     for layer in range(layers):
-        for module, (rows, columns) in LINEAR.items():
+        for module, (rows, columns) in SMALL.linear.items():
             name = f"model.layers.{layer}.{module}.weight"
             specs.append(TensorSpec(name=name, dtype=DType.F8_E4M3, shape=(rows, columns)))
             grid = (-(-rows // TILE), -(-columns // TILE))

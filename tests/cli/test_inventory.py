@@ -104,3 +104,35 @@ def test_every_command_names_the_same_best_checkpoint_and_verdicts(
     assert [row["codes"] for row in judged["checkpoints"]] == [row["row"]["codes"] for row in listed["checkpoints"]]
     assert [row["verdict"] for row in judged["checkpoints"]] == [row["verdict"] for row in pruned]
     assert [Path(row["path"]).name for row in pruned if row["goes"]] == (["checkpoint-2"] if configured else [])
+
+
+@pytest.fixture
+def iterations(tmp_path: Path) -> Path:
+    """A run of Megatron with three iterations."""
+    root = tmp_path / "megatron"
+    for name in ("iter_0000007", "iter_0000009", "iter_0000010"):
+        shutil.copytree(FIXTURES / "megatron-lora" / "iter_0000007", root / name)
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return root
+
+
+def test_ls_and_prune_know_the_iterations_of_megatron(call: Caller, iterations: Path) -> None:
+    (run,) = call("ls", iterations, "--json").json["runs"]
+    assert [(item["kind"], item["row"]["step"]) for item in run["checkpoints"]] == [
+        ("Megatron checkpoint", step) for step in (7, 9, 10)
+    ]
+    call("prune", iterations, "--apply")
+    assert [path.name for path in iterations.glob("iter_*")] == ["iter_0000010"]
+
+
+def test_prune_keeps_what_the_pointer_names(call: Caller, iterations: Path) -> None:
+    (iterations / "latest_checkpointed_iteration.txt").write_text("9")
+    why = {Path(row["path"]).name: row["why"] for row in call("prune", iterations, "--json").json["checkpoints"]}
+    assert why["iter_0000009"] == "the run's own pointer names it"
+    assert "iter_0000009 " in call("prune", iterations).out
+
+
+def test_prune_keeps_what_it_does_not_read(call: Caller, iterations: Path) -> None:
+    (iterations / "iter_0000007" / "run_config.yaml").unlink()
+    why = {Path(row["path"]).name: row["why"] for row in call("prune", iterations, "--json").json["checkpoints"]}
+    assert why["iter_0000007"] == "lora-tool does not read its layout, so prune cannot tell whether it is broken"

@@ -176,7 +176,7 @@ def test_env_says_what_computes(call: Caller, use: Callable[[str], None], kernel
     use("auto")
     assert call("env", "--json").json["kernel"] == f"kernel 1 ({kernels[0].level})"
     use("off")
-    assert call("env", "--json").json["kernel"] == f"none, numpy computes: {VARIABLE}=off"
+    assert call("env", "--json").json["kernel"] == f"none; numpy is used because {VARIABLE}=off"
     use("fast")
     assert "expected one of auto" in call("env", "--json").json["kernel"]
 

@@ -13,7 +13,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import Verdict
+from lora_tool.checkpoint import open_model
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.quantised.four_bits import TrainedAs
+from lora_tool.formats.stored import read_part
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
@@ -143,6 +147,24 @@ def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
         assert not different(model.state_dict(), whole)
 
 
+@pytest.mark.parametrize("form", ["fp8-block", "int4"])
+def test_a_table_inside_another_config_is_edited_where_it_is(
+    form: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    config = json.loads((base / "config.json").read_text())
+    inner = {"quantization_config": config.pop("quantization_config"), "model_type": "other"}
+    (base / "config.json").write_text(json.dumps({**config, "text_config": inner}))
+    found = {
+        store: plan_merge(base, adapter(ATTENTION), store=store).side_files for store in ("touched-16bit", "all-16bit")
+    }
+    written = {store: json.loads(files[0].content or b"") for store, files in found.items()}
+    listed = written["touched-16bit"]["text_config"]["quantization_config"][LISTS.get(form, "ignore")]
+    assert "model.layers.1.self_attn.q_proj" in listed
+    assert "quantization_config" not in written["touched-16bit"]
+    assert written["all-16bit"]["text_config"] == {"model_type": "other"}
+
+
 def test_a_format_without_a_list_of_plain_modules_is_refused(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
@@ -238,3 +260,41 @@ def test_a_classifier_beside_quantised_weights_leaves_the_output_layer_out_with_
     told = {item["name"] for item in leftovers if item["fate"] == "dropped"}
     assert told >= {name for name in before if name.startswith("lm_head.weight_")}
     assert not verify(merged).report.findings
+
+
+@pytest.mark.parametrize("precision", ["float32", "peft"])
+def test_a_16_bit_base_is_rounded_as_training_loaded_it(
+    precision: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    lora = adapter(ATTENTION)
+    merged = merge_with_ours(plain, lora, tmp_path / "merged", precision, base_as="nf4-double")
+    before, after = saved_tensors(plain), saved_tensors(merged)
+    rounded = dict(before)
+    for name, tensor in open_model(plain).tensors.items():
+        if is_linear(name.removesuffix(".weight")):
+            raw = read_part(TrainedAs.NF4_DOUBLE.rounded(tensor), 0, tensor.nbytes)
+            rounded[name] = torch.frombuffer(bytearray(raw), dtype=BF16).reshape(tensor.shape)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=BF16)
+    model.load_state_dict({name: rounded[name] for name in model.state_dict()})
+    theirs = PeftModel.from_pretrained(model, lora).merge_and_unload().state_dict()
+    changed = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qv"}
+    assert not different(after, {name: theirs[name] for name in (changed if precision == "peft" else ())})
+    assert not different(after, {name: rounded[name] for name in before.keys() - changed})
+    for name in changed:
+        assert_rounded(after[name], rounded[name].double() + delta(lora, name.removesuffix(".weight")))
+    assert (merged / "config.json").read_bytes() == (plain / "config.json").read_bytes()
+    assert not verify(merged).report.findings
+
+
+def test_what_cannot_be_rounded_as_in_training_is_refused(
+    plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
+    with pytest.raises(UnsupportedAdapter, match=r"the base is already quantised, so `base_as` has nothing to round"):
+        merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", base_as="nf4")
+    gpt2 = save_base(tmp_path / "gpt2", "gpt2", "causal-lm", BF16)
+    lora = save_adapter(
+        tmp_path / "adapter", gpt2, "causal-lm", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    )
+    with pytest.raises(UnsupportedAdapter, match=r"gpt2 stores linear layers transposed"):
+        merge_with_ours(gpt2, lora, tmp_path / "merged", "float32", base_as="fp4")

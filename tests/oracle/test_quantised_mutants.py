@@ -227,3 +227,33 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
     gate = UP.replace("up_proj", "gate_proj")
     assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
     assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "bnb-int8"])
+def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_path: Path) -> None:
+    loud = {**LORA, "lora_alpha": 600}
+    made = Case(tmp_path, form, lora=loud, hidden_size=64, intermediate_size=96)
+    folder = merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base")
+    right, plain = saved_tensors(folder), made.values[QUERY].double()
+    change = made.delta(QUERY) * 100
+    of_type, most = (torch.float8_e4m3fn, 448.0) if form == "fp8-block" else (torch.int8, 127.0)
+    scale = f"{QUERY}_scale_inv" if form == "fp8-block" else QUERY.replace("weight", "SCB")
+
+    def stored(values: torch.Tensor) -> torch.Tensor:
+        cut = values.float().clamp(-most, most)
+        return (cut.round() if of_type is torch.int8 else cut).to(of_type)
+
+    def judged(changes: Table) -> list[Finding]:
+        return made.judged(changes, config=made.base, over=right)
+
+    assert not judged({})
+    added = judged({QUERY: stored(made.stored[QUERY].double() + change), scale: made.stored[scale]})
+    assert says(added, QUERY, "is ΔW added to the codes of the base's")
+    undivided = judged({QUERY: stored(plain + change), scale: made.stored[scale]})
+    assert says(undivided, QUERY, "without being divided by its scales")
+    twice = merge_with_ours(folder, made.adapter, tmp_path / "twice", "float32", store="as-base", ignore=("LT",))
+    table = saved_tensors(twice)
+    found = judged({QUERY: table[QUERY], scale: table[scale]})
+    assert [each.code for each in found] == ["LT609"]
+    lowered = {each.code: each.message for each in judged({scale: made.stored[scale] / 2})}
+    assert f"; scales of `{QUERY}` may only be raised, where a merged value did not fit" in lowered["LT605"]

@@ -17,6 +17,7 @@ from lora_tool import merge
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
+from lora_tool.inventory import Why, choose, inventory
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
 from lora_tool.sharded.training_state import training_state
@@ -230,6 +231,24 @@ def test_a_rank_of_nan_and_one_of_zeros(ranks: list[Path]) -> None:
     assert codes(ranks[0].parent) == {"LT412"}
 
 
+@pytest.mark.parametrize("name", ["fsdp1-dcp", "fsdp2-dcp-bf16"])
+def test_a_copy_of_the_first_ranks_file_in_a_distributed_checkpoint(name: str, trainers: Path, tmp_path: Path) -> None:
+    """It has more than those of the other ranks, and what they have at the same places."""
+    folder = Path(shutil.copytree(trainers / name, tmp_path / "run"))
+    shutil.copy(folder / "pytorch_model_fsdp_0" / "__0_0.distcp", folder / "pytorch_model_fsdp_0" / "__1_0.distcp")
+    assert codes(folder) == {"LT405"}
+
+
+def test_a_file_of_zeros_without_a_row_of_lora_a(trainers: Path, tmp_path: Path) -> None:
+    """The last rank has none of the three rows of each lora_A, and lora_B may be zero: the base's weights tell."""
+    folder = Path(shutil.copytree(trainers / "safetensors", tmp_path / "run"))
+    last = max(folder.glob("shard-*.safetensors"))
+    data = last.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    last.write_bytes(data[:header] + bytes(len(data) - header))
+    assert codes(folder) == {"LT413"}
+
+
 @pytest.fixture
 def verl_run(trainers: Path, tmp_path: Path) -> Path:
     """A run of verl with two steps, which points at the first, and a critic."""
@@ -308,3 +327,14 @@ def test_a_damaged_and_a_copied_safetensors_shard(shards: list[Path]) -> None:
     assert codes(shards[0].parent) == {"LT405", "LT408"}
     shards[2].write_bytes(whole[:-100] + b"\xc0\x7f" * 50)
     assert codes(shards[0].parent) == {"LT412"}
+
+
+def test_the_steps_of_a_verl_run_are_listed_and_pruned_one_by_one(trainers: Path, tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        shutil.copytree(trainers / "verl-fsdp2" / "global_step_3", tmp_path / f"global_step_{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    next((tmp_path / "global_step_10").rglob("model_*_rank_1.pt")).unlink()
+    (run,) = inventory(tmp_path)
+    assert [(item.row.step, item.row.verdict) for item in run.checkpoints] == [(1, "good"), (2, "good"), (10, "broken")]
+    kept = {choice.checkpoint.root.name: choice.why for choice in choose([run], keep_last=1, keep_best=0)}
+    assert kept == {"global_step_1": Why.OLDER, "global_step_2": Why.LAST, "global_step_10": Why.NEWER}

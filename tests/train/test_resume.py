@@ -106,3 +106,17 @@ def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
     choice = last_valid(tmp_path / "out")
     assert choice.path is None
     assert "LT401" in choice.skipped[0].message
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("megatron-lora", "a Megatron checkpoint"),
+        ("zero/stage2-tied", "a DeepSpeed checkpoint"),
+        ("causal-llama/adapter", "an adapter"),
+    ],
+)
+def test_what_no_trainer_saved_is_called_by_its_kind(folder: str, kind: str) -> None:
+    message = f"is {kind} without trainer_state.json: only the program that saved it can resume from it"
+    with pytest.raises(TrainingFailed, match=message):
+        named(FIXTURES / folder)

@@ -95,10 +95,10 @@ class Readings:
             first, _, rest = path.partition(".")
             if self.headed is None:
                 yield f"`{path}` may belong to a model with a head or to its base model: the config does not name the class"
-            elif first in known and rest.partition(".")[0] in known:
+            elif f"{first}." == LORA_MODEL and rest.partition(".")[0] in known:
                 yield f"`{path}` is ambiguous: it is the path in the model, or PEFT's own `{first}.` followed by `{rest}`"
             elif self.headed and first not in known:
-                yield f"`{path}` does not begin like the modules of a model with a head, and the base model is not at hand"
+                yield f"`{path}` does not begin like the modules of a model with a head, and the modules of the base model are not known"
             elif not self.headed and first in known:
                 yield f"`{path}` is ambiguous: it is the path in the model with a head, or `{rest}` in its base model"
 

@@ -159,7 +159,14 @@ class AdapterView:
 
 
 def view_of(adapter: AdapterDir) -> AdapterView:
-    """Return the view of an opened adapter, whether or not it is sound."""
+    """Return the view of an opened adapter, whether or not it is sound: made once, and the same for everybody."""
+    if not adapter.views:
+        adapter.views.append(_viewed(adapter))
+    view: AdapterView = adapter.views[0]
+    return view
+
+
+def _viewed(adapter: AdapterDir) -> AdapterView:
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     tensors = adapter.tensors
     paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}

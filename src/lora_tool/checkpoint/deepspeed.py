@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from lora_tool.checkpoint.folders import Folder
-from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
-from lora_tool.errors import CorruptFile
-from lora_tool.formats.files import open_regular, read_at
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
+from lora_tool.formats import universal
 
 _LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
@@ -26,28 +25,21 @@ def _open(folder: Folder) -> ShardedDir:
     found = {tag: files for tag, files in names.items() if files}
     latest = None if is_tag else _latest(folder, _LATEST)
     if latest not in found:  # a universal checkpoint may be all that is left
-        universal = None if is_tag else _latest(folder, _LATEST_UNIVERSAL)
-        latest = universal if universal in found else latest
+        other = None if is_tag else _latest(folder, _LATEST_UNIVERSAL)
+        latest = other if other in found else latest
     return ShardedDir(kind=ZERO, folder=folder, rank_files=found, latest=latest, problems=folder.problems)
 
 
 def _latest(folder: Folder, name: str) -> str | None:
-    if name not in folder.files:
-        return None
-    path = folder.root / name
-    try:
-        with open_regular(path) as fd:
-            return read_at(path, fd, 0, 200).decode(errors="replace").strip()
-    except CorruptFile:
-        return None
+    return read_pointer(folder.root / name) if name in folder.files else None
 
 
 ZERO = ShardedKind(
     name="DeepSpeed checkpoint",
     sign="global_stepN",
     landmarks=("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
-    weights=("*_model_states.pt",),
-    optimizer=("*_optim_states.pt",),
+    weights=("*_model_states.pt", universal.FILE),
+    optimizer=("*_optim_states.pt", "exp_avg.pt", "exp_avg_sq.pt"),
     others=(_LATEST, _LATEST_UNIVERSAL, "zero_to_fp32.py"),
     folders=("global_step*",),
     state="lora_tool.sharded.zero_state:zero_state",

@@ -58,7 +58,7 @@ class Folder:
     @property
     def is_numbered(self) -> bool:
         """Whether it is itself a `checkpoint-N` folder of a run."""
-        return _CHECKPOINT.match(self.root.name) is not None
+        return is_numbered(self.root.name)
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -69,6 +69,11 @@ class Folder:
     def names_in(self, folder: str) -> tuple[str, ...]:
         """Return the names of what lies in one of its `folders`, "." for itself; nothing where it cannot be listed."""
         return self.files if folder == "." else listed(self.root / folder)
+
+
+def is_numbered(name: str) -> bool:
+    """Return whether a folder of this name is a `checkpoint-N` of a run."""
+    return _CHECKPOINT.match(name) is not None
 
 
 def read_folder(root: Path) -> Folder:

@@ -14,8 +14,9 @@ from typing import Any
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.display import shortened
-from lora_tool.errors import NotACheckpoint, Problem
+from lora_tool.errors import CorruptFile, NotACheckpoint, Problem
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.weights import Weights
@@ -76,6 +77,8 @@ class ShardedKind(Kind):
     """Patterns of what else is written with the pieces: pointers, metadata, scripts."""
     folders: tuple[str, ...] = ()
     """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
+    steps: re.Pattern[str] | None = None
+    """Names of the folders in a run, of which each is a save of its own: they are listed and pruned one by one."""
     state: str
     """The function that reads its training state, as `module:function`: imported only when needed, being slow to import.
 
@@ -148,6 +151,8 @@ class AdapterDir(_WithWeights):
     """Tensor name → its parsed form, for every tensor."""
     scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
     """Tensor name → statistics of its values, once the rules have read them: they read each adapter only once."""
+    views: list[Any] = field(default_factory=list, init=False, compare=False)
+    """Its `adapter.view.AdapterView`, once somebody has asked for it: of a hundred thousand tensors it takes a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -192,6 +197,15 @@ def open_here(kind: ShardedKind, pattern: re.Pattern[str], folder: Folder) -> Sh
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether the name of a file or folder is one of these, in lower or upper case."""
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+def read_pointer(path: Path) -> str | None:
+    """Return what the file `path` says that names a saved step, None where it cannot be read."""
+    try:
+        with open_regular(path) as fd:
+            return read_at(path, fd, 0, 200).decode(errors="replace").strip()
+    except CorruptFile:
+        return None
 
 
 _LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")

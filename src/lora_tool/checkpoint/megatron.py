@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.checkpoint.folders import Folder
-from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
+from lora_tool.checkpoint.fsdp import holds_pieces
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
 from lora_tool.errors import BrokenFile
-from lora_tool.formats.files import open_regular, read_at
 
 POINTER = "latest_checkpointed_iteration.txt"
 _TRAIN_STATE = "latest_train_state.pt"
@@ -32,7 +32,7 @@ def _recognise(folder: Folder) -> Claim | None:
 
 def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each folder with pieces, as it is called from here, and their names; the policy before the value model."""
-    if _METADATA in folder.files:
+    if holds_pieces(folder.files):
         if not _OWN.isdisjoint(folder.files):
             yield ".", _pieces(folder.files)
         return
@@ -40,7 +40,7 @@ def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
         iterations = folder.names_in(place) if place else folder.folders
         for name in sorted(filter(_ITERATION.match, iterations), key=step_of):
             names = folder.names_in(f"{place}{name}")
-            if _METADATA in names:
+            if holds_pieces(names):
                 yield f"{place}{name}", _pieces(names)
 
 
@@ -64,7 +64,7 @@ def _open(folder: Folder) -> ShardedDir:
 
 def _latest(folder: Folder) -> str | None:
     """Return the iteration that the run points at."""
-    for name, read in ((_TRAIN_STATE, _step_in), (POINTER, _text_in)):
+    for name, read in ((_TRAIN_STATE, _step_in), (POINTER, read_pointer)):
         if name in folder.files:
             try:
                 told = read(folder.root / name)
@@ -85,17 +85,13 @@ def _step_in(path: Path) -> str | None:
     return str(int(value)) if isinstance(value, int | float) and value >= 0 else None
 
 
-def _text_in(path: Path) -> str:
-    with open_regular(path) as fd:
-        return read_at(path, fd, 0, 20).decode(errors="replace").strip()
-
-
 MEGATRON = ShardedKind(
     name="Megatron checkpoint",
     sign="iter_NNNNNNN",
     landmarks=(_METADATA,),
     weights=("*.distcp",),
     others=("common.pt", "run_config.yaml", _METADATA, POINTER, _TRAIN_STATE, "train_state.pt"),
+    steps=_ITERATION,
     state="lora_tool.sharded.megatron_state:iteration_state",
     recognise=_recognise,
     open=_open,

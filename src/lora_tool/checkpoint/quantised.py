@@ -57,12 +57,21 @@ def as_matrices(model: ModelDir) -> ModelDir:
 
 
 def plain_config(config: ModelConfig) -> ModelConfig:
-    """Return the config without its quantisation fields, also those in its `text_config`."""
-    raw = {name: value for name, value in config.raw.items() if name != _TABLE}
-    inner = raw.get("text_config")
-    if isinstance(inner, dict) and _TABLE in inner:
-        raw["text_config"] = {name: value for name, value in inner.items() if name != _TABLE}
-    return replace(config, raw=raw, quantization=None, edited=True)
+    """Return the config without its quantisation fields, also those of the configs inside it."""
+    return replace(with_table(config, None), quantization=None)
+
+
+def with_table(config: ModelConfig, table: Mapping[str, Any] | None) -> ModelConfig:
+    """Return the config with this quantisation table wherever it has one; without any where it is None."""
+    return replace(config, raw=_with_table(config.raw, table), edited=True)
+
+
+def _with_table(raw: Mapping[str, Any], table: Mapping[str, Any] | None) -> dict[str, Any]:
+    kept = {name: value for name, value in raw.items() if name != _TABLE or table is not None}
+    inner = {
+        name: _with_table(value, table) for name, value in kept.items() if isinstance(value, dict) and name != _TABLE
+    }
+    return kept | inner | ({_TABLE: dict(table)} if _TABLE in raw and table is not None else {})
 
 
 def quantised_weights(model: ModelDir) -> QuantisedWeights:
@@ -77,7 +86,7 @@ def quantised_weights(model: ModelDir) -> QuantisedWeights:
 
 
 def quantisation_table(config: ModelConfig) -> Mapping[str, Any]:
-    """Return a config's quantisation table, also one in its `text_config`; {} without one."""
-    inner = config.raw.get("text_config")
-    found = config.raw.get(_TABLE) or (inner.get(_TABLE) if isinstance(inner, dict) else None)
+    """Return a config's quantisation table, also one of a config inside it (`text_config`); {} without one."""
+    inner = (value.get(_TABLE) for value in config.raw.values() if isinstance(value, dict))
+    found = config.raw.get(_TABLE) or next(filter(None, inner), None)
     return found if isinstance(found, dict) else {}

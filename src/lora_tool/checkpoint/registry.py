@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from lora_tool.checkpoint.adapters import ADAPTER
 from lora_tool.checkpoint.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoint.deepspeed import ZERO
-from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.folders import Folder, is_numbered
 from lora_tool.checkpoint.fsdp import DCP
 from lora_tool.checkpoint.fsdp_ranks import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
@@ -64,3 +64,8 @@ def holds_rank_files(folder: Folder) -> bool:
 def holds_pieces(name: str) -> bool:
     """Return whether a folder of this name is a part of the checkpoint that it lies in."""
     return any(matches(name, kind.folders) for kind in sharded_kinds())
+
+
+def is_step(name: str) -> bool:
+    """Return whether a folder of this name is one of the saves of a run: `checkpoint-N`, or as its framework calls them."""
+    return is_numbered(name) or any(kind.steps and kind.steps.match(name) for kind in sharded_kinds())

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from lora_tool.checkpoint.folders import Folder
-from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
-from lora_tool.errors import BrokenFile, CorruptFile
-from lora_tool.formats.files import open_regular, read_at, read_object
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
+from lora_tool.errors import BrokenFile
+from lora_tool.formats.files import read_object
 
 MODEL_FILE = re.compile(r"model_world_size_(?P<ranks>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt\Z")
 POINTER = "latest_checkpointed_iteration.txt"
@@ -44,12 +44,10 @@ def _latest(folder: Folder, tags: tuple[str, ...]) -> str | None:
     """Return the actor of the step that the run points at."""
     if POINTER not in folder.files:
         return None
-    path = folder.root / POINTER
-    try:
-        with open_regular(path) as fd:
-            step = f"global_step_{read_at(path, fd, 0, 200).decode(errors='replace').strip()}"
-    except CorruptFile:
+    text = read_pointer(folder.root / POINTER)
+    if text is None:
         return None
+    step = f"global_step_{text}"
     return next((tag for tag in (f"{step}/actor", step) if tag in tags), step)
 
 
@@ -72,6 +70,7 @@ VERL = ShardedKind(
     optimizer=("optim_world_size_*_rank_*.pt",),
     others=("extra_state_world_size_*_rank_*.pt", _CONFIG, "lora_train_meta.json", POINTER),
     folders=("global_step_[0-9]*",),
+    steps=_STEP,
     state="lora_tool.sharded.rank_state:verl_state",
     recognise=_recognise,
     open=_open,

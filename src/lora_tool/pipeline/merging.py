@@ -168,12 +168,12 @@ def planned(
     try:
         plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
     except OnlyInMemory as why:
-        if not options.allow_in_memory or options.text_only:
+        if not options.allow_in_memory or options.text_only or options.base_as:
             raise
         if not alone or options.spread.cluster is not None:
             raise UnsupportedAdapter(
-                f"{why}; PEFT merges it in the memory of one machine, which writes all of it",
-                hint='merge it on one machine: engine="local", and no part',
+                f"{why}; PEFT merges it in the memory of one machine, and that machine writes the whole output",
+                hint='merge it on one machine: `engine="local"`, without a part',
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import CheckpointError, FindingsFound, TrainingFailed
+from lora_tool.errors import CheckpointError, FindingsFound, TrainingFailed, UnsupportedCheckpoint
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.report import Finding, Severity
 from lora_tool.train.saving import weight_files
@@ -78,7 +78,7 @@ def unusable(path: Path) -> str | None:
     """Return why no run can go on from the checkpoint `path`; None if one can. Every value of it is read."""
     names = {item.name for item in path.iterdir()}
     if TRAINER_STATE not in names:
-        return f"has no {TRAINER_STATE}, so it was not saved completely"
+        return _without_state(path)
     try:
         validate(open_checkpoint(path), deep=True).raise_for_errors()
     except (CheckpointError, FindingsFound) as error:
@@ -93,6 +93,15 @@ def unusable(path: Path) -> str | None:
         if open_sharded(path).kind.optimizer:
             return None
     return "has no optimizer state (save_only_model), so resuming would start with a new optimizer"
+
+
+def _without_state(path: Path) -> str:
+    """Return what a folder without a Trainer's state is instead of a checkpoint to resume from."""
+    if not read_folder(path).is_numbered:  # not by a Trainer's name
+        with contextlib.suppress(CheckpointError, UnsupportedCheckpoint):
+            kind = open_checkpoint(path).kind
+            return f"is {kind.with_article} without {TRAINER_STATE}: only the program that saved it can resume from it"
+    return f"has no {TRAINER_STATE}, so it was not saved completely"
 
 
 def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:

@@ -15,7 +15,7 @@ from lora_tool.checkpoint import (
     ShardedDir,
     open_checkpoint,
 )
-from lora_tool.errors import LoraToolError, NotACheckpoint
+from lora_tool.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import inside
 from lora_tool.plan.base.task import Task
@@ -151,7 +151,8 @@ def _checkpoint_of_run(
     except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
         report = unopened(str(path), f"cannot be opened: {error}", judge.rules)
-        return Judged(root=path, name=path.name, state=None, report=report), None
+        refused = isinstance(error, UnsupportedCheckpoint)
+        return Judged(root=path, name=path.name, state=None, report=report, refused=refused), None
     return Judged(root=path, name=path.name, state=found.folder.trainer, report=report), found
 
 

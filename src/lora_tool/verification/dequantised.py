@@ -24,9 +24,11 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
 from lora_tool.tensors import DType, StoredTensor
+from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]
 Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
@@ -52,6 +54,8 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> 
             values = _fp4(encoding, rows, columns, read)
         case ColumnIntegers():
             values = _columns(encoding, rows, columns, read)
+        case RoundedAs():
+            values = rounded_again(encoding, rows * width + columns, read)
         case _:
             return assert_never(encoding)
     return _rounded(values.astype(np.float32), encoding.spec.dtype)
@@ -193,6 +197,7 @@ def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, read: Read
     if encoding.groups is not None:
         group = _elements(encoding.groups, inputs, 4, read).astype(np.int64)
     stored = _elements(encoding.zeros, group * encoding.zeros.shape[-1] + outputs // each, 4, read)
-    zeros = ((stored >> (bits * place[outputs % each]).astype(np.uint32)) + np.uint32(encoding.added)) & np.uint32(mask)
+    whole = (stored.astype(np.int64) + encoding.added) % (1 << 32)
+    zeros = (whole >> bits * place[outputs % each]) & mask
     scales = _floats(encoding.scales, group * height + outputs, read)
     return np.asarray((codes.astype(np.float64) - zeros) * scales)

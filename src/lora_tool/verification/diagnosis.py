@@ -10,21 +10,26 @@ import numpy as np
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
+from lora_tool.formats.quantised.grids import Requantisable, limits
 from lora_tool.plan.core.ops import LowRank, RowOp
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns
-from lora_tool.verification.misreadings import Misreading, misreadings
+from lora_tool.verification.misreadings import Misreading, misreadings, unscaled
 from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer, why_not
+from lora_tool.verification.requantised import half_steps
 from lora_tool.verification.tally import Tally
 
 _EXPLAINED = 0.995
 """Share of the values that a diagnosis must account for."""
 _AS_ASKED = 0.02
 """A factor nearer to 1 than this is no other scaling."""
+_AS_CODED = 0.25
+"""The same where ΔW was rounded to the steps of codes, which takes some of it away."""
 _UNRELATED = 0.3
 """Cosine below which W' - W has another direction than ΔW."""
 _ROUNDING = 1 / math.sqrt(3)
@@ -93,15 +98,15 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
         return _Diagnosis(Verdict.DIFFERENT)
     if not tally.moved and not op.keeps_values:
         return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
-    how = _misread(op, part, files) if part.written is None else ""
-    if how or not isinstance(op, LowRank):
-        return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
     rows = _a_sample(part)
     wide = working_type(op, stored.dtype)
+    how = _misread(op, part, files) if part.written is None else _misstored(op, part, files)
+    if how or not isinstance(op, LowRank):
+        return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
     recomputer = Recomputer(files)
     expected = recomputer.whole(op, rows, wide)
     values = decode(files.rows(stored, rows), stored.dtype, wide).reshape(expected.base.shape)
-    half = half_ulps(values, stored.dtype)
+    half = half_ulps(values, stored.dtype) if part.written is None else half_steps(part, rows, files)
     with np.errstate(invalid="ignore", over="ignore"):
         moved = values - expected.base
         bound = sixteen_bit_bound(op, stored.dtype)
@@ -116,7 +121,8 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
         if factor is not None and math.isfinite(factor):
             noise = float(np.linalg.norm(half)) * _ROUNDING / math.sqrt(half.size)
             doubt = 4 * noise / max(float(np.linalg.norm(expected.change)), 1e-300)
-            if abs(factor - 1) > max(_AS_ASKED, doubt) and explains(expected.change, factor):
+            least = _AS_ASKED if part.written is None else _AS_CODED
+            if abs(factor - 1) > max(least, doubt) and explains(expected.change, factor):
                 return _Diagnosis(Verdict.SCALED, factor)
         turned = recomputer.transposed_change(op, rows)
         if turned is not None:
@@ -150,6 +156,31 @@ def _misread(op: RowOp, part: Compared, files: Files) -> str:
                 room = unit * (np.abs(weight) + np.abs(change))
                 if float(np.mean(np.abs(values - weight - change) <= room)) >= _EXPLAINED:
                     return _how_misread(one, f"the base's {encoding}", added=added, without=adds and not added)
+    return ""
+
+
+def _misstored(op: RowOp, part: Compared, files: Files) -> str:
+    """Return how merged numbers were made codes wrongly, where that gives the codes of the part; "" elsewhere."""
+    base, written = encoding_of(op.source), part.written
+    if written is None or not isinstance(base, Requantisable):
+        return ""
+    rows, wide = _a_sample(part), working_type(op, part.stored.dtype)
+    expected = Recomputer(files).whole(op, rows, wide)
+    codes, before = (
+        files.matrix(tensor, rows, wide, unscaled(of).decode)
+        for tensor, of in ((part.stored, written), (op.source, base))
+    )
+    least, most = limits(written)
+    step = np.full(codes.shape, 0.5) if written.codes.dtype is DType.I8 else np.maximum(np.abs(codes) / 16, 2.0**-10)
+    ways = (
+        (before, f"is ΔW added to the codes of the base's {base}: its scales were not applied"),
+        (expected.base, f"is W + ΔW stored as {written} without being divided by its scales"),
+    )
+    for weight, how in ways:
+        with np.errstate(all="ignore"):  # what is wrong may be beyond all bounds
+            error = np.abs(codes - np.clip(weight + expected.change, least, most))
+            if float(np.mean(error <= 1.01 * step)) >= _EXPLAINED:
+                return how
     return ""
 
 

@@ -23,6 +23,7 @@ from lora_tool.formats.quantised.encodings import (
     Fp4,
     NestedScales,
     PackedIntegers,
+    RoundedAs,
     Tiled,
 )
 from lora_tool.tensors import DType, StoredTensor
@@ -71,11 +72,19 @@ class Misreading:
         return values if self.columns is None else self.columns(values)
 
 
+def unscaled(encoding: Tiled | BnbInt8) -> Misreading:
+    """Return the misreading that gives the codes themselves."""
+    if isinstance(encoding, BnbInt8):
+        parts = {encoding.largest.name: _all(DType.F32, _127)}
+        return Misreading(what=_UNSCALED, encoding=encoding, parts=parts)
+    return _unscaled(encoding, encoding.scales)
+
+
 def misreadings(encoding: Encoding) -> Iterator[Misreading]:
     """Yield the ways in which a weight of this encoding is known to be read wrongly."""
     match encoding:
         case Tiled():
-            yield _unscaled(encoding, encoding.scales)
+            yield unscaled(encoding)
             yield from _other_tiles(encoding)
             yield Misreading(
                 what="it was divided by its scales, which multiply",
@@ -83,9 +92,8 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
                 parts={encoding.scales.name: _inverse(encoding.scales.dtype)},
             )
         case BnbInt8():
-            largest = encoding.largest.name
-            yield Misreading(what=_UNSCALED, encoding=encoding, parts={largest: _all(DType.F32, _127)})
-            wide = {largest: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
+            yield unscaled(encoding)
+            wide = {encoding.largest.name: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
             yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
         case Bnb4():
             yield from _of_bnb4(encoding)
@@ -96,11 +104,14 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
         case ColumnIntegers():
             yield _unscaled(encoding, encoding.scales)
             if not encoding.across:
-                other = replace(encoding, added=1 - encoding.added)
+                ones = sum(1 << at for at in range(0, 32, encoding.bits))
+                other = replace(encoding, added=ones - encoding.added)
                 yield Misreading(what="its zero points were taken as off by one", encoding=other)
             if encoding.groups is not None:
                 ordered = replace(encoding, groups=None)
                 yield Misreading(what="its groups were taken in order, ignoring `g_idx`", encoding=ordered)
+        case RoundedAs():
+            return  # a plain weight: who reads it otherwise leaves the rounding out
         case _:
             assert_never(encoding)
 

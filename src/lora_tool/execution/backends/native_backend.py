@@ -51,22 +51,38 @@ class NativeBackend(NumpyBackend):
     def _changed(self, unit: ComputeUnit, op: LoraDelta, first: int, last: int) -> Array | None:
         """Return rows of W + Δ in the type of the output, flat; None where one is not finite."""
         stored = self._stored(op.source, first, last)
-        size = last - first, op.source.shape[1]
+        rows, width = last - first, op.source.shape[1]
         terms = self._terms(op, first, last)
-        sampled, before, meant = kernels.CACHE_BLOCK, None, None
-        if first == unit.first:
-            rows = min(-(-sampled // max(1, size[1])), size[0])
-            meant = self._buffer("meant", (rows * size[1],), np.dtype(np.float32))
-            self._kernel.merge(
-                stored.ctypes.data, op.source.dtype, meant.ctypes.data, DType.F32, (rows, size[1]), terms
-            )
-            before = stored[:sampled].copy()
         out = self._place(stored, unit.out.dtype)
-        if not self._kernel.merge(stored.ctypes.data, op.source.dtype, out.ctypes.data, unit.out.dtype, size, terms):
-            return None
-        if before is not None and meant is not None:
-            self._retained = retention(before, meant[:sampled], out[:sampled])
+        at = 0
+        if first == unit.first:
+            at = min(self._sampled_rows(width), rows)
+            if not self._change_and_sample(stored[: at * width], op.source.dtype, out, unit.out.dtype, width, terms):
+                return None
+        if at < rows:
+            later = tuple(Term(each.left + at * each.depth * 4, each.right, each.depth, each.scaling) for each in terms)
+            source, target = stored[at * width :].ctypes.data, out[at * width :].ctypes.data
+            size = rows - at, width
+            if not self._kernel.merge(source, op.source.dtype, target, unit.out.dtype, size, later):
+                return None
         return out
+
+    def _sampled_rows(self, width: int) -> int:
+        """Return how many rows hold `CACHE_BLOCK` elements, in whole tiles: packed factors begin at these."""
+        return -(-kernels.CACHE_BLOCK // max(1, width * self._kernel.rows)) * self._kernel.rows
+
+    def _change_and_sample(
+        self, stored: Array, dtype: DType, out: Array, out_dtype: DType, width: int, terms: tuple[Term, ...]
+    ) -> bool:
+        """Write rows of W + Δ by way of float32, and keep what rounding left of Δ; False where one is not finite."""
+        meant = self._buffer("meant", stored.shape, np.dtype(np.float32))
+        size = stored.size // max(1, width), width
+        if not self._kernel.merge(stored.ctypes.data, dtype, meant.ctypes.data, DType.F32, size, terms):
+            return False
+        before = stored[: kernels.CACHE_BLOCK].copy()
+        fine = self._kernel.convert(meant.ctypes.data, DType.F32, out.ctypes.data, out_dtype, meant.size)
+        self._retained = retention(before, meant[: before.size], out[: before.size]) if fine else None
+        return fine
 
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
         stored = self._stored(op.source, first, last)

@@ -176,8 +176,10 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
 
 def sources_of(file: Path) -> str:
     """Return the sha256 of the sources that the library was compiled from. Raises OSError, AttributeError."""
-    told: bytes = _declared(ctypes.CDLL(str(file))).lora_tool_sources()
-    return told.decode()
+    told = ctypes.CDLL(str(file)).lora_tool_sources  # alone: an older library lacks some of the others
+    told.restype = ctypes.c_char_p
+    sources: bytes = told()
+    return sources.decode()
 
 
 def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by name
@@ -188,7 +190,6 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
     library.lora_tool_dequantise.argtypes = [pointer, pointer, pointer, number, pointer, ctypes.c_float, *[size] * 5]
     library.lora_tool_dequantise.restype = None
-    library.lora_tool_sources.restype = ctypes.c_char_p
     return library
 
 

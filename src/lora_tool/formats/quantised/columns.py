@@ -1,7 +1,8 @@
 """The layouts of GPTQ and AWQ, which pack the codes of a weight that lies [in, out].
 
-GPTQ stores zeros less one, and as they are where `checkpoint_format` is gptq_v2 (AutoGPTQ's `qlinear_cuda_old`,
-GPTQModel); AWQ is that of AutoAWQ's `WQLinear_GEMM`.
+GPTQ stores zeros less one, and as they are where `checkpoint_format` is gptq_v2. The ones are taken from, and added to,
+words of 32 bits, so that a zero of 0 borrows from its neighbour (GPTQModel's `convert_gptq_v1_to_v2_format_module`); AWQ
+is that of AutoAWQ's `WQLinear_GEMM`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WORD = 32
 _MATRIX = 2
 _SCALES = (DType.F16, DType.BF16, DType.F32)
 _ADDED = {None: 1, "gptq": 1, "gptq_v2": 0}
-"""`checkpoint_format` → what is added to a stored zero."""
+"""`checkpoint_format` → what is added to each stored zero."""
 _AWQ_BITS = 4
 
 
@@ -66,5 +67,5 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
         group=-(-inside // count),
         groups=groups,
         across=is_awq,
-        added=0 if is_awq else _ADDED[kind],
+        added=0 if is_awq else _ADDED[kind] * sum(1 << at for at in range(0, _WORD, bits)),
     )

@@ -105,8 +105,8 @@ class ColumnIntegers(_Stored):
     """Integers of GPTQ and AWQ, stored [in, out] with a scale and a zero for each group of inputs and each output.
 
     value = (code - zero) · scale, rounded to the scale's type. Words of 32 bits hold neighbouring inputs (GPTQ), or
-    neighbouring outputs in the order of `ORDER` (AWQ, `across`), the lowest bits first; zeros always lie across. Zeros
-    are stored less `added`. `groups` says the group of each input where they are not in order.
+    neighbouring outputs in the order of `ORDER` (AWQ, `across`), the lowest bits first; zeros always lie across. Their
+    words are stored less `added`. `groups` says the group of each input where they are not in order.
     """
 
     scales: StoredTensor
@@ -119,10 +119,24 @@ class ColumnIntegers(_Stored):
     added: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedAs(_Stored):
+    """A plain weight, `codes`, as bitsandbytes rounds it to four bits and back: what QLoRA trained on.
+
+    Each block of 64 values, over the flattened matrix, is divided by its largest and takes the nearest of 16 `levels`.
+    With `nested` the largest values are rounded to eight bits themselves, less their mean over the whole weight.
+    """
+
+    levels: tuple[float, ...]
+    nested: bool = False
+    measured: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+    """The mean, once it was asked for, by who computed it."""
+
+
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each part of AWQ's words is, the lowest first."""
 
-Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers
+Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | RoundedAs
 """A closed union: whoever decodes one decodes all."""
 
 

@@ -44,7 +44,7 @@ class Task(Choice):
 
     @property
     def auto_class(self) -> str | None:
-        """The class of transformers that loads such a model; None where the model's own has to be named."""
+        """The class of transformers that loads such a model; None where only the class that the model names does."""
         return _AUTO_CLASSES.get(self)
 
 
@@ -70,6 +70,11 @@ _TASK_TYPES = {
 }
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+def auto_class_for(task_type: str | None) -> str:
+    """Return the class of transformers that loads what PEFT trains as this task type; None means a causal LM."""
+    return _AUTO_CLASSES[_TASK_TYPES.get(task_type or "", Task.CAUSAL_LM)]
 
 
 def names_classifier(class_names: tuple[str, ...]) -> bool:

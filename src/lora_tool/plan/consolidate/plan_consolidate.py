@@ -149,6 +149,7 @@ def _rules(codes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:
     if what is What.ADAPTER and found is None:
+        _refuse_foreign(state)
         raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
     if found is not None:
         selection = select_adapter(state, found)
@@ -158,19 +159,7 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
     dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
     if what is What.STATE:
         return Selection(names={name: name for name in state.entries}, leftovers=dropped)
-    foreign = next(filter(_OTHER_LORA.search, state.entries), None)
-    if foreign is not None:
-        raise UnsupportedCheckpoint(
-            f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
-            "of these tensors would be the base with an unmerged adapter beside it",
-            hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
-        )
-    fused = next(filter(_MEGATRON.search, state.entries), None)
-    if fused is not None:
-        raise UnsupportedCheckpoint(
-            f"{state.folder} is a model of Megatron's, under names that are not transformers' (`{fused}`)",
-            hint='convert it with the program that trained it; `what="state"` writes every tensor',
-        )
+    _refuse_foreign(state)
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
             f"{state.folder} holds a PEFT model, which is not a plain model",
@@ -184,6 +173,23 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         faults=tuple(_lacking(state)),
         warnings=warnings,
     )
+
+
+def _refuse_foreign(state: TrainingState) -> None:
+    """Raise `UnsupportedCheckpoint` for LoRA or a model under the names of another program."""
+    foreign = next(filter(_OTHER_LORA.search, state.entries), None)
+    if foreign is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
+            "of these tensors would be the base with an unmerged adapter beside it",
+            hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
+        )
+    fused = next(filter(_MEGATRON.search, state.entries), None)
+    if fused is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is a model of Megatron's, under names that are not transformers' (`{fused}`)",
+            hint='convert it with the program that trained it; `what="state"` writes every tensor',
+        )
 
 
 def _require_shapes(state: TrainingState, selection: Selection) -> None:

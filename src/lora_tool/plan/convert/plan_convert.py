@@ -10,14 +10,16 @@ from typing import Any
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
-from lora_tool.architectures.module_names import module_names
+from lora_tool.architectures.module_names import ModuleNames
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
 from lora_tool.choices import codes
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.convert.base_modules import modules_of, way_out
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.plan_experts import plan_experts
 from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
@@ -50,21 +52,22 @@ def plan_convert(
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
     values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`.
-    "mlx": what MLX-LM reads, every tensor with its values, transposed. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
-    None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
-    causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
-    are codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for names
-    that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
+    "mlx": what MLX-LM reads, every tensor with its values, transposed. "peft-experts" and "peft-fused": LoRA on experts
+    one by one, or fused. `base` is the model that the adapter was trained on: where names have lost a prefix its modules
+    tell which; None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter
+    of a causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore` are
+    codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for
+    names that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """
     form, ignored = AdapterForm(to), codes(ignore)
     require_whole(adapter)
     if form is AdapterForm.MLX:
         return plan_to_mlx(adapter, base, ignore=ignored)
+    if form in (AdapterForm.PEFT_EXPERTS, AdapterForm.PEFT_FUSED):
+        return plan_experts(adapter, form, base, ignore=ignored)
     view = view_of(adapter)
-    model = (
-        None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
-    )
-    named = peft_names(view, model, _hint(adapter, view.config, base))
+    model = modules_of(base, view.config)
+    named = peft_names(view, model, _hint(adapter, view.config, base, model))
     head = value_head_of(adapter) if reward else None
     if head is not None:
         named = with_score(named, head, adapter, base)
@@ -109,8 +112,10 @@ def plan_convert(
     )
 
 
-def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None) -> str:
+def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None, model: ModuleNames | None) -> str:
     """Return the hint for names that fit two readings."""
+    if base is not None and base.config is not None and not model:
+        return way_out(base.config.model_type)
     if config.task_type is None and base is not None:
         return f'write the task of the training into {config.path.name}: "task_type": "CAUSAL_LM"'
     return f"give the model that it was trained on: lora-tool convert {shlex.quote(str(adapter.root))} --to peft --base MODEL"

@@ -15,6 +15,7 @@ from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_valu
 from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -95,8 +96,13 @@ class MergeOptions:
     )
     allow_loss: bool = option(
         default=False,
-        text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
+        text="Write the model even if rounding to the base's format keeps less than a tenth of ΔW.",
         parse=flag,
+    )
+    base_as: TrainedAs | str | None = option(
+        None,
+        "Round the linear layers of a 16-bit base to four bits and back, as QLoRA training loaded them.",
+        parse=TrainedAs,
     )
     expert_layout: ExpertLayout | str | None = option(
         None,
@@ -115,17 +121,19 @@ class MergeOptions:
     fail_on: Severity | str = option(
         Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
-    jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
+    jobs: int | None = option(None, "Number of workers.  [default: one per core]", parse=positive)
     engine: EngineName | str = option(
         EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
     )
     address: str | None = option(
         None,
-        "Of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        "Address of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
         parse=str,
         metavar="HOST:PORT",
     )
-    workers: int | None = option(None, "Tasks at a time on the Ray cluster.  [default: its CPUs]", parse=positive)
+    workers: int | None = option(
+        None, "Tasks that run at a time on the Ray cluster.  [default: one per CPU of the cluster]", parse=positive
+    )
     overwrite: bool = option(
         default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
     )
@@ -142,7 +150,7 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss")
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss", "base_as")
         asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
+from typing import TypeVar
 
 from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of
@@ -12,6 +14,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first, without_delta
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
@@ -26,6 +29,7 @@ from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, re
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
 from lora_tool.plan.merge.storage import QuantisedBase, Storage, trained_on_quantised
+from lora_tool.plan.merge.trained_as import as_trained, rounded_note
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
@@ -33,6 +37,8 @@ from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model, source_of
 from lora_tool.tensors import DType, float_type
 from lora_tool.weighted import all_weighted
+
+Word = TypeVar("Word", bound=Enum)
 
 
 def plan_merge(
@@ -49,6 +55,7 @@ def plan_merge(
     text_only: bool = False,
     store: Storage | str | None = None,
     allow_loss: bool = False,
+    base_as: TrainedAs | str | None = None,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
     select: Iterable[str] = (),
@@ -68,7 +75,8 @@ def plan_merge(
     `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
     writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
     default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
-    a tenth of ΔW. `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
+    a tenth of ΔW. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
+    `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
 
     `select` and `ignore` are codes of rules, or their beginnings. An ignored error still refuses the merge if nothing
     can be computed despite it. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the other findings,
@@ -79,9 +87,9 @@ def plan_merge(
     names, factors = all_weighted(adapter, weights)
     adapters = tuple(map(opened_adapter, names))
     task, precision = Task(task), Precision(precision)
-    store = None if store is None else Storage(store)
+    store, base_as = _chosen(Storage, store), _chosen(TrainedAs, base_as)
     dtype = None if dtype is None else float_type(dtype)
-    expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
+    expert_layout = _chosen(ExpertLayout, expert_layout)
     judge = MergeJudge(
         task=task.expected,
         num_labels=num_labels,
@@ -95,6 +103,7 @@ def plan_merge(
         require_mergeable(view_of(each))
     require_weightable(adapters, factors)
     plain = in_full_precision(base, source_of(base.root).hub_id)
+    plain = as_trained(plain, adapters, base_as) if base_as else plain
     with judge.reading(base):
         view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
@@ -114,8 +123,10 @@ def plan_merge(
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     options |= {"text_only": True} if text_only else {}
     options |= {"head_alone": True} if head_alone else {}
-    notes = tuple(trained_on_quantised(adapters, base)) if plain is base else ()
-    if plain is not base:
+    options |= {"base_as": base_as.value} if base_as else {}
+    told = [rounded_note(plain, base_as)] if base_as else []
+    notes = tuple(trained_on_quantised(adapters, base) if plain is base else told)
+    if plain is not base and base_as is None:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
         stored = QuantisedBase(stored=base, plain=plain).settle(steps, store, without, cast=cast, allow_loss=allow_loss)
@@ -145,11 +156,15 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
         )
 
 
+def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:
+    return None if asked is None else kind(asked)
+
+
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
     """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
     if precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in steps):
         raise UnsupportedAdapter(
-            '`store="as-base"`: PEFT rounds merged weights to no format but that of bitsandbytes, and those it spoils',
+            '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
             hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
         )
 

@@ -13,6 +13,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision
@@ -66,6 +67,7 @@ class Provenance:
             text_only=self._text_only(record),
             store=self._store(record),
             allow_loss=True,
+            base_as=_known(TrainedAs, record.get("base_as")),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
         )

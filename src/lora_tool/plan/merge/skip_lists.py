@@ -7,13 +7,12 @@ shards of qkv_proj"), so that a set in which one becomes plain becomes plain as 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection
 
 from lora_tool.architectures.ends import MATRIX, is_input, is_output
 from lora_tool.architectures.fused_layers import EXPERTS
 from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint.quantised import quantisation_table, with_table
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import encoding_of
@@ -24,6 +23,7 @@ _LISTS = {
     "compressed-tensors": ("ignore",),
     "fbgemm_fp8": ("modules_to_not_convert",),
     "fp8": ("ignored_layers", "modules_to_not_convert"),
+    "modelopt": ("ignore",),
 }
 """`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
 
@@ -34,12 +34,12 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
     Raises `UnsupportedAdapter` for a format that has no such list, or keeps it elsewhere.
     """
     config = stored.whole_config
-    table = config.raw.get(_TABLE)
-    keys = _LISTS.get(config.quantization or "")
-    if keys is None or not isinstance(table, dict):
+    table = quantisation_table(config)
+    method = str(table.get("quant_method") or config.quantization or "this method of quantisation")
+    keys = _LISTS.get(method)
+    if keys is None or not table:
         raise UnsupportedAdapter(
-            f"{config.path}: {config.quantization or 'this way of quantising'} has no list of plain modules that "
-            "loaders respect",
+            f"{config.path}: {method} has no list of plain modules that loaders respect",
             hint='`store="all-16bit"` writes plain weights throughout',
         )
     key = next((name for name in keys if table.get(name)), keys[-1])
@@ -47,11 +47,10 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
     held = listed if listed and isinstance(listed, list) else _plain_matrices(plain)
     experts = sorted({found["experts"] for found in map(EXPERTS.match, names) if found})
     modules = sorted(name.removesuffix(".weight") for name in names if not EXPERTS.match(name))
-    if key == "ignore":
-        experts = [f"re:{re.escape(each)}\\..*" for each in experts]
+    patterns = {"compressed-tensors": lambda each: f"re:{re.escape(each)}\\..*", "modelopt": lambda each: f"{each}*"}
+    experts = [patterns[method](each) if method in patterns else each for each in experts]
     added = [each for each in (*modules, *experts) if each not in held]
-    raw: Mapping[str, Any] = {**config.raw, _TABLE: {**table, key: [*held, *added]}}
-    return replace(config, raw=raw, edited=True)
+    return with_table(config, {**table, key: [*held, *added]})
 
 
 def _plain_matrices(plain: ModelDir) -> list[str]:

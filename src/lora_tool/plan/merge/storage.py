@@ -246,7 +246,7 @@ def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iter
         if full_precision_name(named.rpartition("/")[2]) is not None:
             yield (
                 f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of {base.root} differ "
-                "from it by the rounding error; merge into the named model to get what was trained"
+                "from it by the rounding error; merge into the named model, or round this one with `base_as`, to get what was trained"
             )
 
 

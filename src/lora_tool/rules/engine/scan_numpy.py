@@ -7,7 +7,7 @@ whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightSca
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
+_TASK_BYTES = 8 << 20
 _WORKERS = 4
 """Reading from the disk and counting overlap; the cores of a small machine are enough to keep up with its disk."""
 
@@ -33,15 +34,18 @@ def scan_all(
     found = {}
     stopped = threading.Event()
 
-    def scanned(tensor: StoredTensor) -> WeightScan:
-        return scan_exactly(tensor, opened, stopped)
+    def scanned(some: Sequence[StoredTensor]) -> list[WeightScan]:
+        buffer = np.empty(_BLOCK_BYTES, np.uint8)
+        return [scan_exactly(tensor, opened, stopped, buffer) for tensor in some]
 
+    together = tuple(_together(tensors.values()))
     with ThreadPoolExecutor(min(_WORKERS, available_cores())) as pool:
         try:
-            for tensor, one in zip(tensors.values(), pool.map(scanned, tensors.values()), strict=True):
-                found[tensor.name] = one
-                if progress is not None:
-                    progress(tensor.nbytes)
+            for some, scans in zip(together, pool.map(scanned, together), strict=True):
+                for tensor, one in zip(some, scans, strict=True):
+                    found[tensor.name] = one
+                    if progress is not None:
+                        progress(tensor.nbytes)
         except BaseException:
             stopped.set()  # a tensor may take hours, and leaving the pool waits for it
             pool.shutdown(cancel_futures=True)
@@ -49,18 +53,37 @@ def scan_all(
     return found
 
 
+def _together(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, ...]]:
+    """Yield neighbouring tensors until they make a few MB: handing out thousands of small ones takes longer than they do."""
+    some: list[StoredTensor] = []
+    held = 0
+    for tensor in tensors:
+        some.append(tensor)
+        held += tensor.nbytes
+        if held >= _TASK_BYTES:
+            yield tuple(some)
+            some, held = [], 0
+    if some:
+        yield tuple(some)
+
+
 def scan_exactly(
-    tensor: StoredTensor, opened: Opener = open_regular, stopped: threading.Event | None = None
+    tensor: StoredTensor,
+    opened: Opener = open_regular,
+    stopped: threading.Event | None = None,
+    buffer: NDArray[np.uint8] | None = None,
 ) -> WeightScan:
     """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
 
-    Nothing more is read once `stopped` is set. Raises `CorruptFile` or `SourceChanged` if its file went away.
+    Nothing more is read once `stopped` is set; blocks are read into the `buffer`, if there is one. Raises `CorruptFile`
+    or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
+    buffer = np.empty(_BLOCK_BYTES, np.uint8) if buffer is None else buffer
+    blocks = _blocks(tensor, np.dtype(f"<u{layout.nbytes}" if layout else np.uint8), opened, stopped, buffer)
     if layout is None:
-        blocks = _blocks(tensor, np.dtype(np.uint8), opened, stopped)
         return WeightScan(all_zero=tensor.nbytes > 0 and not any(block.any() for block in blocks))
-    return _scan_floats(tensor, layout, _blocks(tensor, np.dtype(f"<u{layout.nbytes}"), opened, stopped))
+    return _scan_floats(tensor, layout, blocks)
 
 
 def _scan_floats(tensor: StoredTensor, layout: Layout, blocks: Iterator[Bits]) -> WeightScan:
@@ -104,18 +127,21 @@ def _value(bits: int, layout: Layout) -> float:
 
 
 def _blocks(
-    tensor: StoredTensor, kind: np.dtype[Any], opened: Opener, stopped: threading.Event | None
+    tensor: StoredTensor,
+    kind: np.dtype[Any],
+    opened: Opener,
+    stopped: threading.Event | None,
+    buffer: NDArray[np.uint8],
 ) -> Iterator[Bits]:
-    """Yield the tensor's elements in blocks; each is overwritten by the next."""
-    buffer = np.empty(_BLOCK_BYTES, np.uint8)
+    """Yield the tensor's elements in blocks, all in the `buffer`."""
     for span in tensor.spans:
         if not span.nbytes:
             continue
         with opened(span.path) as fd:
-            for at in range(0, span.nbytes, _BLOCK_BYTES):
+            for at in range(0, span.nbytes, buffer.size):
                 if stopped is not None and stopped.is_set():
                     return
-                block = buffer[: min(_BLOCK_BYTES, span.nbytes - at)]
+                block = buffer[: min(buffer.size, span.nbytes - at)]
                 if read_into(span.path, fd, span.offset + at, block.data) != block.nbytes:
                     raise shorter(span)
                 yield block.view(kind)

@@ -29,6 +29,10 @@ class Judged:
     name: str
     state: TrainerState | None
     report: Report
+    step: int | None = None
+    """The step that its name says, where no `state` does."""
+    refused: bool = False
+    """Whether it is of a layout that is not read: nobody knows then what is wrong with it."""
 
 
 def run_table(root: Path, judged: Sequence[Judged], *, log: TrainerState | None = None) -> Run:
@@ -82,7 +86,7 @@ def _row(item: Judged, metric: str | None) -> RunCheckpoint:
     return RunCheckpoint(
         path=str(item.root),
         name=item.name,
-        step=state.global_step if state else None,
+        step=state.global_step if state else item.step,
         epoch=state.epoch if state else None,
         loss=state.last_loss if state else None,
         metric=_metric_of(state, metric) if state and metric else None,
