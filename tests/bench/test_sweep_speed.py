@@ -46,11 +46,11 @@ def cost(tmp_path: Path, *args: str | Path) -> Cost:
     return Cost(*json.loads((tmp_path / "cost").read_text()))
 
 
-@pytest.mark.parametrize("targets", [("self_attn.q_proj", "self_attn.v_proj"), None], ids=["q-v", "all-linear"])
+@pytest.mark.parametrize("targets", [("self_attn.q_proj", "self_attn.v_proj"), None], ids=["q-v", "linear"])
 def test_twenty_merges_against_one_with_each(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
     make_base(tmp_path / "base", layers=1, shards=2)
     for number in range(COUNT):
-        make_adapter(tmp_path / f"a{number}", layers=1, rank=16, **{"targets": targets} if targets else {})
+        make_adapter(tmp_path / f"a{number}", layers=1, rank=16, targets=targets)
     adapters = [tmp_path / f"a{number}" for number in range(COUNT)]
     alone = []
     for adapter in adapters:
