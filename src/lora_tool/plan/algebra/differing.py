@@ -102,7 +102,8 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
 def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) -> dict[str, str]:
     """Return the output layer that has the values of a saved embedding, with that embedding's tensor."""
     output = output_name(arch) if arch is not None and is_tied(tuned) else None
-    return {output: f"{module}.weight" for module in modules if output is not None and is_input(module)}
+    embedding = next(filter(is_input, modules), None)
+    return {} if output is None or embedding is None else {output: f"{embedding}.weight"}
 
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
