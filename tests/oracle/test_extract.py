@@ -157,6 +157,7 @@ def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeyp
     assert "--save" in str(refused.value.hint)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_tied_output_layer_changes_with_its_embedding(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32, tie_word_embeddings=True)
     model = tiny_model("qwen2", "causal-lm", tie_word_embeddings=True)
