@@ -305,7 +305,9 @@ def test_what_cannot_be_rounded_as_in_training_is_refused(
 def test_lora_on_single_experts_of_a_quantised_model(store: str, tmp_path: Path) -> None:
     plain = save_base(tmp_path / "plain", "qwen3_moe", "causal-lm", BF16, hidden_size=64, head_dim=16)
     base, values = quantise(plain, tmp_path / "base", "fp8-block", lambda module: ".experts." in module)
-    lora = save_adapter(tmp_path / "adapter", plain, "causal-lm", {"r": 2, "lora_alpha": 40, "target_modules": ["q_proj"]})
+    lora = save_adapter(
+        tmp_path / "adapter", plain, "causal-lm", {"r": 2, "lora_alpha": 40, "target_modules": ["q_proj"]}
+    )
     table = saved_tensors(lora)
     generator = torch.Generator().manual_seed(3)
     names = [name for name in values if ".experts.1." in name]
