@@ -9,19 +9,32 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
+from lora_tool import Plan, execute, plan_consolidate, plan_merge
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings
 from lora_tool.errors import ExecutionError, MissingDependency
+from lora_tool.execution.ray_engine import RayEngine
 from tests.cluster.conftest import Cluster
 from tests.cluster.tasks import Dying, Lacking, Stale
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, left_behind
 from tests.hostile.test_output import content
+from tests.quantised_models import quantise
 
 NOTHING = Surroundings(directory=None, inputs=(), versions={})
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 MANY_FILES = ("--max-shard-size", "600")
 SLOW = """
 import sys
@@ -44,16 +57,6 @@ def typed(cluster: Cluster, *arguments: str, folder: Path | None = None) -> subp
     )
 
 
-def both(cluster: Cluster, folder: Path, *arguments: str) -> tuple[Path, Path]:
-    """Return what the command writes on this machine and on the cluster."""
-    here, there = folder / "here", folder / "there"
-    for out, options in ((here, []), (there, cluster.options)):
-        done = typed(cluster, *arguments, "-o", str(out), "--quiet", *options)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
-    return here, there
-
-
 def slow(cluster: Cluster, pair: Pair, told: Path, *options: str) -> subprocess.Popen[str]:
     """Return the slow merge, at work on a node."""
     told.mkdir()
@@ -73,19 +76,62 @@ def slow(cluster: Cluster, pair: Pair, told: Path, *options: str) -> subprocess.
     return process
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["merge", "reward-qwen2/adapter", "--base", "reward-qwen2/base", "--rm", *MANY_FILES],
-        ["merge", "causal-llama/adapter", "--base", "causal-llama/base", "--precision", "peft", *MANY_FILES],
-        ["consolidate", "zero/stage3-reward"],
-    ],
-    ids=["reward", "in PEFT's bits", "ZeRO-3"],
-)
-def test_the_bytes_are_those_of_one_machine(arguments: list[str], cluster: Cluster, tmp_path: Path) -> None:
-    arguments = [str(FIXTURES / each) if "/" in each else each for each in arguments]
-    here, there = both(cluster, tmp_path, *arguments)
-    assert content(there) == content(here)
+def reward(_: Path) -> Plan:
+    folder = FIXTURES / "reward-qwen2"
+    return plan_merge(folder / "base", folder / "adapter", task="reward", max_shard_bytes=2000)
+
+
+def in_bits_of_peft(_: Path) -> Plan:
+    folder = FIXTURES / "causal-llama"
+    return plan_merge(folder / "base", folder / "adapter", precision="peft", max_shard_bytes=2000)
+
+
+def rank_files(_: Path) -> Plan:
+    return plan_consolidate(FIXTURES / "zero" / "stage3-reward")
+
+
+def experts(folder: Path) -> Plan:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    return plan_merge(folder / "base", trained(folder / "base", lora, folder / "adapter"), max_shard_bytes=4000)
+
+
+def in_eight_bits(folder: Path) -> Plan:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16).save_pretrained(folder / "plain")
+    base, _ = quantise(folder / "plain", folder / "base", "fp8-block", lambda module: "_proj" in module)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+    return plan_merge(base, trained(folder / "plain", lora, folder / "adapter"), max_shard_bytes=4000)
+
+
+def trained(base: Path, config: LoraConfig, out: Path) -> Path:
+    """Return an adapter of the base with other values than zero in lora_B."""
+    from transformers import AutoModelForCausalLM
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(str(out))
+    return out
+
+
+@pytest.mark.parametrize("plan_in", [reward, in_bits_of_peft, rank_files, experts, in_eight_bits])
+def test_the_bytes_are_those_of_one_machine(
+    plan_in: Callable[[Path], Plan], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    plan = plan_in(tmp_path)
+    execute(plan, tmp_path / "here")
+    reported: list[int] = []
+    engine = RayEngine(cluster=RayCluster(address=cluster.address))
+    execute(plan, tmp_path / "there", engine=engine, progress=reported.append)
+    assert content(tmp_path / "there") == content(tmp_path / "here")
+    assert sum(reported) == plan.data_bytes + (plan.values.nbytes if plan.values else 0)
 
 
 def test_relative_paths_mean_the_same_on_every_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, load_model, saved_tensors
 from tests.oracle.test_combine import EMBEDDINGS, EXACT, QV, adapters_of, deltas, farthest
+from tests.oracle.test_convert_experts import FUSED
 from tests.oracle.test_prepare import in_mlx
 
 RSLORA = QV | {"use_rslora": True, "r": 4}
@@ -158,3 +159,27 @@ def test_mlx_lm_itself_reads_and_writes_them(call: Caller, tmp_path: Path) -> No
         )
         assert call("convert", folder, "--to", "peft", "--base", base).code == 0
         assert torch.allclose(of_peft(tmp_path / f"{kind}-peft"), of_mlx(trained), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_are_one_stack(model_type: str, call: Caller, tmp_path: Path) -> None:
+    base, (fused,) = adapters_of(tmp_path, model_type, FUSED)
+    single, theirs, back = tmp_path / "single", tmp_path / "theirs", tmp_path / "back"
+    assert call("convert", fused, "--to", "peft-experts", "--base", base, "-o", single).code == 0
+    assert call("convert", single, "--to", "mlx", "-o", theirs).code == 0
+    assert call("convert", theirs, "--to", "peft", "--base", base, "-o", back).code == 0
+    assert different(saved_tensors(back), saved_tensors(single)) == []
+    table = load_file(theirs / "adapters.safetensors")
+    assert {tensor.dim() for name, tensor in table.items() if "switch_mlp" in name} == {3}
+    mlx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]' mlx-lm")
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
+    model = load_model(base, "causal-lm")
+    config = json.loads((base / "config.json").read_text())  # MLX-LM wants what transformers 5 leaves out
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "num_experts": config.get("num_local_experts")}
+    config |= {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
+    (base / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(model, fused)(torch.tensor([TOKENS])).logits[0]
+    served = utils.load_adapters(utils.load_model(base)[0], str(theirs))
+    found = torch.tensor(served(mlx.array([TOKENS]))[0].tolist())
+    assert torch.allclose(found, expected, rtol=0, atol=2e-5)

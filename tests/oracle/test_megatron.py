@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from lora_tool import merge
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
+from lora_tool.formats.dcp import read_dcp
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
 from lora_tool.sharded.megatron_model import Geometry, LayerNames, MegatronModel
@@ -98,10 +99,26 @@ def test_without_the_config_of_the_run(run: Path) -> None:
     assert refused.value.hint == "put the run_config.yaml of the run beside its files, or the config.json of its model"
 
 
-def test_a_rank_that_is_missing(run: Path) -> None:
-    (run / "__1_0.distcp").unlink()
-    with pytest.raises(FindingsFound, match="LT401"):
-        plan_consolidate(run)
+@pytest.mark.parametrize(("name", "code"), [("__1_0.distcp", "LT401"), (".metadata", "LT402")])
+def test_a_file_that_is_missing(run: Path, name: str, code: str) -> None:
+    (run / name).unlink()
+    for place in (run, run.parent):
+        with pytest.raises(FindingsFound, match=f"{code}.*{name}|{name}.*{code}"):
+            plan_consolidate(place)
+
+
+def test_a_flipped_bit_in_factors_that_several_modules_share(run: Path) -> None:
+    path, data = run / "__0_0.distcp", bytearray((run / "__0_0.distcp").read_bytes())
+    (piece, *_) = [
+        each.record
+        for name, pieces in read_dcp(run).pieces.items()
+        if name.endswith("linear_qkv.adapter.linear_in.weight")
+        for each in pieces
+        if each.record.path == path
+    ]
+    data[piece.data_at()] ^= 1
+    path.write_bytes(data)
+    assert [finding.code for finding in validate(run).at_least(Severity.WARNING)] == ["LT411"]
 
 
 def test_layers_one_by_one_and_projections_with_factors_of_their_own() -> None:

@@ -134,6 +134,9 @@ def operations(drawn: Drawn, folder: Path) -> dict[str, Op]:
         "bias": BiasDelta(source=held["bias"], terms=biases),
         "rows": replaced,
         "beside": Beside(parts=(strided, *(Columns(tensor=each, count=width) for each in tall)), zeros=2),
+        "in turn": Beside(
+            parts=tuple(Columns(tensor=each, count=width, scale=2.0) for each in tall), zeros=1, leading=3, in_turn=True
+        ),
         "below": below,
         "mixed": mixed,
         "assembled": Assemble(parts=(Cast(source=w), lora, dora, replaced)),

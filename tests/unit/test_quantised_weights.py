@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
@@ -243,3 +245,28 @@ def test_tiles_of_every_kind_of_scale(
     assert read_part(tensor, 17 * row, 2 * row) == values.reshape(-1, columns)[17:19].astype("<f4").tobytes()
     with Files() as files:
         assert files.read(tensor, 0, tensor.nbytes).tobytes() == values.astype("<f4").tobytes()
+
+
+@pytest.mark.parametrize("form", ["gptq", "gpt-oss"])
+def test_a_few_rows_of_what_lies_turned_need_little_memory(form: str, tmp_path: Path) -> None:
+    if form == "gptq":
+        codes, zeros, scales = np.zeros((128, 16384), "i4"), np.zeros((8, 2048), "i4"), np.ones((8, 16384), "f2")
+        tensors = {"m.qweight": codes, "m.qzeros": zeros, "m.scales": scales}
+        table = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    else:
+        tensors = {
+            "m.up_proj_blocks": np.zeros((1, 16384, 32, 16), "u1"),
+            "m.up_proj_scales": np.full((1, 16384, 32), 127, "u1"),
+        }
+        table = {"quant_method": "mxfp4"}
+    save_file(tensors, tmp_path / "m.safetensors")
+    (encoding,) = read_quantised(scan_file(tmp_path / "m.safetensors").tensors, table).weights.values()
+    tensor = dequantised(encoding)
+    read_part(tensor, 0, 2)  # what is imported and kept is not counted
+    tracemalloc.start()
+    try:
+        read_part(tensor, 0, tensor.nbytes // tensor.shape[-2] * 8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 << 20, "8 MB of codes were in memory"

@@ -31,7 +31,7 @@ MLX_WEIGHTS = "adapters.safetensors"
 _STACK = 3
 _NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _STACKED = re.compile(r"(?P<before>.+)\.switch_mlp\.(?P<projection>gate_proj|up_proj|down_proj)")
-_EXPERTS = (
+EXPERTS = (
     {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"},
     {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 )
@@ -173,7 +173,7 @@ def _of_experts(
             hint="give the model that it was trained on: --base MODEL",
         )
     before, projection = match["before"], match["projection"]
-    named = next((each for each in _EXPERTS if f"{before}.experts.0.{each[projection]}.weight" in base), None)
+    named = next((each for each in EXPERTS if f"{before}.experts.0.{each[projection]}.weight" in base), None)
     if named is None:
         raise UnsupportedAdapter(
             f"{tensor.path}: `{module}`: the base has no `{before}.experts.0.gate_proj` or `.w1`",

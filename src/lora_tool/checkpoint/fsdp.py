@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind
 
@@ -9,7 +11,12 @@ _METADATA = ".metadata"
 
 
 def _recognise(folder: Folder) -> Claim | None:
-    return Claim.WEIGHTS if any(_METADATA in folder.names_in(name) for name in (".", *folder.folders)) else None
+    return Claim.WEIGHTS if any(holds_pieces(folder.names_in(name)) for name in (".", *folder.folders)) else None
+
+
+def holds_pieces(names: Iterable[str]) -> bool:
+    """Return whether a folder with these names holds a distributed checkpoint, or what is left of one."""
+    return any(name == _METADATA or name.endswith(".distcp") for name in names)
 
 
 def _open(folder: Folder) -> ShardedDir:
@@ -17,7 +24,7 @@ def _open(folder: Folder) -> ShardedDir:
     files = {
         name: tuple(sorted(file for file in names if file.endswith(".distcp")))
         for name, names in listed.items()
-        if _METADATA in names
+        if holds_pieces(names)
     }
     return ShardedDir(kind=DCP, folder=folder, rank_files=files, problems=folder.problems)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.fsdp import holds_pieces
 from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
 from lora_tool.errors import BrokenFile
 
@@ -31,7 +32,7 @@ def _recognise(folder: Folder) -> Claim | None:
 
 def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each folder with pieces, as it is called from here, and their names; the policy before the value model."""
-    if _METADATA in folder.files:
+    if holds_pieces(folder.files):
         if not _OWN.isdisjoint(folder.files):
             yield ".", _pieces(folder.files)
         return
@@ -39,7 +40,7 @@ def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
         iterations = folder.names_in(place) if place else folder.folders
         for name in sorted(filter(_ITERATION.match, iterations), key=step_of):
             names = folder.names_in(f"{place}{name}")
-            if _METADATA in names:
+            if holds_pieces(names):
                 yield f"{place}{name}", _pieces(names)
 
 

@@ -20,7 +20,11 @@ from lora_tool.plan.convert.forms import AdapterForm
 )
 @click.argument("folder", type=FolderOrId(), metavar="ADAPTER", default=".")
 @click.option(
-    "--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads; mlx: what MLX-LM reads."
+    "--to",
+    type=ChoiceOf(AdapterForm),
+    required=True,
+    help="peft: the names that PEFT loads; mlx: MLX-LM's format; peft-experts, peft-fused: LoRA on experts one by one, "
+    "or fused as transformers 5 has them.",
 )
 @click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
 @base_option("Base model; its modules complete names that lost their prefix.  [default: the config's]")
@@ -46,8 +50,11 @@ def command(
     --to peft repairs tensor names that prime-rl, torch.compile, FSDP1 or DistributedDataParallel wrote, that contain an
     adapter's name, or that lost their prefix. An ambiguous name is refused. With --rm, the value head that
     LLaMA-Factory saved beside the adapter of a causal LM becomes the score head of a sequence classifier.
-    The command also turns an adapter of MLX-LM into a PEFT adapter, with one module per expert; --to mlx writes the
-    MLX-LM format, for adapters with one rank and one scaling.
+    --to peft also turns an adapter of MLX-LM into a PEFT adapter; --to mlx writes MLX-LM's format, for adapters with one
+    rank and one scaling.
+
+    --to peft-fused writes LoRA on single experts (transformers 4, vLLM) as PEFT's `target_parameters` of transformers 5,
+    --to peft-experts is the way back; the base tells what its experts are called.
     """
     if reward and to is not AdapterForm.PEFT:
         raise click.UsageError("--rm is for --to peft: it makes a reward adapter of PEFT's")

@@ -65,7 +65,7 @@ class RayCluster:
                 hint="give HOST:PORT of the cluster, or run the command inside it: ray job submit -- lora-tool …",
             )
         host, _, port = where.rpartition(":")
-        hint = "start one with `ray start --head`, or give the address that it printed: address=HOST:PORT"
+        hint = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
         if not host or not port.isdigit():
             raise ExecutionError(f"{where!r} is no address of a Ray cluster, which is HOST:PORT", hint=hint)
         try:
@@ -88,7 +88,7 @@ class RayCluster:
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ExecutionError(
                     f"cannot join a Ray cluster at {self.address!r}: {_first_line(error)}",
-                    hint="start one with `ray start --head`, or give the address that it printed: address=HOST:PORT",
+                    hint="start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`",
                 ) from error
             restore()
             try:
@@ -230,7 +230,7 @@ class _Run:
             where = f" on node {node}" if node else ""
             raise ExecutionError(
                 f"{task.name} was begun {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
-                hint="finished files are kept and taken over with: resume=True",
+                hint="`resume=True` takes over the finished files",
             )
         decided(f"{task.name} is begun again: {lost}")
         return _Try(one.number, one.count + 1)

@@ -110,7 +110,7 @@ def require_divisible(plan: Plan) -> None:
     if plan.recomputes_inits:
         raise UnsupportedAdapter(
             "PEFT took the first factors out of the base weights by a decomposition, whose bits depend on the machine",
-            hint='merge it on one machine: engine="local", and no part',
+            hint='merge it on one machine: `engine="local"`, without a part',
         )
 
 

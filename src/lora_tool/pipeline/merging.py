@@ -167,7 +167,7 @@ def planned(
         if not alone or options.spread.cluster is not None:
             raise UnsupportedAdapter(
                 f"{why}; PEFT merges it in the memory of one machine, which writes all of it",
-                hint='merge it on one machine: engine="local", and no part',
+                hint='merge it on one machine: `engine="local"`, without a part',
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why

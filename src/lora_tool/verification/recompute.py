@@ -166,7 +166,9 @@ class Recomputer:
         match op:
             case Beside():
                 pieces = [part.of(self._files.matrix(part.tensor, rows, _DOUBLE)) * part.scale for part in op.parts]
-                made = np.concatenate([*pieces, np.zeros((len(pieces[0]), op.zeros))], axis=1)
+                made = np.zeros((len(pieces[0]), op.shape[1]))
+                for piece, place in zip(pieces, op.places, strict=True):
+                    made[:, place] = piece
                 products = _no_products
             case Mix():
                 left, right = self._mixed(op, rows)

@@ -183,15 +183,14 @@ class NumpyBackend:
     def _beside(self, op: Beside, first: int, last: int) -> Array:
         """Return the scaled columns, flat, in float64."""
         made = self._buffer("made", (last - first, op.shape[1]), self._wide)
-        at = 0
-        for part in op.parts:
-            columns = made[:, at : at + part.count]
+        parts = sum(part.count for part in op.parts)
+        made[:, : op.leading] = made[:, op.leading + parts :] = 0
+        for part, place in zip(op.parts, op.places, strict=True):
+            columns = made[:, place]
             if part.count:
                 columns[...] = part.of(self._rows(part.tensor, first, last))
             if part.scale != 1:
                 np.multiply(columns, part.scale, out=columns)
-            at += part.count
-        made[:, at:] = 0
         return made.reshape(-1)
 
     def _mixed(self, op: Mix, first: int, last: int) -> Array:

@@ -92,9 +92,10 @@ class TorchBackend:
     def _values(self, op: RowOp, dtype: torch.dtype) -> torch.Tensor:
         match op:
             case Beside():
-                pieces = [part.scale * self._columns(part) for part in op.parts]
-                zeros = torch.zeros(op.shape[0], op.zeros, dtype=torch.float64)
-                return torch.cat([*pieces, zeros], dim=1).to(dtype)
+                made = torch.zeros(op.shape, dtype=torch.float64)
+                for part, place in zip(op.parts, op.places, strict=True):
+                    made[:, place] = part.scale * self._columns(part)
+                return made.to(dtype)
             case Mix():
                 matrix = torch.from_numpy(op.matrix.values.copy())
                 whole = torch.cat([self._load(part).to(torch.float64) for part in op.parts], dim=0 if op.below else 1)

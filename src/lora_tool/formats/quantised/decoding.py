@@ -55,6 +55,8 @@ _ONE = np.float32(1)
 _NIBBLE = 4
 _BYTE = 8
 _MATRIX = 2
+_STRIP_BYTES = 1 << 20
+"""Bytes of rows that are in memory together where some of their columns are wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,14 +318,14 @@ def _of_halves(encoding: Fp4, codes: NDArray[np.uint8], scales: F32, arithmetic:
 
 
 def _fp4_columns(encoding: Fp4, row: int, rows: int, columns: slice, read: Read, arithmetic: Arithmetic) -> F32:
-    """Return columns of the matrix on disk that begins at a row of all, as rows: it is read whole."""
+    """Return columns of the matrix on disk that begins at a row of all, as rows."""
     inside, group = encoding.spec.shape[-2], encoding.group
     aligned = slice(columns.start // group, -(-columns.stop // group))
-    codes = _bytes(encoding.codes, inside // 2, row, row + rows, read)
-    scales = _bytes(encoding.scales, inside // group, row, row + rows, read)[:, aligned]
+    scales = _strip(encoding.scales, inside // group, (row, row + rows), aligned, read)
     half = group // 2
-    some = codes[:, aligned.start * half : aligned.stop * half]
-    values = _of_halves(encoding, some, widened(scales, encoding.scales.dtype), arithmetic)
+    some = slice(aligned.start * half, aligned.stop * half)
+    codes = _strip(encoding.codes, inside // 2, (row, row + rows), some, read)
+    values = _of_halves(encoding, codes, widened(scales, encoding.scales.dtype), arithmetic)
     begin = columns.start - aligned.start * group
     return np.ascontiguousarray(values[:, begin : begin + columns.stop - columns.start].T)
 
@@ -333,31 +335,48 @@ def _bytes(tensor: StoredTensor, width: int, first: int, last: int, read: Read) 
     return read(tensor, first * width, (last - first) * width).reshape(last - first, width)
 
 
+def _strip(tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, read: Read) -> NDArray[np.uint8]:
+    """Return these bytes of rows of `width` bytes: rows are read whole, `_STRIP_BYTES` at a time, whatever there are."""
+    first, last = rows
+    out = np.empty((last - first, columns.stop - columns.start), np.uint8)
+    step = max(1, _STRIP_BYTES // width)
+    for at in range(first, last, step):
+        end = min(at + step, last)
+        out[at - first : end - first] = _bytes(tensor, width, at, end, read)[:, columns]
+    return out
+
+
+def _some_columns(tensor: StoredTensor, columns: slice, read: Read) -> Array:
+    """Return columns of a stored matrix."""
+    (height, width), size = tensor.shape, tensor.dtype.bits // 8
+    inside = slice(columns.start * size, columns.stop * size)
+    return _strip(tensor, width * size, (0, height), inside, read).view(STORED[tensor.dtype])
+
+
 def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32:
-    """Return columns of the matrix on disk as rows; the codes of the whole matrix are read."""
+    """Return columns of the matrix on disk as rows."""
     inside, bits = encoding.spec.shape[-1], encoding.bits
-    words = _rows(encoding.codes, 0, encoding.codes.shape[0], read)
     if encoding.across:
-        codes = _across(words, bits, slice(first, last), ORDER)
+        codes = _across(encoding.codes, bits, slice(first, last), ORDER, read)
     else:
+        words = _some_columns(encoding.codes, slice(first, last), read)
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None]
-        codes = ((words[:, None, first:last] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
-    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read) + np.uint32(encoding.added)
-    zeros = _across(stored, bits, slice(first, last), ORDER if encoding.across else range(32 // bits))
+        codes = ((words[:, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
+    order = ORDER if encoding.across else range(32 // bits)
+    zeros = _across(encoding.zeros, bits, slice(first, last), order, read, encoding.added)
     group = np.arange(inside) // encoding.group
     if encoding.groups is not None:
         group = _rows(encoding.groups, 0, inside, read).reshape(-1).astype(np.int64)
-    height, width = encoding.scales.shape
-    scales = _numbers(encoding.scales, 0, height * width, read).reshape(height, width)[:, first:last]
+    scales = _some_columns(encoding.scales, slice(first, last), read).astype(np.float32)
     return np.ascontiguousarray(((codes.astype(np.float32) - zeros.astype(np.float32)[group]) * scales[group]).T)
 
 
-def _across(words: Array, bits: int, columns: slice, order: Sequence[int]) -> Array:
-    """Return these columns of what rows of words hold, each word's parts in this order."""
+def _across(words: StoredTensor, bits: int, columns: slice, order: Sequence[int], read: Read, added: int = 0) -> Array:
+    """Return these columns of what rows of words hold, each word's parts in this order; `added` is added to the words."""
     each = len(order)
-    some = words[:, columns.start // each : -(-columns.stop // each)]
+    some = _some_columns(words, slice(columns.start // each, -(-columns.stop // each)), read) + np.uint32(added)
     shifts = np.empty(each, np.uint32)
     shifts[list(order)] = np.arange(0, 32, bits)
-    codes = ((some[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(len(words), -1)
+    codes = ((some[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(len(some), -1)
     begin = columns.start % each
     return codes[:, begin : begin + columns.stop - columns.start]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lora_tool.adapter.mlx import transposed
+from lora_tool.adapter.mlx import EXPERTS, transposed
 from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import json_bytes
 from lora_tool.keys import split_layer
 from lora_tool.plan.algebra.factor_steps import step_of
-from lora_tool.plan.algebra.serving_steps import padded, zero_rows
+from lora_tool.plan.algebra.serving_steps import padded, padded_steps, zero_rows
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
-from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as
+from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as, row_ops
 from lora_tool.plan.core.steps import SideFile, Step
 from lora_tool.tensors import DType
 
+_EXPERT = re.compile(r"(?P<before>.+)\.experts\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 _ALL_LAYERS = -1
 """MLX-LM puts LoRA on so many layers, counted from the last; a module without factors in the file stays as it is."""
 
@@ -59,9 +62,45 @@ def mlx_steps(
     )
 
 
+def stacked_steps(
+    sums: Sequence[Factors], dtype: DType, matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]], rank: int
+) -> Iterator[Step]:
+    """Yield the steps of LoRA on experts, whose factors MLX-LM has in one stack: [experts, rank, in], [experts, out, rank].
+
+    Raises `UnsupportedAdapter` where experts are missing, or have other names than gate, up and down.
+    """
+    groups: dict[str, dict[int, Factors]] = {}
+    for each in sums:
+        match = _EXPERT.fullmatch(each.module)
+        if match is not None:
+            groups.setdefault(_stacked_name(match, each.module), {})[int(match["number"])] = each
+    for name, held in groups.items():
+        if sorted(held) != list(range(len(held))):
+            raise UnsupportedAdapter(
+                f"`{name}`: LoRA on {len(held)} experts, not on all, and MLX-LM stacks all of them"
+            )
+        pairs = [tuple(padded_steps(held[at], dtype, matrices.get(held[at].module), rank)) for at in range(len(held))]
+        for part, end in enumerate(("lora_a", "lora_b")):
+            parts = tuple(op for pair in pairs for op in row_ops(pair[part].op))
+            yield step_of(f"{name}.{end}", dtype, (len(held), *pairs[0][part].out.shape), Assemble(parts=parts))
+
+
+def is_of_expert(module: str) -> bool:
+    """Return whether a module is a matrix of a single expert."""
+    return _EXPERT.fullmatch(module) is not None
+
+
+def _stacked_name(match: re.Match[str], module: str) -> str:
+    ours = next((known for table in EXPERTS for known, theirs in table.items() if theirs == match["projection"]), None)
+    if ours is None:
+        raise UnsupportedAdapter(f"`{module}` is an expert's matrix that MLX-LM has no name for")
+    return f"{match['before']}.switch_mlp.{ours}"
+
+
 def mlx_config(sums: Sequence[Factors], rank: int, scale: float) -> SideFile:
     """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on the modules that `keys` names."""
-    keys = sorted({_in_layer(each.module) for each in sums})
+    matches = {each.module: _EXPERT.fullmatch(each.module) for each in sums}
+    keys = sorted({_in_layer(_stacked_name(match, name) if match else name) for name, match in matches.items()})
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     content = {"fine_tune_type": "lora", "num_layers": _ALL_LAYERS, "lora_parameters": parameters}
     return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")

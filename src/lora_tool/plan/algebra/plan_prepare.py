@@ -16,7 +16,15 @@ from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
-from lora_tool.plan.algebra.mlx_form import common_scale, mlx_config, mlx_steps, rope_notes, unscaled
+from lora_tool.plan.algebra.mlx_form import (
+    common_scale,
+    is_of_expert,
+    mlx_config,
+    mlx_steps,
+    rope_notes,
+    stacked_steps,
+    unscaled,
+)
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
@@ -86,11 +94,14 @@ def plan_prepare(
     out = kind or exact_type(sums, turned=bool(turned.matrices))
     steps: list[Step] = []
     for each in sums:
+        if form.mlx and is_of_expert(each.module):
+            continue
         rank = each.rank if each.module in fused or one is None else one
         matrices = turned.matrices.get(each.module)
         rank = matrices[0].columns if matrices and one is None else rank
         steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
         steps += bias_steps(each, out)
+    steps += stacked_steps(sums, out, turned.matrices, one or 1) if form.mlx else ()
     whole = whole_tensors((view,))
     settled = {(record.path, record.name) for record in changes.records}
     named = {targets.get(each.module, each.module): one or ranks[each.module] for each in sums}

@@ -15,3 +15,7 @@ class AdapterForm(Choice):
     """The names that PEFT loads."""
     MLX = "mlx"
     """What MLX-LM reads: its names, and transposed factors."""
+    PEFT_EXPERTS = "peft-experts"
+    """One pair of factors for each expert's matrix, as transformers 4 and checkpoints have them."""
+    PEFT_FUSED = "peft-fused"
+    """One pair for the matrices of all experts, as PEFT has them on transformers 5."""

@@ -19,6 +19,7 @@ from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.convert.base_modules import modules_of, way_out
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.plan_experts import plan_experts
 from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
@@ -51,16 +52,19 @@ def plan_convert(
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
     values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`.
-    "mlx": what MLX-LM reads, every tensor with its values, transposed. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
-    None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
-    causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
-    are codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for names
-    that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
+    "mlx": what MLX-LM reads, every tensor with its values, transposed. "peft-experts" and "peft-fused": LoRA on experts
+    one by one, or fused. `base` is the model that the adapter was trained on: where names have lost a prefix its modules
+    tell which; None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter
+    of a causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore` are
+    codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for
+    names that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """
     form, ignored = AdapterForm(to), codes(ignore)
     require_whole(adapter)
     if form is AdapterForm.MLX:
         return plan_to_mlx(adapter, base, ignore=ignored)
+    if form in (AdapterForm.PEFT_EXPERTS, AdapterForm.PEFT_FUSED):
+        return plan_experts(adapter, form, base, ignore=ignored)
     view = view_of(adapter)
     model = modules_of(base, view.config)
     named = peft_names(view, model, _hint(adapter, view.config, base, model))

@@ -68,10 +68,13 @@ def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
     """Return advice if too little of ΔW survives, None if enough does."""
     if found is None or found["cosine"] is None or found["cosine"] >= BAD_COSINE:
         return None
-    dtypes = sorted({step.out.dtype.value for step in plan.steps if step.out.name in found["weakest"]})
+    weakest = [step.out.dtype for step in plan.steps if step.out.name in found["weakest"]]
+    dtypes = sorted({dtype.value for dtype in weakest})
+    is_plain = all(dtype.is_float for dtype in weakest)
+    wider = "--dtype float32 keeps all of it" if is_plain else "--store all-16bit keeps more of it"
     return (
         f"only {found['kept']:.0%} of ΔW survives rounding to {', '.join(dtypes)} (cosine {found['cosine']:.2f}): "
-        "it is small relative to the weights; --dtype float32 keeps all of it, or serve the adapter unmerged"
+        f"it is small relative to the weights; {wider}, or serve the adapter unmerged"
     )
 
 

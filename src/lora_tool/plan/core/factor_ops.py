@@ -92,17 +92,33 @@ class _FactorOperation(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside(_FactorOperation):
-    """[c₁·P₁ | c₂·P₂ | … | 0]: scaled columns of several matrices beside one another, then columns of zeros.
+    """[0 | c₁·P₁ | c₂·P₂ | … | 0]: scaled columns of several matrices beside one another, between columns of zeros.
 
-    A sum of deltas is one product of such a B and of the A's one below the other.
+    A sum of deltas is one product of such a B and of the A's one below the other. With `in_turn` the first column of
+    every part comes first, then the second of every part: PEFT's order of the experts in a fused lora_B.
     """
 
     parts: tuple[Columns, ...]
     zeros: int = 0
+    leading: int = 0
+    """How many columns of zeros come before the parts; `zeros` come after them."""
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if len({part.tensor.shape[0] for part in self.parts}) != 1:
             raise ValueError(f"parts of {[part.tensor.shape for part in self.parts]} do not stand beside one another")
+        if self.in_turn and len({part.count for part in self.parts}) != 1:
+            raise ValueError(f"{[part.count for part in self.parts]} columns cannot be taken in turn")
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Which columns of the output each part is."""
+        counts = [part.count for part in self.parts]
+        if self.in_turn:
+            end = self.leading + sum(counts)
+            return tuple(slice(self.leading + at, end, len(counts)) for at in range(len(counts)))
+        ends = [self.leading + sum(counts[: at + 1]) for at in range(len(counts))]
+        return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
     @property
     def source(self) -> StoredTensor:
@@ -112,13 +128,15 @@ class Beside(_FactorOperation):
     @property
     def shape(self) -> tuple[int, int]:
         """The output's."""
-        return self.source.shape[0], sum(part.count for part in self.parts) + self.zeros
+        return self.source.shape[0], self.leading + sum(part.count for part in self.parts) + self.zeros
 
     @property
     def sums(self) -> Sums:
         return Sums()
 
     def __str__(self) -> str:
+        if self.in_turn:
+            return f"columns of {len(self.parts)} experts in turn"
         scales = [f"{part.scale:g}" for part in self.parts if part.count]
         named = f"{len(scales)} factors beside one another, scaled by" if len(scales) > 1 else "scaled by"
         padded = f"padded with {self.zeros} zero columns" if self.zeros else ""
@@ -133,13 +151,16 @@ class Beside(_FactorOperation):
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         parts = [part.describe(input_names) for part in self.parts]
-        return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros}
+        turns = {"leading": self.leading, "in_turn": True} if self.in_turn else {}
+        return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros, **turns}
 
     def reference(self, read: Read) -> Values:
         import numpy as np  # noqa: PLC0415 - the formula alone needs it
 
-        pieces = [part.scale * part.of(read(part.tensor)) for part in self.parts]
-        return np.concatenate([*pieces, np.zeros((self.shape[0], self.zeros))], axis=1)
+        made = np.zeros(self.shape)
+        for part, place in zip(self.parts, self.places, strict=True):
+            made[:, place] = part.scale * part.of(read(part.tensor))
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,3 +34,12 @@ def prepared(subject: AdapterSubject, server: Server, more: str = "") -> str:
 def with_base(subject: AdapterSubject, server: Server) -> str:
     """Return the commands that write it with the base at hand, or make a model of it."""
     return f"{prepared(subject, server, ' --base BASE')}; or {merged(subject)}"
+
+
+def one_by_one(subject: AdapterSubject, server: Server) -> str:
+    """Return the commands that write LoRA on fused experts one by one, then in the form that the server reads."""
+    root = shlex.quote(str(subject.checkpoint.root))
+    return (
+        f"write the experts one by one: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS, "
+        f"then lora-tool prepare EXPERTS --for {server.value} -o OUT"
+    )

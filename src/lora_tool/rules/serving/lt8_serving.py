@@ -19,7 +19,7 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.commands import NAMES, merged, prepared, with_base
+from lora_tool.rules.serving.commands import NAMES, merged, one_by_one, prepared, with_base
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _NEEDS = frozenset({Need.CONFIG, Need.SERVER})
@@ -289,8 +289,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"target_modules": ".*language_model.*proj"`.
 
-    What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. With fused experts, merge it
-    and serve the merged model: `lora-tool merge ADAPTER`.
+    What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
+    for vLLM and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then `lora-tool prepare
+    EXPERTS --for SERVER -o OUT`; elsewhere, merge them and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):
@@ -304,7 +305,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
                 "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
             )
             severity = Severity.WARNING if some else None
-            yield _fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity)
+            single = server in (Server.VLLM, Server.MLX)
+            hint = one_by_one(subject, server) if single else merged(subject)
+            yield _fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)

@@ -1,0 +1,283 @@
+"""LoRA on experts, in its two layouts: one pair of factors for each expert's matrix, and PEFT's fused factors.
+
+On transformers 5 an expert has no modules of its own: `experts.gate_up_proj` is [experts, 2·inner, hidden] and
+`experts.down_proj` [experts, hidden, inner], and PEFT's LoRA on such a parameter (`target_parameters`) has A of
+[experts·r, in], one expert below the other, and B of [out, r·experts], whose columns are of the experts in turn.
+Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so two
+pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import AdapterView, LoraLayer
+from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import PREFIX
+from lora_tool.plan.core.factor_ops import Beside, Columns
+from lora_tool.plan.core.operation import rows_of
+from lora_tool.plan.core.ops import Assemble, Copy, Op, row_ops
+from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
+
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
+_FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
+_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What checkpoints call an expert's matrices: gate, up, down."""
+_IN_MEMORY = (".block_sparse_moe.", ".mlp.")
+"""How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """The steps of the layers on experts, in the other layout, and what the config says of them."""
+
+    steps: tuple[Step, ...]
+    modules: tuple[str, ...]
+    """The modules of the adapter that are in them."""
+    targets: tuple[str, ...]
+    """What the matrices are called: of an expert, or the fused parameters."""
+    forms: Mapping[str, tuple[int, float]]
+    """Module or parameter that is written → its rank and its scaling."""
+    dropped: tuple[InputRecord, ...] = ()
+    """What is written once for two."""
+
+
+def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
+    """Return the fused layers as one pair for each expert's matrix, by the names in the base's checkpoint.
+
+    Reads the factors on the way. Raises `UnsupportedAdapter` where the base has no such experts, or sizes differ.
+    """
+    steps: list[Step] = []
+    modules, targets = [], set()
+    forms: dict[str, tuple[int, float]] = {}
+    for layer in view.layers:
+        match = _FUSED.fullmatch(layer.module)
+        if match is None:
+            continue
+        a, b = _pair(layer)
+        names = _names(match["experts"], base)
+        sizes = {name: base.tensors[f"{match_base}.{name}.weight"].shape for name, match_base in names.first.items()}
+        gate, up, down = names.projections
+        if (b.shape[0], a.shape[1]) == (sizes[gate][0] + sizes[up][0], sizes[gate][1]):
+            wanted: tuple[str, ...] = (gate, up)
+        elif (b.shape[0], a.shape[1]) == tuple(sizes[down]):
+            wanted = (down,)
+        else:
+            raise UnsupportedAdapter(
+                f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], and so is neither gate and up nor down of "
+                f"{base.root}",
+                hint="give the model that the adapter was trained on: --base MODEL",
+            )
+        steps += _each_expert(layer, names, wanted, sizes, view.config.expert_layout)
+        modules.append(layer.module)
+        targets |= set(wanted)
+        forms |= _forms(layer, names, wanted, steps)
+    return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """The names of one layer's experts in a checkpoint."""
+
+    experts: str
+    count: int
+    projections: tuple[str, str, str]
+
+    @property
+    def first(self) -> Mapping[str, str]:
+        """Projection → the path of the first expert."""
+        return dict.fromkeys(self.projections, f"{self.experts}.0")
+
+
+def _names(experts: str, base: ModelDir) -> _Names:
+    for path in (experts, experts.replace(_IN_MEMORY[1], _IN_MEMORY[0])):
+        for projections in _PROJECTIONS:
+            if all(f"{path}.0.{name}.weight" in base.tensors for name in projections):
+                count = 0
+                while f"{path}.{count}.{projections[0]}.weight" in base.tensors:
+                    count += 1
+                return _Names(experts=path, count=count, projections=projections)
+    raise UnsupportedAdapter(
+        f"{base.root} has no `{experts}.0`: its checkpoint does not have its experts one by one",
+        hint="merge it instead: lora-tool merge ADAPTER",
+    )
+
+
+def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
+    if layer.a is None or layer.b is None or layer.magnitude is not None or layer.bias is not None or layer.strays:
+        raise UnsupportedAdapter(f"{layer.any_tensor.path}: `{layer.module}` is no pair of lora_A and lora_B")
+    return layer.a, layer.b
+
+
+def _each_expert(
+    layer: LoraLayer,
+    names: _Names,
+    wanted: Sequence[str],
+    sizes: Mapping[str, Sequence[int]],
+    layout: str | None,
+) -> Iterator[Step]:
+    a, b = _pair(layer)
+    rank, rest = divmod(a.shape[0], names.count)
+    if rest or b.shape[1] != a.shape[0]:
+        raise UnsupportedAdapter(
+            f"{a.path}: `{a.name}` has {a.shape[0]} rows, which are no whole rank for {names.count} experts"
+        )
+    grouped = layout == ExpertLayout.GROUPED_BY_EXPERT.value
+    halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
+    own = rank // 2 if halves else rank
+    for expert in range(names.count):
+        row = 0
+        for at, name in enumerate(wanted):
+            part = own * at if halves else 0
+            first = expert * rank if grouped else part * names.count + expert
+            height = sizes[name][0]
+            across = Columns(tensor=rows_of(b, row, height), count=own, first=first, step=1 if grouped else names.count)
+            module = f"{PREFIX}{names.experts}.{expert}.{name}"
+            yield _step(
+                f"{module}.lora_A.weight",
+                a.dtype,
+                (own, a.shape[1]),
+                Copy(source=rows_of(a, expert * rank + part, own)),
+            )
+            yield _step(f"{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
+            row += height
+
+
+def _forms(
+    layer: LoraLayer, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
+) -> Iterator[tuple[str, tuple[int, float]]]:
+    """Yield rank and scaling of what was written last."""
+    rank = steps[-1].out.shape[1]
+    for expert in range(names.count):
+        for name in wanted:
+            yield f"{names.experts}.{expert}.{name}", (rank, layer.scaling or 0.0)
+
+
+def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
+    """Return whether the gate's rows have zeros in the second half of the columns, and the other rows in the first."""
+    from lora_tool.inspection.factors import numbers  # noqa: PLC0415 - numpy, only where values are read
+
+    half = b.shape[1] // 2
+    gate, up = numbers(rows_of(b, 0, height)), numbers(rows_of(b, height, b.shape[0] - height))
+    return not gate[:, half:].any() and not up[:, :half].any() and bool(gate.any() or up.any())
+
+
+def to_fused(view: AdapterView) -> Converted:
+    """Return the layers of single experts as PEFT's fused layers, by the names that transformers 5 has.
+
+    Raises `UnsupportedAdapter` where experts are missing, or differ in rank, scaling or type.
+    """
+    layers: dict[str, dict[tuple[int, str], LoraLayer]] = {}
+    for layer in view.layers:
+        match = _EXPERT.fullmatch(layer.module)
+        if match is not None:
+            layers.setdefault(match["experts"], {})[int(match["number"]), match["projection"]] = layer
+    steps: list[Step] = []
+    targets: set[str] = set()
+    dropped: list[InputRecord] = []
+    forms: dict[str, tuple[int, float]] = {}
+    for experts, held in layers.items():
+        count = 1 + max(number for number, _ in held)
+        found = {name for _, name in held}
+        gate, up, down = next((each for each in _PROJECTIONS if found <= set(each)), (None, None, None))
+        if (
+            gate is None
+            or up is None
+            or down is None
+            or len(held) != count * len(found)
+            or (gate in found) != (up in found)
+        ):
+            raise UnsupportedAdapter(
+                f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of {count} experts ({', '.join(sorted(found))}), "
+                "and a fused layer has all of them",
+                hint="merge it instead: lora-tool merge ADAPTER",
+            )
+        _require_alike(held, view)
+        any_layer, module = next(iter(held.values())), experts.replace(*_IN_MEMORY)
+        rank, scaling = _pair(any_layer)[0].shape[0], any_layer.scaling or 0.0
+        nested = ".base_layer" if down in found and gate in found else ""
+        if gate in found:
+            pairs = [(_pair(held[at, gate]), _pair(held[at, up])) for at in range(count)]
+            shared = all(same_values(one[0], other[0]) for one, other in pairs)
+            steps += _gate_and_up(module + nested, pairs, shared=shared)
+            dropped += [_same(up[0], gate[0]) for gate, up in pairs if shared]
+            targets.add("mlp.experts.gate_up_proj" if ".mlp." in module else "experts.gate_up_proj")
+            forms[f"{module}.gate_up_proj"] = (rank if shared else 2 * rank, scaling)
+        if down in found:
+            alone = [_pair(held[at, down]) for at in range(count)]
+            steps += _fused(module, [a for a, _ in alone], [[b for _, b in alone]], rank)
+            targets.add("mlp.experts.down_proj" if ".mlp." in module else "experts.down_proj")
+            forms[f"{module}.down_proj"] = (rank, scaling)
+    return Converted(
+        steps=tuple(steps),
+        modules=tuple(layer.module for held in layers.values() for layer in held.values()),
+        targets=tuple(sorted(targets)),
+        forms=forms,
+        dropped=tuple(dropped),
+    )
+
+
+def _same(tensor: StoredTensor, first: StoredTensor) -> InputRecord:
+    reason = f"the same values as {first.name}, which both have in the fused layer"
+    return InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+
+
+def _require_alike(held: Mapping[tuple[int, str], LoraLayer], view: AdapterView) -> None:
+    kinds = {(a.shape[0], a.dtype, b.dtype, layer.scaling) for layer in held.values() for a, b in [_pair(layer)]}
+    if len(kinds) > 1:
+        raise UnsupportedAdapter(
+            f"{view.adapter.root}: the experts differ in rank, scaling or type, and a fused layer has one of each",
+            hint="lora-tool prepare ADAPTER --for peft -o OUT gives all modules one scaling",
+        )
+
+
+_Pair = tuple[StoredTensor, StoredTensor]
+
+
+def _gate_and_up(module: str, pairs: Sequence[tuple[_Pair, _Pair]], *, shared: bool) -> Iterator[Step]:
+    """Yield the steps of a fused gate and up: at the rank of each where they share A, else at twice that."""
+    rank = pairs[0][0][0].shape[0]
+    gates, ups = [gate[1] for gate, _ in pairs], [up[1] for _, up in pairs]
+    below = [a for gate, up in pairs for a in ([gate[0]] if shared else [gate[0], up[0]])]
+    yield from _fused(module, below, [gates, ups], rank, apart=not shared)
+
+
+def _fused(
+    module: str,
+    below: Sequence[StoredTensor],
+    rows: Sequence[Sequence[StoredTensor]],
+    rank: int,
+    *,
+    apart: bool = False,
+) -> Iterator[Step]:
+    """Yield the steps of a fused layer: A of the factors one below the other, B of rows whose columns are in turn."""
+    count = len(rows[0])
+    height = sum(each.shape[0] for each in below)
+    copies = tuple(Copy(source=each) for each in below)
+    yield _step(f"{PREFIX}{module}.lora_A.weight", below[0].dtype, (height, below[0].shape[1]), Assemble(parts=copies))
+    zeros = rank * count if apart else 0
+    parts = tuple(
+        Beside(
+            parts=tuple(Columns(tensor=each, count=rank) for each in some),
+            leading=zeros if at else 0,
+            zeros=0 if at else zeros,
+            in_turn=True,
+        )
+        for at, some in enumerate(rows)
+    )
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    across: Op = parts[0] if len(parts) == 1 else Assemble(parts=parts)
+    yield _step(f"{PREFIX}{module}.lora_B.weight", rows[0][0].dtype, shape, across)
+
+
+def _step(name: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
+    copied = all(part.is_copy for part in row_ops(op))
+    action = TensorAction.COPIED if copied else TensorAction.COMPUTED
+    return Step(out=TensorSpec(name=name, dtype=dtype, shape=shape), op=op, action=action, reason=str(op))

@@ -1,0 +1,118 @@
+"""Planning an adapter in the other layout of experts: every value as it is, and a config that says the new ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import AdapterView, view_of
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import FILE_NAME
+from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.plan.algebra.peft_config import base_of
+from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole_plan import adapter_plan
+from lora_tool.plan.convert.experts import Converted, to_each_expert, to_fused
+from lora_tool.plan.convert.forms import AdapterForm
+from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import SideFile, Step
+from lora_tool.rules.merging import MergeJudge
+
+
+def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
+    """Return the plan of an adapter whose LoRA on experts has the other layout. The rules judge it first.
+
+    `base` tells what its checkpoint calls each expert's matrices. Raises `FindingsFound`, and `UnsupportedAdapter` for
+    an adapter without LoRA on experts, and for what the other layout has no place for.
+    """
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((adapter,), base)
+    view = view_of(adapter)
+    if to is AdapterForm.PEFT_FUSED:
+        found = to_fused(view)
+    elif base is None:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: the base tells what each expert's matrices are called", hint="--base MODEL"
+        )
+    else:
+        found = to_each_expert(view, base)
+    if not found.steps:
+        raise UnsupportedAdapter(f"{adapter.root} has no LoRA on experts that {to} would lay out otherwise")
+    others = [
+        Step(
+            out=replace(tensor.spec, name=view.adapter.keys[tensor.name].canonical),
+            op=Copy(source=tensor),
+            action=TensorAction.COPIED,
+            reason="copied",
+        )
+        for layer in view.layers
+        if layer.module not in found.modules
+        for tensor in layer.parts.values()
+    ]
+    whole = whole_tensors((view,))
+    return adapter_plan(
+        (adapter,),
+        (1.0,),
+        (*others, *found.steps, *whole.steps),
+        _config(view, found, to),
+        dropped=(*whole.dropped, *found.dropped),
+        findings=report.findings,
+        notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
+        ranks=(),
+        manifest={"operation": "convert", "to": to.value},
+    )
+
+
+def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
+    raw = read_json(view.config.path)
+    raw |= _patterns(view, found, to)
+    left = [layer.target for layer in view.layers if layer.module not in found.modules]
+    listed = raw.get("target_modules")
+    if to is AdapterForm.PEFT_FUSED:
+        if isinstance(listed, list):
+            raw["target_modules"] = [name for name in listed if any(f".{each}".endswith(f".{name}") for each in left)]
+        raw["target_parameters"] = list(found.targets)
+    else:
+        experts = rf".*\.experts\.\d+\.(?:{'|'.join(found.targets)})"
+        names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""
+        before = rf"(?:.*\.)?(?:{names})" if names else listed if isinstance(listed, str) else ""
+        raw["target_modules"] = f"{before}|{experts}" if before else experts
+        raw["target_parameters"] = None
+        raw.pop("lora_B_layout", None)
+    raw["base_model_name_or_path"] = base_of(view.config)
+    return SideFile(
+        filename=FILE_NAME,
+        content=json_bytes(raw, indent=2, sort_keys=True),
+        reason=f"that of {view.config.path.parent}, with its experts' targets",
+    )
+
+
+def _patterns(view: AdapterView, found: Converted, to: AdapterForm) -> Mapping[str, Any]:
+    """Return the patterns of ranks and alphas, by which PEFT finds those of what is written."""
+    config = view.config
+    ranks = {name: rank for name, rank in config.rank_pattern.items() if "experts" not in name}
+    alphas = {name: alpha for name, alpha in config.alpha_pattern.items() if "experts" not in name}
+    forms: dict[str, set[tuple[int, float]]] = {}
+    for name, form in found.forms.items():
+        end = name.rpartition(".")[2]
+        forms.setdefault(rf"experts\.\d+\.{end}" if to is AdapterForm.PEFT_EXPERTS else f"experts.{end}", set()).add(
+            form
+        )
+    for name, held in forms.items():
+        if len(held) > 1:
+            raise UnsupportedAdapter(
+                f"{config.path}: the layers' `{name}` would have several ranks or scalings: {sorted(held)}"
+            )
+        rank, scaling = held.pop()
+        alpha = scaling * (math.sqrt(rank) if config.use_rslora else rank)
+        near = math.isclose(alpha, round(alpha), rel_tol=1e-15)
+        if rank != config.r:
+            ranks[name] = rank
+        if not math.isclose(alpha, config.lora_alpha, rel_tol=1e-15):
+            alphas[name] = round(alpha) if near else alpha
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}

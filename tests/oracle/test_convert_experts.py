@@ -1,0 +1,121 @@
+"""LoRA on experts in both layouts: the same ΔW, values that keep their bits there and back, and PEFT loads the fused one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_tool import merge, validate
+from lora_tool.formats.files import read_json
+from lora_tool.keys import PREFIX
+from tests.cli.calling import Caller
+from tests.oracle.peft_merge import different, saved_tensors
+from tests.oracle.test_combine import adapters_of, deltas
+
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FUSED: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": PARAMETERS, "r": 2, "lora_alpha": 3}
+Table = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
+
+
+def converted(call: Caller, adapter: Path, form: str, base: Path, out: Path) -> Path:
+    called = call("convert", adapter, "--to", form, "--base", base, "-o", out)
+    assert called.code == 0, called.err
+    return out
+
+
+def of_experts(adapter: Path) -> Table:
+    """Return the scaled ΔW of every expert's matrix, from an adapter that has them one by one."""
+    config, table = read_json(adapter / "adapter_config.json"), load_file(adapter / "adapter_model.safetensors")
+    names = [name.removesuffix(".lora_A.weight") for name in table if ".experts." in name and "lora_A" in name]
+    ranks = {name: table[f"{name}.lora_A.weight"].shape[0] for name in names}
+    assert set(ranks.values()) == {config["r"]}
+    scaling = config["lora_alpha"] / config["r"]
+    return {
+        name.removeprefix(PREFIX): scaling
+        * (table[f"{name}.lora_B.weight"].double() @ table[f"{name}.lora_A.weight"].double())
+        for name in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lora"),
+    [("mixtral", FUSED), ("qwen3_moe", FUSED), ("mixtral", FUSED | {"target_parameters": PARAMETERS[1:]})],
+)
+def test_fused_factors_are_those_of_each_expert(
+    model_type: str, lora: dict[str, Any], call: Caller, tmp_path: Path
+) -> None:
+    base, (adapter,) = adapters_of(tmp_path, model_type, lora)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    assert not [finding for finding in validate(single, base=base).findings if finding.code != "LT504"]
+    ours, stored = of_experts(single), saved_tensors(base)
+    assert all(tuple(delta.shape) == tuple(stored[f"{name}.weight"].shape) for name, delta in ours.items())
+    theirs = {name: delta for name, delta in deltas(base, adapter).items() if "experts" in name}
+    for name, delta in theirs.items():  # [experts, out, in]
+        layer = name.partition(".layers.")[2].partition(".")[0]
+        mine = {key: value for key, value in ours.items() if f".layers.{layer}." in key}
+        for expert in range(delta.shape[0]):
+            own = {key.rpartition(".")[2]: value for key, value in mine.items() if f".experts.{expert}." in key}
+            parts = [own[key] for key in ("gate_proj", "up_proj", "w1", "w3") if key in own]
+            down = next(value for key, value in own.items() if key in ("down_proj", "w2"))
+            expected = torch.cat(parts) if name.endswith("base_layer") else down
+            assert torch.allclose(expected, delta[expert].double(), rtol=1e-6, atol=1e-9), name
+    back = converted(call, single, "peft-fused", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(adapter)) == []
+    assert read_json(back / "adapter_config.json")["rank_pattern"] == {}
+    assert sorted(read_json(back / "adapter_config.json")["target_parameters"]) == sorted(lora["target_parameters"])
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
+@pytest.mark.parametrize("rslora", [False, True])
+def test_single_experts_become_fused_at_twice_the_rank_and_come_back(
+    rslora: bool, call: Caller, tmp_path: Path
+) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED | {"use_rslora": rslora})
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    path = single / "adapter_model.safetensors"
+    torch.manual_seed(3)
+    table = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in load_file(path).items()}
+    save_file(table, path, metadata={"format": "pt"})
+    fused = converted(call, single, "peft-fused", base, tmp_path / "fused")
+    assert read_json(fused / "adapter_config.json")["rank_pattern"] == {"experts.gate_up_proj": 4}
+    assert not [finding for finding in validate(fused, base=base).findings if finding.code != "LT504"]
+    found = deltas(base, fused)  # PEFT finds rank and scaling by the patterns
+    scale = 2**0.5 if rslora else 1.0  # `of_experts` has alpha / r, rsLoRA alpha / √r
+    for name, delta in of_experts(single).items():
+        layer, expert = name.split(".")[2], int(name.split(".")[-2])
+        module = f"{PREFIX}model.layers.{layer}.mlp.experts"
+        whole = found[module if name.endswith("w2") else f"{module}.base_layer"][expert].double()
+        half = whole.shape[0] // 2
+        expected = whole if name.endswith("w2") else whole[:half] if name.endswith("w1") else whole[half:]
+        assert torch.allclose(scale * delta, expected, rtol=1e-6, atol=1e-9)
+    back = converted(call, fused, "peft-experts", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(single)) == []
+    assert read_json(back / "adapter_config.json")["alpha_pattern"] == {}
+    if not rslora:
+        merged = [merge(each, base=base, out=tmp_path / f"merged-{each.name}").path for each in (single, fused)]
+        one, other = map(saved_tensors, merged)
+        assert all(torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-6) for name in one)
+
+
+def test_what_has_no_other_layout_is_refused_by_name(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    plain = adapters_of(tmp_path / "plain", "llama", {"target_modules": ["q_proj"]})[1][0]
+    called = call("convert", plain, "--to", "peft-fused", "-o", tmp_path / "out")
+    assert (called.code, "no LoRA on experts" in called.err) == (3, True)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    path = single / "adapter_model.safetensors"
+    table = {name: tensor for name, tensor in load_file(path).items() if ".experts.1.w1." not in name}
+    save_file(table, path, metadata={"format": "pt"})
+    called = call("convert", single, "--to", "peft-fused", "-o", tmp_path / "out")
+    assert called.code in (1, 3)
+    assert "experts" in called.err
+    assert not (tmp_path / "out").exists()
