@@ -100,7 +100,8 @@ def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) 
     match = _FACTOR.match(name)
     if match is None:
         what = next(
-            (what for pattern, what in _UNREAD if re.search(pattern, name)), "no module of a text model's layers"
+            (what for pattern, what in _UNREAD if re.search(pattern, name)),
+            "a module that the layers of text models do not have",
         )
         raise UnsupportedCheckpoint(f"`{name}` is of {what}, which lora-tool does not read", hint=EXPORT)
     stack, rows, columns = _stack(name, shape, match, model)
