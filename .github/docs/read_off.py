@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
@@ -104,7 +105,11 @@ def face() -> Iterator[str]:
     yield from (f".. autofunction:: lora_tool.{name}\n" for name in functions)
     yield "```\n\n## Types\n\n```{eval-rst}"
     for name in sorted(set(names) - set(functions)):
-        kind = "autoclass" if isinstance(getattr(lora_tool, name), type) else "autodata"
+        value = getattr(lora_tool, name)
+        if isinstance(value, UnionType):
+            yield f".. py:data:: lora_tool.{name}\n   :type: {' | '.join(each.__name__ for each in value.__args__)}\n"
+            continue
+        kind = "autoclass" if isinstance(value, type) else "autodata"
         yield f".. {kind}:: lora_tool.{name}\n   {':members:' if kind == 'autoclass' else ':no-value:'}\n"
     yield "```\n"
 

@@ -259,7 +259,7 @@ class Why(TextEnum):
     LINK = "a link"
     UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
     NEWEST = "the run's own pointer names it"
-    REFUSED = "of a layout that lora-tool does not read, so it is not known to be broken"
+    REFUSED = "lora-tool does not read its layout, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor among the best"

@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[
     [
         ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
         ("no-such-host.invalid:6379", "no Ray cluster answers"),
-        ("somewhere", "is no address of a Ray cluster"),
+        ("somewhere", "is not the address of a Ray cluster"),
         ("host:99999999", "no Ray cluster answers"),
         ("ray://127.0.0.1:10001", "Ray's client"),
     ],
@@ -47,7 +47,7 @@ def test_the_address_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:
-    with pytest.raises(WrongValue, match="`address` is about a Ray cluster"):
+    with pytest.raises(WrongValue, match="`address` applies only to a Ray cluster"):
         MergeArguments(address="127.0.0.1:1")
     pair = copy_pair(tmp_path)
     done = lora_tool(*pair.arguments, "--workers", "3")

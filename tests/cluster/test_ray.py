@@ -189,11 +189,11 @@ def test_a_task_whose_process_is_killed_is_done_again(
         connection.map(tasks, NOTHING, progress=reported.append, done=results.__setitem__)
         assert results == {0: 2, 1: 2}
         assert sum(reported) == 3, "what a lost try had reported is not reported twice"
-        with pytest.raises(ExecutionError, match=r"dying was begun 4 times.*lost each time"):
+        with pytest.raises(ExecutionError, match=r"dying was started 4 times.*lost each time"):
             connection.map(
                 [Dying(folder=folders[2], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
             )
-        with pytest.raises(ExecutionError, match=r"stale was begun 4 times.*Stale file handle"):
+        with pytest.raises(ExecutionError, match=r"stale was started 4 times.*Stale file handle"):
             connection.map(
                 [Stale(folder=folders[3], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
             )

@@ -75,7 +75,7 @@ def test_more_is_included_by_name(hub: Hub, call: Caller, merged: Path) -> None:
     (merged / "plots").mkdir()
     for name in ("plots/loss.png", "plots/note.md", "eval.json"):
         (merged / name).write_bytes(b"x")
-    assert "not pushed: eval.json: no file of a model; --include eval.json adds it" in (
+    assert "not pushed: eval.json: not a file of a model; --include eval.json adds it" in (
         call("push", merged, REPO, "--dry-run").out
     )
     called = call("push", merged, REPO, "--include", "plots/*.png", "--include", "eval.json")

@@ -22,8 +22,7 @@ from lora_tool.formats.dcp import StoredChunk
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
-from lora_tool.sharded.dcp_state import contents
-from lora_tool.sharded.faults import repeated_files
+from lora_tool.sharded.dcp_state import copied_files
 from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.validation.validating import validate
 
@@ -117,7 +116,7 @@ def test_a_file_copied_over_another_ranks(
         torch.save(rows, tmp_path / f"__{rank}_0.distcp")
         file = read_torch_file(tmp_path / f"__{rank}_0.distcp")
         pieces.append(StoredChunk(file.stored(file.value, "w"), file.record(file.value)))
-    found = list(repeated_files(contents({"w": tuple(pieces)})))
+    found = list(copied_files({"w": tuple(pieces)}))
     assert [(finding.code, Path(finding.path).name) for finding in found] == [("LT405", "__1_0.distcp")] * copies
 
 

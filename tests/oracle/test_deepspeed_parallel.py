@@ -150,7 +150,7 @@ def _scaled(table: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_without_map, "no affine map in it says how its parameters were cut"),
+        (_without_map, "does not record how its parameters were cut"),
         (_scaled, r"`model\.norm\.weight` cannot be put together from its slices: AutoTP stores it divided"),
     ],
 )

@@ -154,7 +154,7 @@ def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
-        ("self_attention.linear_proj.adapter", (16,), "no module of a text model's layers"),
+        ("self_attention.linear_proj.adapter", (16,), "a module that the layers of text models do not have"),
         (
             "mixer.in_proj.adapter.linear_out",
             (10, 3),

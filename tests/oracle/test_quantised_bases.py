@@ -291,7 +291,7 @@ def test_what_cannot_be_rounded_as_in_training_is_refused(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
     base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
-    with pytest.raises(UnsupportedAdapter, match=r"the base is quantised, so that `base_as` has nothing to round"):
+    with pytest.raises(UnsupportedAdapter, match=r"the base is already quantised, so `base_as` has nothing to round"):
         merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", base_as="nf4")
     gpt2 = save_base(tmp_path / "gpt2", "gpt2", "causal-lm", BF16)
     lora = save_adapter(

@@ -140,7 +140,7 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
     [
         ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: of a change of 1%"),
         ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
-        ("fp8-block", {}, {"precision": "peft"}, r"PEFT rounds merged weights to no format"),
+        ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
         ("fp8-block", {"modules_to_save": ["up_proj"]}, {}, r"up_proj.weight` cannot be quantised again as fp8 e4m3"),
         ("fp8-block", {"init_lora_weights": "olora"}, {}, r"cannot be quantised again as fp8 e4m3"),

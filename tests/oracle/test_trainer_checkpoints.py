@@ -231,6 +231,24 @@ def test_a_rank_of_nan_and_one_of_zeros(ranks: list[Path]) -> None:
     assert codes(ranks[0].parent) == {"LT412"}
 
 
+@pytest.mark.parametrize("name", ["fsdp1-dcp", "fsdp2-dcp-bf16"])
+def test_a_copy_of_the_first_ranks_file_in_a_distributed_checkpoint(name: str, trainers: Path, tmp_path: Path) -> None:
+    """It has more than those of the other ranks, and what they have at the same places."""
+    folder = Path(shutil.copytree(trainers / name, tmp_path / "run"))
+    shutil.copy(folder / "pytorch_model_fsdp_0" / "__0_0.distcp", folder / "pytorch_model_fsdp_0" / "__1_0.distcp")
+    assert codes(folder) == {"LT405"}
+
+
+def test_a_file_of_zeros_without_a_row_of_lora_a(trainers: Path, tmp_path: Path) -> None:
+    """The last rank has none of the three rows of each lora_A, and lora_B may be zero: the base's weights tell."""
+    folder = Path(shutil.copytree(trainers / "safetensors", tmp_path / "run"))
+    last = max(folder.glob("shard-*.safetensors"))
+    data = last.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    last.write_bytes(data[:header] + bytes(len(data) - header))
+    assert codes(folder) == {"LT413"}
+
+
 @pytest.fixture
 def verl_run(trainers: Path, tmp_path: Path) -> Path:
     """A run of verl with two steps, which points at the first, and a critic."""

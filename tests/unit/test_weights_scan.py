@@ -123,7 +123,7 @@ def test_a_file_that_became_shorter_is_told(tmp_path: Path) -> None:
     tensor = stored(tmp_path / "x", np.ones(100, np.float32), DType.F32)
     (tmp_path / "x").write_bytes(bytes(40))
     for look in (scan, scan_exactly, lambda tensor: scan_all({"x": tensor})):
-        with pytest.raises(SourceChanged, match="was truncated while it was being read"):
+        with pytest.raises(SourceChanged, match="was truncated while it was read"):
             look(tensor)
 
 

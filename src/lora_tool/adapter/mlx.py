@@ -169,7 +169,7 @@ def _of_experts(
         )
     if base is None:
         raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` is LoRA on the stacked experts of MLX-LM, and the base tells their names",
+            f"{tensor.path}: `{tensor.name}` is LoRA on MLX-LM's stacked experts, and only the base has their names",
             hint="give the model that it was trained on: --base MODEL",
         )
     before, projection = match["before"], match["projection"]
@@ -177,7 +177,7 @@ def _of_experts(
     if named is None:
         raise UnsupportedAdapter(
             f"{tensor.path}: `{module}`: the base has no `{before}.experts.0.gate_proj` or `.w1`",
-            hint="give the model that it was trained on, as transformers has it: --base MODEL",
+            hint="give the model that it was trained on, in transformers' format: --base MODEL",
         )
     count, *shape = tensor.shape
     each = tensor.nbytes // count if count else 0

@@ -93,7 +93,7 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
     elif init in INITS_RECOMPUTED and (config.use_dora or config.target_parameters):
         what = "DoRA" if config.use_dora else "`target_parameters`"
         yield _only_peft(
-            f"`init_lora_weights` {init} with {what}, whose norms are those of the base that the init changed"
+            f"`init_lora_weights` {init} with {what}, whose norms belong to the base that the init changed"
         )
     if config.target_parameters and (config.use_dora or config.lora_bias or config.fan_in_fan_out):
         yield Refusal(

@@ -28,7 +28,7 @@ _ENOUGH = 5
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint in the local folder `path`, read from file names, JSON and tensor headers.
 
-    What is wrong inside goes into its `problems`. Raises `NotACheckpoint` where the folder holds no checkpoint, and
+    Faults inside it are in its `problems`. Raises `NotACheckpoint` where the folder holds no checkpoint, and
     `UnsupportedCheckpoint` for files of other programs.
     """
     folder = read_folder(Path(path))

@@ -25,7 +25,7 @@ class OtherFormat:
 
 _MLX = OtherFormat(
     text="an adapter of MLX-LM, with transposed factors and its own names",
-    way_out="write it as PEFT has it, then go on with that: lora-tool convert FOLDER --to peft -o OUT",
+    way_out="convert it to PEFT's format and use the result: lora-tool convert FOLDER --to peft -o OUT",
 )
 _DIFFUSERS = OtherFormat(
     text="a LoRA of diffusers, for a pipeline of several models",

@@ -26,7 +26,9 @@ from lora_tool.plan.convert.forms import AdapterForm
     help="peft: the names that PEFT loads; mlx: MLX-LM's format; peft-experts, peft-fused: LoRA on experts one by one, "
     "or fused as transformers 5 has them.",
 )
-@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
+@click.option(
+    "-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-peft for --to peft, and so on]"
+)
 @base_option("Base model; its modules complete names that lost their prefix.  [default: the config's]")
 @click.option(
     "--rm", "reward", is_flag=True, help="Turn the value head beside the adapter into a reward model's score head."
@@ -57,7 +59,7 @@ def command(
     --to peft-experts is the way back; the base tells what its experts are called.
     """
     if reward and to is not AdapterForm.PEFT:
-        raise click.UsageError("--rm is for --to peft: it makes a reward adapter of PEFT's")
+        raise click.UsageError("--rm needs --to peft: it writes a reward adapter in PEFT's format")
     found = convertible(folder, base)
     out = output or default_output(found.adapter, to)
     check_output(out, overwrite=overwrite, inputs=(found.adapter.root,))

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 )
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option(
-    "--mode", type=click.Choice(["stop", "warn"]), default="stop", show_default=True, help="What a guard does."
+    "--mode",
+    type=click.Choice(["stop", "warn"]),
+    default="stop",
+    show_default=True,
+    help="What a guard does when it finds a fault: stop the run, or only warn.",
 )
 @click.option(
     "--window",
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Number of consecutive steps without a signal that stops the run.",
 )
-@ignore_option("Not these guards.")
+@ignore_option("Guards to switch off.")
 @json_option
 def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:  # noqa: FBT001
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.

@@ -152,7 +152,7 @@ def _comma_list(value: str) -> tuple[str, ...]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-jobs_option = click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+jobs_option = click.option("--jobs", type=click.IntRange(min=1), help="Number of workers.  [default: one per core]")
 config_option = click.option(
     "--config",
     "config_file",

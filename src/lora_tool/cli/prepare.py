@@ -20,12 +20,16 @@ from lora_tool.tensors import DType
 
 @click.command("prepare", cls=Timed, epilog="Example: lora-tool prepare my-adapter/ --for vllm -o my-adapter-vllm/")
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
-@click.option("--for", "server", type=ChoiceOf(Server), required=True, help="Who is to read it.")
+@click.option(
+    "--for", "server", type=ChoiceOf(Server), required=True, help="Server or program that will read the adapter."
+)
 @output_option
 @base_option(f"Base model to compute with, and to check the adapter against: {ANYWHERE}.")
 @click.option("--max-rank", type=click.IntRange(min=1), help="Maximum rank that the server accepts.")
 @click.option(
-    "--approximate", is_flag=True, help="Accept an approximation of DoRA, and of what --max-rank is too low for."
+    "--approximate",
+    is_flag=True,
+    help="Accept an approximation of DoRA, and of modules that --max-rank is too low for.",
 )
 @click.option(
     "--reward-base",

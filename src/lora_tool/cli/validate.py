@@ -98,7 +98,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     if options["reward"] and options["num_labels"] not in (None, 1):
         raise click.UsageError(f"--rm means one label, but --num-labels is {options['num_labels']}")
     if options["apply"] and not options["fix"]:
-        raise click.UsageError("--apply is for --fix")
+        raise click.UsageError("--apply needs --fix")
     configured = configuration(options["config_file"], paths)
     rules = rule_choice(ctx, configured)
     told = _reporting(ctx, configured, rules.fail_on)

@@ -142,7 +142,7 @@ part_option = click.option(
     "--part",
     type=Parsed(share),
     metavar="I/N",
-    help="Write only this share of the files, 3/8 say: a job of an array. --resume finishes the folder.",
+    help="Write only part I of N of the files, such as 3/8, as one job of an array. --resume then finishes the folder.",
 )
 
 
@@ -206,7 +206,7 @@ def _carry_out_part(
 ) -> None:
     """Write one share of the plan's files, and say what is still missing. Raises `click.UsageError`."""
     if spread.cluster is not None:
-        raise click.UsageError("--part is written by this machine: leave out --engine ray, or --part")
+        raise click.UsageError("this machine writes a part, not the Ray cluster: leave out --part, or --engine ray")
     if resume:
         raise click.UsageError("--resume finishes what the parts have begun: leave out --part")
     from lora_tool.execution.shares import bytes_of, execute_share  # noqa: PLC0415 - numpy, only now

@@ -67,7 +67,7 @@ class RayCluster:
         host, _, port = where.rpartition(":")
         hint = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
         if not host or not port.isdigit():
-            raise ExecutionError(f"{where!r} is no address of a Ray cluster, which is HOST:PORT", hint=hint)
+            raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=hint)
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         except (OSError, OverflowError) as error:
@@ -75,7 +75,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
-        """Yield the connection to the cluster. Raises as `require`, and `ExecutionError` where Ray lets nobody in."""
+        """Yield the connection to the cluster. Raises as `require`, and `ExecutionError` where it cannot join the cluster."""
         self.require()
         with contextlib.redirect_stdout(sys.stderr):
             restore = _handler_of_sigterm()
@@ -229,10 +229,10 @@ class _Run:
         if one.count == MOST_TRIES:
             where = f" on node {node}" if node else ""
             raise ExecutionError(
-                f"{task.name} was begun {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
+                f"{task.name} was started {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
                 hint="`resume=True` takes over the finished files",
             )
-        decided(f"{task.name} is begun again: {lost}")
+        decided(f"{task.name} is started again: {lost}")
         return _Try(one.number, one.count + 1)
 
     def _show(self, meter: Any) -> None:  # noqa: ANN401

@@ -16,7 +16,7 @@ _SPELLED = re.compile(r"(?P<number>\d{1,9})/(?P<of>\d{1,9})\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The `number`th of so many shares, which are counted from 1. `str` of it is how it is typed."""
+    """Part `number` of `of` parts of some work, counted from 1. ``str`` gives the form that `--part` takes: ``3/8``."""
 
     number: int
     of: int

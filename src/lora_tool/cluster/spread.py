@@ -36,7 +36,7 @@ class Spread:
             for name, given in (("address", self.address), ("workers", self.workers)):
                 if given is not None:
                     raise WrongValue(
-                        f"`{name}` is about a Ray cluster, but the engine is this machine",
+                        f"`{name}` applies only to a Ray cluster, but this machine does the work",
                         hint='`engine="ray"` does the work on the cluster',
                     )
 

@@ -69,7 +69,7 @@ def require_begun(journal: Journal) -> None:
     """Return if the folder is being written from the journal's plan. Raises `ExecutionError`."""
     if journal.plan_begun != journal.digest:
         raise ExecutionError(
-            f"{journal.folder} is not, or no longer, written from this plan",
+            f"{journal.folder} was not begun from this plan, or was removed since",
             hint="all parts of one output need the same inputs, options and versions",
         )
 

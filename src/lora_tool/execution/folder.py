@@ -40,7 +40,7 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / manifest.FILE_NAME).is_file():
-        what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is no folder"
+        what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is not a folder"
         raise OutputExists(
             f"{out} exists and {what}, so lora-tool does not replace it",
             hint="remove it yourself, or give another folder: -o OUT",

@@ -34,14 +34,14 @@ _SIGN = ".at-work"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareWritten:
-    """What there is of an unfinished folder after one share was written."""
+    """The state of an unfinished folder after one share was written."""
 
     out: Path
     share: Share
     files: tuple[str, ...]
-    """Those of the share."""
+    """The files of the share."""
     nbytes: int
-    """Of their tensors."""
+    """How many bytes their tensors have."""
     missing: tuple[str, ...]
     """Files of other shares that are not finished yet."""
 
@@ -77,7 +77,7 @@ def execute_share(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ShareWritten:
-    """Write the files of one `share` of the `plan` into the unfinished folder of `out`; return what there is of it.
+    """Write the files of one `share` of the `plan` into the unfinished folder of `out`; return its state.
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
     and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
@@ -91,7 +91,7 @@ def execute_share(
         if journal.plan_begun not in (None, journal.digest):
             raise OutputExists(
                 f"{folder} was begun from another plan: with other inputs, options or versions",
-                hint=f"give every part the same, or remove what was begun: rm -r {folder}",
+                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {folder}",
             )
         journal.begin()
         with _at_work(journal, share):

@@ -77,7 +77,7 @@ def _cut(entry: Any) -> Cut | None:  # noqa: ANN401 - of a pickle
 def _block(piece: Any, whole: Shape, part: Shape) -> Block:  # noqa: ANN401
     sizes, scale = _sizes(piece["shape"]), piece.get("scale", 1.0)
     if type(scale) not in (int, float):
-        raise ValueError("a scale is no number")
+        raise ValueError("a scale is not a number")
     return Block(
         sizes,
         _corner(piece["source"], sizes, whole),
@@ -97,7 +97,7 @@ def _corner(place: Any, sizes: Shape, around: Shape) -> Shape:  # noqa: ANN401
         corner.append(offset // row if row else 0)
         offset -= corner[-1] * row
     if not same or offset or any(a + size > most for a, size, most in zip(corner, sizes, around, strict=True)):
-        raise ValueError("a block is no rectangle")
+        raise ValueError("a block is not a rectangle")
     return _sizes(corner)
 
 

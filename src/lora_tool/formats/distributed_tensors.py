@@ -73,7 +73,7 @@ def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | Dist
         raise ValueError(
             f"holds a tensor of the class {built.kind:.80}, which is neither a DTensor nor a ShardedTensor"
         )
-    raise ValueError("a tensor subclass is built of something that is no tensor")
+    raise ValueError("a tensor subclass is built of something that is not a tensor")
 
 
 def _is_shape(values: object) -> TypeGuard[Shape]:

@@ -36,7 +36,7 @@ _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
 _NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to two checkpoints"
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
-    (r"expert_\d+_mp_rank_", "holds experts whose files do not say of which layer they are", GATHER),
+    (r"expert_\d+_mp_rank_", "holds files of experts that do not record their layer", GATHER),
     (r"layer_\d+-model_", "was trained with pipeline parallelism: every layer has its own files", USE_DEEPSPEED),
     (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", USE_DEEPSPEED),
 )
@@ -97,8 +97,8 @@ def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
     """Return a universal checkpoint, whose masters ds_to_universal.py put together, with the shapes that these have."""
     first = tag.first
     if tag.experts:
-        message = "is universal, and ds_to_universal.py does not tell apart what the ranks have of a mixture of experts"
-        raise UnsupportedCheckpoint(f"{tag.folder} {message}", hint="take the tag that it was made of")
+        message = "is universal, and ds_to_universal.py mixes up the experts of different ranks"
+        raise UnsupportedCheckpoint(f"{tag.folder} {message}", hint="use the tag that it was converted from")
     if first is None or first.slices == 1:
         return tag
     trained = {name for shapes in first.param_shapes for name in shapes}
@@ -107,10 +107,8 @@ def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
         None,
     )
     if cut is not None:
-        message = (
-            f"{tag.folder}: `{cut}` was frozen, and is in slices: a universal checkpoint has the trained ones alone"
-        )
-        raise UnsupportedCheckpoint(message, hint="take the tag that it was made of")
+        message = f"{tag.folder}: `{cut}` was frozen and is cut into slices, but a universal checkpoint joins only the slices of trained parameters"
+        raise UnsupportedCheckpoint(message, hint="use the tag that it was converted from")
     whole = tuple(
         {name: first.cuts[name].shape if name in first.cuts else shape for name, shape in shapes.items()}
         for shapes in first.param_shapes

@@ -96,7 +96,7 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
     table = file.value
     cuts = read_cuts(table.get("universal_checkpoint_info"))
     if table.get("ds_autoep_layers"):
-        message = "its mixtures were replaced by AutoEP's, whose experts lie under other names than the model's"
+        message = "AutoEP replaced its mixtures of experts, and its names for the experts are not the model's"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=GATHER)
     shapes = table.get("param_shapes")
     groups = [shapes] if isinstance(shapes, dict) else [] if shapes is None else shapes
@@ -151,9 +151,7 @@ def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
     degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
     if degree > 1 and cuts is None:
-        message = (
-            f"mp_world_size is {degree}: tensor parallel, and no affine map in it says how its parameters were cut"
-        )
+        message = f"mp_world_size is {degree}: tensor parallelism, and the file does not record how its parameters were cut (no affine map)"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
     return degree
 

@@ -135,7 +135,7 @@ class Inspection:
     """Package → version that made it, where a file in the folder records it."""
     training: TrainingProgress | None
     curves: Curves
-    """What the run logged that wrote this folder."""
+    """What the run of this folder logged: name → (step, value) pairs."""
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 
@@ -148,7 +148,7 @@ class Inspection:
         yield "on disk", size(self.disk_bytes)
 
     def own_facts(self) -> Iterator[tuple[str, str]]:
-        """Yield what folders of this kind alone have."""
+        """Yield the facts that only folders of this kind have."""
         yield from ()
 
     def __str__(self) -> str:

@@ -165,10 +165,9 @@ def extract(
 ) -> Written:
     """Write the adapter that turns `base` into the fine-tuned `model` to `out`, and return the result.
 
-    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Until then its factors are kept in a file beside
-    `out`. With
-    `verify` samples are read back before the folder gets its name; `jobs` and `overwrite` are those of `execute`. Raises
-    as `combine`.
+    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. The planning keeps its factors in a file beside
+    `out`. With `verify` samples are read back before the folder gets its name; `jobs` and `overwrite` are those of
+    `execute`. Raises as `combine`.
     """
     with extraction(model, base, Path(out), rank=rank, keep=keep, save=save, dtype=dtype) as plan:
         return write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite)

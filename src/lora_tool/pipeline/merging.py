@@ -166,7 +166,7 @@ def planned(
             raise
         if not alone or options.spread.cluster is not None:
             raise UnsupportedAdapter(
-                f"{why}; PEFT merges it in the memory of one machine, which writes all of it",
+                f"{why}; PEFT merges it in the memory of one machine, and that machine writes the whole output",
                 hint='merge it on one machine: `engine="local"`, without a part',
             ) from why
         if any(weight != 1 for weight in inputs.weights):

@@ -51,7 +51,7 @@ class Written:
         return "\n".join((*intent(self.plan), *self.result()))
 
     def result(self) -> Iterator[str]:
-        """Yield what came of it, a line each: the part of the summary that only the work could tell."""
+        """Yield the lines of the summary that are known only after the writing."""
         plan = self.plan
         if self.fidelity is not None:
             yield printable(delta_retention.line(self.fidelity))
@@ -65,7 +65,7 @@ class Written:
 
     @property
     def verdict(self) -> str:
-        """What the folder turned out to be when it was read back; empty where that was not asked for."""
+        """The result of reading the folder back, in one line; empty without `verify`."""
         if self.verification is None:
             return ""
         found = self.verification

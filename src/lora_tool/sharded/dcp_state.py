@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, StoredChunk, assemble_dcp, read_dcp, stamps, uncovered
+from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, assemble_dcp, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
@@ -20,11 +21,13 @@ from lora_tool.sharded.faults import (
     base_layers_left_out,
     fault,
     frozen_left_out,
-    repeated_files,
     unreadable_files,
 )
 from lora_tool.sharded.state import TrainingState
 from lora_tool.tensors import Span, StoredTensor, TensorTable
+
+_Content = tuple[str, int, int]
+"""The name of a tensor, where a piece of it begins in its file, and the CRC32 of the piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
     for name in found.missing:
         yield fault("LT401", found.folder / name, "is missing, and .metadata says that it holds weights", hint=COPY)
     yield from unreadable_files(found.problems)
-    yield from repeated_files(contents(found.pieces))
+    yield from copied_files(found.pieces)
     if not found.problems:
         yield from adapter_left_out(found.folder, found.tensors)
     for name, tensor in found.tensors.items():
@@ -89,15 +92,26 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
             yield fault("LT408", found.folder / METADATA, gap, subject=name, hint=hint)
 
 
-def contents(pieces: Pieces) -> Iterator[tuple[Path, tuple[object, ...]]]:
-    """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may share."""
-    held: dict[Path, list[tuple[str, StoredChunk]]] = defaultdict(list)
+def copied_files(pieces: Pieces) -> Iterator[Finding]:
+    """LT405: yield files all of whose pieces another file has, too, at the same places; those of a constant do not count.
+
+    The other may have more of them: in files of one layout the first rank's has what was not cut, at its end.
+    """
+    held: dict[Path, set[_Content]] = defaultdict(set)
+    having: dict[_Content, list[Path]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
-            held[piece.record.path].append((name, piece))
-    for path, inside in held.items():
-        if any(_varies(piece.stored) for _, piece in inside):
-            yield path, tuple((name, piece.stored.spans[0].offset, piece.record.crc) for name, piece in inside)
+            if _varies(piece.stored):
+                content = name, piece.stored.spans[0].offset, piece.record.crc
+                held[piece.record.path].add(content)
+                having[content].append(piece.record.path)
+    told: set[Path] = set()
+    for path, inside in sorted(held.items(), key=itemgetter(0), reverse=True):  # of two that are equal the later one
+        like = (other for other in having[next(iter(inside))] if other != path and other not in told)
+        other = next((other for other in like if inside <= held[other]), None)
+        if other is not None:
+            told.add(path)
+            yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
 
 
 def _varies(tensor: StoredTensor) -> bool:

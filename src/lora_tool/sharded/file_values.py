@@ -29,6 +29,8 @@ BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
 
 
+_NO_MATRIX = re.compile(r"bias\Z|norm|scale|gate\Z", re.IGNORECASE)
+"""Tensors of which those of a whole model may be zero: some norms have weights that are added to 1."""
 _STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
 """Tensors of which a rank's part may be all zero: the learning rate of the first steps of a warm-up is 0."""
 
@@ -104,6 +106,13 @@ class _Values:
         self._at = 0
         self._not_finite: dict[str, None] = {}
         self._trained = self._nonzero = False
+        matrices = {piece.name for piece in pieces if piece.dtype.is_float and not self._may_be_zero(piece.name)}
+        self._matrices = matrices if len(matrices) > 1 else set()  # one may well be zero
+        self._seen = self._written = False
+
+    @staticmethod
+    def _may_be_zero(name: str) -> bool:
+        return _NO_MATRIX.search(name) is not None or _STARTS_AT_ZERO.search(name) is not None
 
     def look_at(self, begin: int, block: bytearray, nbytes: int) -> None:
         """Judge the pieces of tensors in the `nbytes` of the block, from the file's byte `begin`; padding is in none."""
@@ -117,6 +126,8 @@ class _Values:
             if piece.name in self._masters and not _STARTS_AT_ZERO.search(piece.name):
                 self._trained = True
                 self._nonzero = self._nonzero or bool(block[first:last].strip(b"\0"))
+            if not self._written and piece.name in self._matrices:
+                self._seen, self._written = True, bool(block[first:last].strip(b"\0"))
 
     def faults(self, path: Path) -> Iterator[Finding]:
         """Yield LT412 and LT413 for what was seen."""
@@ -125,6 +136,8 @@ class _Values:
             yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
         if self._trained and not self._nonzero:
             yield fault("LT413", path, "every trained weight of this rank is zero: the rank never wrote them")
+        elif self._seen and not self._written:
+            yield fault("LT413", path, "every weight in it is zero: the rank never wrote them")
 
 
 def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:

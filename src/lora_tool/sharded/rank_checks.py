@@ -53,7 +53,7 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
 def _one_ranks_part(found: RankFolder, ranks: int) -> Iterator[Finding]:
     """LT401: yield the file that should hold everything, and holds what one rank had."""
     for file in found.files.values():
-        message = f"holds what rank {file.saved_by or 0} of {ranks} had of each tensor: the ranks were not gathered before saving"
+        message = f"holds what rank {file.saved_by or 0} of {ranks} had of each tensor: the ranks' parts were not gathered before saving"
         hint = "the parts of the other ranks were never saved: use an adapter beside it, or another step"
         yield fault("LT401", file.path, message, hint=hint)
 

@@ -78,7 +78,7 @@ class SlicedState(TrainingState):
             return held[0]
         if cut is None or any(block.scale != 1 for blocks in cut.blocks.values() for block in blocks):
             why = (
-                "how it was cut is not in the files"
+                "the files do not record how it was cut"
                 if cut is None
                 else "AutoTP stores it divided by the number of ranks"
             )
@@ -87,7 +87,7 @@ class SlicedState(TrainingState):
         pieces = []
         for at, part in held.items():
             if cut.slices.get(at) != part.shape or part.dtype is not held[0].dtype:
-                message = f"`{name}` is {part.dtype} {list(part.shape)}, the map of the cuts says {list(cut.slices.get(at, ()))}"
+                message = f"`{name}` is {part.dtype} {list(part.shape)}, but the map of the cuts says {list(cut.slices.get(at, ()))}"
                 raise IncompleteCheckpoint(f"{part.path}: {message}")
             pieces += [piece for block in cut.blocks[at] if block.owner == at for piece in cut_pieces(block, part)]
         gap = uncovered(cut.shape, pieces)

@@ -66,5 +66,5 @@ def _evidence(
         allowed = told[factors.module] * (1 + _TOLD) + (_SINGLE + 4 * unit) * norm
         share = found / norm if norm else 0.0
         if not found <= allowed:
-            reason = f"ΔW is {found:.6g} away from W₁ - W₀, {told[factors.module]:.6g} was told"
+            reason = f"ΔW is {found:.6g} away from W₁ - W₀, but {told[factors.module]:.6g} is recorded"
     return evidence_of_factors(term, reason, share)

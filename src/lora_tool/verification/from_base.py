@@ -119,7 +119,7 @@ def _compared(expected: _Expected, written: Term, files: Files) -> TensorEvidenc
     reason = (
         ""
         if found <= allowed
-        else f"ΔW is {found:.6g} away from what the base and the adapter give, {told:.6g} was told"
+        else f"ΔW is {found:.6g} away from what the base and the adapter give, but {told:.6g} is recorded"
     )
     return evidence_of_factors(written, reason, found / norm if norm else 0.0)
 

@@ -53,7 +53,9 @@ class _Reading(TextModels):
             raise at_line(texts.path, texts.rows[0][0], "expected at least two tokens, so that one can be predicted")
         self._most = max(int(window.max()) for window in ids)
         if self._most >= text.vocab_size:
-            raise UnsupportedAdapter(f"{root}: its tokenizer makes token {self._most}, and it has {text.vocab_size}")
+            raise UnsupportedAdapter(
+                f"{root}: its tokenizer makes token {self._most}, but its vocabulary has {text.vocab_size}"
+            )
         pad = getattr(text, "pad_token_id", None) or 0
         self._batches = Batches(ids, pad=pad, most=max(self._window, _LOGITS // text.vocab_size))
         self._tokens = sum(len(window) - 1 for window in ids)

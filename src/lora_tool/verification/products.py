@@ -103,12 +103,10 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
     if found is None:
         reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], but the sum is [{factors.out}, {factors.width}]"
     elif not found.right:
-        nearest = "nothing" if exact else f"{found.best:.6g}, the least at rank {written.rank},"
-        reason = (
-            f"ΔW is {found.found:.6g} away from what its inputs give, {share:.3g} of it; {nearest} was to be expected"
-        )
+        nearest = "no difference" if exact else f"{found.best:.6g}, the least at rank {written.rank}"
+        reason = f"ΔW is {found.found:.6g} away from what its inputs give, {share:.3g} of it; expected {nearest}"
     elif share**2 > (1 - least) * (1 + _FROM_THE_BEST) + (found.rounding / found.norm if found.norm else 0.0):
-        reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², and was to keep {least:.4%}"
+        reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², but should keep at least {least:.4%}"
     else:
         reason = ""
     return evidence_of_factors(written, reason, None if found is None else share)

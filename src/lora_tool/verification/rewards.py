@@ -83,7 +83,7 @@ class _Ranking(TextModels):
             reason = " ".join(str(error).split())[:300]
             raise self._wrong(pair, f"the tokenizer does not take this pair: {reason}") from error
         if not ids or max(ids) >= vocabulary:
-            found = f"token {max(ids)}, but the model has {vocabulary}" if ids else "no token"
+            found = f"token {max(ids)}, which is outside the model's vocabulary of {vocabulary}," if ids else "no token"
             raise self._wrong(pair, f"the tokenizer makes {found} of this pair")
         return torch.tensor(ids, dtype=torch.int32)
 

@@ -55,7 +55,7 @@ def _fate_line(fate: TensorAction, found: list[TensorEvidence], kept: str) -> st
         return f"{count} {fate} {kept}"
     ulps = max((item.ulps or 0.0 for item in right), default=0.0)
     loose = sum(bool(item.reason) for item in right)
-    rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
+    rounded = f", {loose} of them as rounded by 16-bit arithmetic" if loose else ""
     cosines = [item.cosine for item in right if item.cosine is not None]
     direction = f"; cosine of W' - W with ΔW at least {min(cosines):.4f}" if cosines else ""
     return f"{count} merged are W + ΔW, max error {ulps:.3f} ulp{rounded}{direction}"

@@ -56,8 +56,8 @@ class _Computing:
         if not self.opened:
             if self.open_spool is None:
                 raise UnsupportedAdapter(
-                    "what is computed from the base needs a place to lie: this plan has none",
-                    hint="`prepare(adapter, server, out=…)` has one",
+                    "factors computed from the base are kept in a file beside the output, but this plan has no output folder",
+                    hint="`prepare(adapter, server, out=…)` gives it one",
                 )
             self.opened.append(self.open_spool())
         return self.opened[0]
@@ -100,8 +100,8 @@ def changes_of(
     changed = [each for each in rows if each.places]
     if changed and base is not None and is_tied(base) and not form.mlx:
         raise UnsupportedAdapter(
-            f"{base.root} uses `{changed[0].module}` as its output layer, too, which {form.name} does not change with it",
-            hint=f"merge it, and serve the model: lora-tool merge {view.adapter.root}",
+            f"{base.root} uses `{changed[0].module}` as its output layer, too, and {form.name} would change only one of the two",
+            hint=f"merge it and serve the merged model: lora-tool merge {view.adapter.root}",
         )
     sums += [factors_of_rows(each, computing.spool()) for each in changed]
     return Changes(

@@ -39,7 +39,7 @@ def nearest_to_dora(
     if weight.shape != (factors.out, factors.width) or magnitude.spec.numel != factors.out:
         raise IncompatibleBase(
             f"`{factors.module}` is {list(weight.shape)} in {weight.path.parent}, [{factors.out}, {factors.width}] in the adapter",
-            hint="DoRA on a layer that is stored [in, out] has no near form here: lora-tool merge ADAPTER",
+            hint="lora-tool cannot approximate DoRA on a layer that is stored [in, out]; merge it: lora-tool merge ADAPTER",
         )
     left, right = numbers(term.b) * term.scale, numbers(term.a)
     sizes = numbers(magnitude).reshape(-1)

@@ -89,7 +89,9 @@ def taken_out(
     import numpy as np  # noqa: PLC0415 - numpy, only where values are read
 
     if not np.isfinite(weight).all():
-        raise UnsupportedAdapter(f"a weight of the base holds NaN or infinity: what {init} took out cannot be known")
+        raise UnsupportedAdapter(
+            f"a weight of the base holds NaN or infinity, so what {init} took out cannot be computed"
+        )
     if init == "pissa":
         left, values, right = np.linalg.svd(weight, full_matrices=False)
         roots = np.sqrt(values[:rank])
@@ -118,13 +120,13 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
             continue
         weight = base_weight(base, item.module)
         if item.leaf != "weight" or item.tensor.shape[1:] != weight.shape[1:]:
-            raise UnsupportedAdapter(f"{item.tensor.path}: `{item.tensor.name}` was trained, and is no LoRA")
+            raise UnsupportedAdapter(f"{item.tensor.path}: `{item.tensor.name}` was trained whole, and is not LoRA")
         _require_rows(weight, item.tensor.shape[0], item.module)
         places = tuple(_other_rows(item.tensor, weight))
         if len(places) > _MOST_ROWS:
             raise UnsupportedAdapter(
-                f"{item.tensor.path}: {len(places)} rows of `{item.tensor.name}` are not the base's, which is no low rank",
-                hint=f"merge it, and serve the model: lora-tool merge {view.adapter.root}",
+                f"{item.tensor.path}: {len(places)} rows of `{item.tensor.name}` differ from the base's, but servers take LoRA only up to rank {_MOST_ROWS}",
+                hint=f"merge it and serve the merged model: lora-tool merge {view.adapter.root}",
             )
         yield ChangedRows(module=item.module, tensor=item.tensor, places=places, base=weight)
 

@@ -61,11 +61,11 @@ def plan_prepare(
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
     with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter with
-    a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and trained
-    tokens and changed rows of embeddings become LoRA on those; what is computed so lies in what `spool` opens. `dtype`
-    None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are codes of rules. Raises
-    `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter
+    with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
+    trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
+    computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
+    codes of rules. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)
@@ -142,7 +142,7 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
             hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
             if all(each.options for each in found)
-            else f"merge it, and serve the model: lora-tool merge {root}",
+            else f"merge it and serve the merged model: lora-tool merge {root}",
         )
     if not view.layers and not view.tokens:
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers, so there is nothing to prepare")
@@ -164,14 +164,14 @@ def _require_one_form_of_experts(
     if fused and patterns:
         raise UnsupportedAdapter(
             f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint="merge it, and serve the model: lora-tool merge ADAPTER",
+            hint="merge it and serve the merged model: lora-tool merge ADAPTER",
         )
     for module in sorted(fused):
         if one is not None and ranks[module] != one:
             raise UnsupportedAdapter(
                 f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
                 "factors of fused experts lie interleaved and cannot be padded",
-                hint="merge it, and serve the model: lora-tool merge ADAPTER",
+                hint="merge it and serve the merged model: lora-tool merge ADAPTER",
             )
 
 

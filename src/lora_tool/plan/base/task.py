@@ -44,7 +44,7 @@ class Task(Choice):
 
     @property
     def auto_class(self) -> str | None:
-        """The class of transformers that loads such a model; None where the model's own has to be named."""
+        """The class of transformers that loads such a model; None where only the class that the model names does."""
         return _AUTO_CLASSES.get(self)
 
 

@@ -25,7 +25,7 @@ from lora_tool.sharded.frozen_heads import is_new_head, parsed_keys
 from lora_tool.sharded.state import TrainingState
 
 _TENSORS = "the tensors"
-_ASK = "say it: `lora_alpha=N`"
+_ASK = "give it: `lora_alpha=N`"
 _FACTORS = frozenset({Part.LORA_A, Part.EMBEDDING_A})
 _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alpha_pattern")
 """Fields that decide about ΔW and that no tensor tells."""
@@ -260,7 +260,7 @@ def trained_adapter(entries: Mapping[str, StateEntry], parsed: Mapping[str, Adap
     if len(trained) != 1:
         listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
         raise UnsupportedCheckpoint(
-            f"one trained adapter is expected, there are {len(trained)}: {listed}",
+            f"expected one trained adapter, found {len(trained)}: {listed}",
             hint='`what="state"` writes every tensor',
         )
     return trained.pop()

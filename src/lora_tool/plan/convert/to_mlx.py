@@ -26,8 +26,8 @@ def plan_to_mlx(adapter: AdapterDir, base: ModelDir | None, *, ignore: Iterable[
     if changed:
         root = shlex.quote(str(adapter.root))
         raise UnsupportedAdapter(
-            f"{adapter.root}: its modules have several ranks or scalings, and MLX-LM has one of each: "
+            f"{adapter.root}: its modules have several ranks or scalings, but MLX-LM has one of each: "
             f"`{changed[0].out.name}` would have other values, {changed[0].reason}",
-            hint=f"the same ΔW in other values: lora-tool prepare {root} --for mlx -o OUT",
+            hint=f"to write the same ΔW with one rank and one scaling: lora-tool prepare {root} --for mlx -o OUT",
         )
     return replace(plan, manifest={**plan.manifest, "operation": "convert", "to": "mlx"})

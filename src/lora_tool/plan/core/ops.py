@@ -39,7 +39,7 @@ class Precision(Choice):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages that compute with it, whose versions decide about the bits."""
+        """The packages that compute with it, whose versions determine the bits."""
         return ("numpy", "torch") if self is Precision.PEFT else ("numpy",)
 
 

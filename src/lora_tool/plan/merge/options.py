@@ -96,12 +96,12 @@ class MergeOptions:
     )
     allow_loss: bool = option(
         default=False,
-        text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
+        text="Write the model even if rounding to the base's format keeps less than a tenth of ΔW.",
         parse=flag,
     )
     base_as: TrainedAs | str | None = option(
         None,
-        "Round the linear layers of a 16-bit base as QLoRA training loaded it, to four bits and back.",
+        "Round the linear layers of a 16-bit base to four bits and back, as QLoRA training loaded them.",
         parse=TrainedAs,
     )
     expert_layout: ExpertLayout | str | None = option(
@@ -121,17 +121,19 @@ class MergeOptions:
     fail_on: Severity | str = option(
         Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
-    jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
+    jobs: int | None = option(None, "Number of workers.  [default: one per core]", parse=positive)
     engine: EngineName | str = option(
         EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
     )
     address: str | None = option(
         None,
-        "Of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        "Address of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
         parse=str,
         metavar="HOST:PORT",
     )
-    workers: int | None = option(None, "Tasks at a time on the Ray cluster.  [default: its CPUs]", parse=positive)
+    workers: int | None = option(
+        None, "Tasks that run at a time on the Ray cluster.  [default: one per CPU of the cluster]", parse=positive
+    )
     overwrite: bool = option(
         default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
     )

@@ -164,7 +164,7 @@ def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
     """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
     if precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in steps):
         raise UnsupportedAdapter(
-            '`store="as-base"`: PEFT rounds merged weights to no format but that of bitsandbytes, and those it spoils',
+            '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
             hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
         )
 

@@ -72,9 +72,7 @@ def _only_read(step: Step, encoding: Encoding) -> str:
     if isinstance(encoding, ColumnIntegers):
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
     else:
-        why = (
-            "of a change of 1% of the weights, rounding to four bits leaves nothing or adds several times as much noise"
-        )
+        why = "rounding to four bits removes a change of 1% of the weights, or adds several times as much noise"
     return f"the adapter changes `{step.out.name}`, which is stored as {encoding}: {why}"
 
 

@@ -35,7 +35,7 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
     """
     config = stored.whole_config
     table = quantisation_table(config)
-    method = str(table.get("quant_method") or config.quantization or "this way of quantising")
+    method = str(table.get("quant_method") or config.quantization or "this method of quantisation")
     keys = _LISTS.get(method)
     if keys is None or not table:
         raise UnsupportedAdapter(

@@ -16,7 +16,7 @@ from lora_tool.keys import split_layer
 from lora_tool.tensors import DType, StoredTensor
 
 _ROUTERS = ("gate", "router")
-_NOT_ROUNDED = "give no `base_as`: the merge is W + ΔW with the base as it is"
+_NOT_ROUNDED = "leave out `base_as` to merge W + ΔW into the base as it is"
 
 
 def as_trained(base: ModelDir, adapters: Sequence[AdapterDir], how: TrainedAs) -> ModelDir:
@@ -29,12 +29,12 @@ def as_trained(base: ModelDir, adapters: Sequence[AdapterDir], how: TrainedAs) -
     arch = architecture_of(base.whole_config.model_type or "")
     if any(encoding_of(tensor) is not None for tensor in base.tensors.values()):
         raise UnsupportedAdapter(
-            f"{base.root}: the base is quantised, so that `base_as` has nothing to round", hint=_NOT_ROUNDED
+            f"{base.root}: the base is already quantised, so `base_as` has nothing to round", hint=_NOT_ROUNDED
         )
     if arch is not None and arch.conv1d:
         raise UnsupportedAdapter(
-            f"{base.root}: {arch.model_type} stores linear layers transposed, and how bitsandbytes rounds those is not "
-            "computed here",
+            f"{base.root}: {arch.model_type} stores linear layers transposed, and lora-tool cannot round those as "
+            "bitsandbytes does",
             hint=_NOT_ROUNDED,
         )
     touched = frozenset(f"{key.module}.weight" for adapter in adapters for key in adapter.keys.values())

@@ -115,8 +115,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
     Why it matters: PEFT builds the layers that the config names and silently drops all other tensors, so part of the
     training is not used. A plain tensor that has the name of a base tensor silently replaces it. The finding is only a
-    warning for LoRA on embeddings or output layer that PEFT trained tied to the other (`ensure_weight_tying`) and drops
-    when it loads the adapter: a merge writes it as it was trained.
+    warning for LoRA on one end of tied embeddings that PEFT trained together with the other end (`ensure_weight_tying`)
+    and drops when it loads the adapter: a merge writes it as it was trained.
 
     Example: The file has LoRA on `up_proj`, but `target_modules` is ["q_proj", "v_proj"].
 
@@ -353,8 +353,8 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and no config records its column
     order.
 
-    What to do: Merge an adapter trained before 2026-09 with `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`,
-    a later one with `rank_major`; or write `"lora_B_layout"` into `adapter_config.json`.
+    What to do: Merge an adapter trained before 2026-09 with `lora-tool merge ADAPTER --moe-b-layout grouped-by-expert`,
+    a later one with `rank-major`; or write `"lora_B_layout"` into `adapter_config.json`.
     """
     config = subject.config
     if config.expert_layout is not None:

@@ -133,8 +133,8 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
     zeros.
 
     Why it matters: Training never ends like this. The values were lost and filled in, by a broken conversion, a
-    placeholder or uninitialised memory. An A of zeros makes its module do nothing; another constant adds the same to
-    each output.
+    placeholder or uninitialised memory. An A of zeros makes its module do nothing; a constant B adds the same number to
+    every output.
 
     Example: Every value of `…q_proj.lora_A.weight` is 0.
 

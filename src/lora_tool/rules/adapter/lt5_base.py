@@ -103,8 +103,8 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int]
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
-    What it does: Looks for each adapted module among the base's tensors. A classifier has no language model's output
-    layer.
+    What it does: Looks for each adapted module among the base's tensors. A classifier does not have the output layer of
+    a language model.
 
     Why it matters: PEFT drops LoRA for modules that the base does not have, with a warning at most, so that part of the
     adapter does nothing.

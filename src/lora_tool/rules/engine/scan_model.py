@@ -61,4 +61,4 @@ LAYOUTS = {
 
 def shorter(span: Span) -> SourceChanged:
     """Return the error that a span is not all there any more."""
-    return SourceChanged(f"{span.path} was truncated while it was being read")
+    return SourceChanged(f"{span.path} was truncated while it was read")

@@ -263,13 +263,13 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
 def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
     """A quantised weight was read or stored wrongly.
 
-    What it does: Computes what a tensor that is not W + ΔW would be, had the base's quantised weight been read in one of
-    the ways that are known to go wrong: scales left out, or divided by; the two halves of each byte swapped; codes with
-    an offset taken for two's complement; tiles inferred from the shapes; zero points left out; gate and up not
-    interleaved. Of weights that are stored quantised again it looks whether their scales were left out. It names the
-    way that gives the values.
+    What it does: For a tensor that is not W + ΔW, computes what each known way of misreading the base's quantised
+    weight would give: scales left out, or divided by instead of multiplied; the two halves of each byte swapped; codes
+    with an offset taken for two's complement; tiles inferred from the shapes; zero points left out; gate and up not
+    interleaved. For weights that are stored quantised again, it checks whether their scales were left out. The finding
+    names the mistake that gives the stored values.
 
-    Why it matters: The shapes are right and the model loads. It runs on other weights than were trained.
+    Why it matters: The shapes are right and the model loads, but its weights are not the trained ones.
 
     Example: `merge_and_unload` on codes of FP8 adds ΔW to the codes: without their scales the weights are thousands of
     times too large.
@@ -361,7 +361,7 @@ def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
 
     Why it matters: Every tensor may be right and the reward model still a poor judge.
 
-    Example: A reward model trained on swapped columns ranks a share of 0.3 of 200 held-out pairs right.
+    Example: A reward model trained on swapped columns ranks only 30% of 200 held-out pairs right.
 
     What to do: If base + adapter rank better than the merged model, look at the other findings. Otherwise train longer,
     or check the data: `chosen`, `rejected` and the chat template.

@@ -73,10 +73,10 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For vLLM,
-    `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that it
-    needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER --base
-    BASE -o OUT`.
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For
+    vLLM, `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that
+    it needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER
+    --base BASE -o OUT`.
     """
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
@@ -97,15 +97,15 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
 def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     """DoRA, which servers do not support.
 
-    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both, llama.cpp's converter
+    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse DoRA, llama.cpp's converter
     stops at them, and MLX-LM stores DoRA in another form.
 
     Why it matters: The server does not start, or refuses the adapter at the first request.
 
     Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
-    --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
+    --for SERVER --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in _asked(subject, *_SERVERS):
@@ -156,9 +156,9 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"trainable_token_indices": [128256]` for one new special token.
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER --for SERVER
-    --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an output layer of
-    its own.
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
+    --for SERVER --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an
+    output layer that is not tied to it.
     """
     tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
@@ -182,7 +182,7 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"bias": "all"`.
 
-    What to do: Merge it and serve the merged model: `lora-tool merge ADAPTER`.
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
@@ -291,7 +291,8 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
     for vLLM and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then `lora-tool prepare
-    EXPERTS --for SERVER -o OUT`; elsewhere, merge them and serve the merged model: `lora-tool merge ADAPTER`.
+    EXPERTS --for SERVER -o OUT`; for other servers, merge the adapter and serve the merged model: `lora-tool merge
+    ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):
@@ -353,7 +354,7 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
 def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of the text model, on a server that loads the whole model.
 
-    What it does: Looks, for vLLM, which loads the whole model, for an adapter with the names of the text class that
+    What it does: For vLLM, which loads the whole model, looks for an adapter with the names of the text class that
     `AutoModelForCausalLM` builds from a multimodal base (Qwen3.5, Llama 4, Mllama).
 
     Why it matters: vLLM finds none of the adapter's modules under their names and silently serves the base.

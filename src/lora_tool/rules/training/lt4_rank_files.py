@@ -142,7 +142,7 @@ def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
 def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     """`latest` does not name the newest tag.
 
-    What it does: Compares the tag in the file `latest` with the existing tags. If it does not exist, that is an error.
+    What it does: Compares the tag in the file `latest` with the existing tags. A tag that does not exist is an error.
 
     Why it matters: Tools use the tag that `latest` names, so you would get older weights than you expect.
 
