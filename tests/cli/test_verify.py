@@ -37,6 +37,24 @@ def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
     assert call("verify", merged, "-q").out == ""
 
 
+def test_several_folders_in_one_table(call: Caller, tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        copy_of("reward-qwen2/merged", tmp_path / name)
+    good, bad, absent = (tmp_path / name for name in ("good/reward-qwen2/merged", "bad/reward-qwen2/merged", "absent"))
+    weights = next(bad.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\x80\x7f")
+    assert call("verify", good, good).code == 0
+    called = call("verify", good, bad, absent)
+    assert called.code == 5, "the worst"
+    rows = [line.split()[:2] for line in called.out.splitlines()[-3:]]
+    assert rows == [[str(good), "right"], [str(bad), "failed"], [str(absent), "not"]]
+    listed = call("verify", good, bad, absent, "--json").json["folders"]
+    assert [each["exit_code"] for each in listed] == [0, 5, 3]
+    alone = call("verify", good, "--json").json
+    assert {name: listed[0][name] for name in alone} == alone
+    assert call("verify", good, bad, "--adapter", ADAPTER).code == 2
+
+
 def test_answers_that_nothing_can_give_are_refused_before_the_comparison(
     call: Caller, merged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lora_tool.checkpoint import open_model
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
@@ -39,11 +41,12 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
 if TYPE_CHECKING:
+    from lora_tool.sources import Reference
     from lora_tool.verification.verifying import Verification
 
 
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
-@click.argument("merged", type=UserPath(), metavar="MERGED")
+@click.argument("merged", nargs=-1, required=True, type=UserPath(), metavar="MERGED...")
 @click.option(
     "--adapter",
     "adapters",
@@ -84,7 +87,7 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context,
     /,
-    merged: Path,
+    merged: tuple[Path, ...],
     *,
     adapters: tuple[str, ...],
     base: str | None,
@@ -111,7 +114,7 @@ def command(
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
     computed again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was
-    computed from. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
+    computed from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
     in the [verify] table of lora-tool.toml.
     """
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
@@ -124,12 +127,7 @@ def command(
     asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
     told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
-    if prompts is not None:
-        if not asked["logits"]:
-            raise click.UsageError("--prompts needs --logits")
-        from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
-
-        asked["prompts"] = read_prompts(prompts)
+    asked["prompts"] = _prompts_in(prompts, logits=asked["logits"])
     asked["pairs"] = pairs_asked(pairs, min_accuracy)
     _require_drawable(plot, pairs)
     if text is not None:
@@ -138,29 +136,72 @@ def command(
         asked["text"] = read_texts(text)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
     level = Level.SAMPLE if sample else Level.FULL
-    verification = _of_computed(merged, adapters, base, asked, level=level, watch=watch)
-    if verification is None:
-        inputs = find_inputs(merged, base=base, adapters=adapters)
-        verification = verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
+    given = _opened_once(base, merged)
+    open_base = cache(open_model)
+
+    def verified(folder: Path) -> Verification:
+        computed = _of_computed(folder, adapters, given, asked, level=level, watch=watch)
+        if computed is not None:
+            return computed
+        inputs = find_inputs(folder, base=given, adapters=adapters, open_base=open_base)
+        return verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
+
+    def code_of(verification: Verification) -> int:
+        if not told.fails(verification.report):
+            return DONE
+        failing = verification.report.at_least(told.least)
+        return FINDINGS if failing and not written_wrong(failing) else FAILED_CHECK
+
+    if len(merged) > 1:
+        _require_for_several(adapters, plot, tensors=tensors)
+        from lora_tool.cli.verify_several import verify_several  # noqa: PLC0415 - only for several
+
+        return verify_several(merged, verified, code_of, told, quiet=quiet)
+    [folder] = merged
+    verification = verified(folder)
     if verification.report.findings or not quiet:
         shown = _text(verification, printed, told.least, tensors=tensors, color=wants_colour())
         (say if printed is Form.TEXT else click.echo)(shown)
     if plot is not None and verification.pairs is not None:
         from lora_tool.pictures.margins import draw_margins  # noqa: PLC0415 - matplotlib, only for pictures
 
-        draw_margins(merged.resolve().name, verification.pairs, plot)
+        draw_margins(folder.resolve().name, verification.pairs, plot)
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     told.write_files(lambda form: _text(verification, form, told.least, tensors=tensors))
-    if not told.fails(verification.report):
-        return DONE
-    failing = verification.report.at_least(told.least)
-    return FINDINGS if failing and not written_wrong(failing) else FAILED_CHECK
+    return code_of(verification)
+
+
+def _prompts_in(file: Path | None, *, logits: bool) -> Sequence[str] | None:
+    """Return the prompts of the file, None without one. Raises `click.UsageError`."""
+    if file is None:
+        return None
+    if not logits:
+        raise click.UsageError("--prompts needs --logits")
+    from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
+
+    return read_prompts(file)
+
+
+def _opened_once(base: str | None, folders: Sequence[Path]) -> Reference | None:
+    """Return the base that was given, opened where several folders are compared with it."""
+    if base is None or len(folders) == 1:
+        return base
+    from lora_tool.sources import opened_model  # noqa: PLC0415 - for several
+
+    return opened_model(base)
+
+
+def _require_for_several(adapters: Sequence[str], plot: Path | None, *, tensors: bool) -> None:
+    """Return if the options can be those of several folders. Raises `click.UsageError`."""
+    for name, given in (("--adapter", adapters), ("--plot", plot), ("--tensors", tensors)):
+        if given:
+            raise click.UsageError(f"{name} is about one folder: verify that by itself")
 
 
 def _of_computed(
     folder: Path,
     adapters: tuple[str, ...],
-    base: str | None,
+    base: Reference | None,
     asked: dict[str, Any],
     **how: Any,  # noqa: ANN401 - level and watch
 ) -> Verification | None:

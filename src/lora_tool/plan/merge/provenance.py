@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -116,8 +116,11 @@ def find_inputs(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
+    open_base: Callable[[Path], ModelDir] = open_model,
 ) -> Provenance:
     """Return the merged model, its base and its adapters.
+
+    `open_base` opens the folder of a base that a file names, for several merged models once, say.
 
     Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
     model's `_name_or_path`. Given ones may be downloaded; those that only a file names must be on this disk.
@@ -129,7 +132,9 @@ def find_inputs(
     recorded = tuple(_recorded_weights(model, len(opened)))
     # a weight that was typed counts, else what the manifest says
     weights = given if any(weight != 1 for weight in given) else recorded
-    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened, weights=weights)
+    return Provenance(
+        merged=model, base=_open_base(model, opened[0], base, open_base), adapters=opened, weights=weights
+    )
 
 
 def _recorded_weights(merged: ModelDir, count: int) -> Iterator[float]:
@@ -151,12 +156,14 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
         )
 
 
-def _open_base(merged: ModelDir, adapter: AdapterDir, given: Reference | None) -> ModelDir:
+def _open_base(
+    merged: ModelDir, adapter: AdapterDir, given: Reference | None, open_base: Callable[[Path], ModelDir]
+) -> ModelDir:
     if given is not None:
         return opened_model(given)
     recorded = _recorded(merged, "base")
     if recorded is not None:
-        return open_model(_resolve_named(recorded, merged, "base"))
+        return open_base(_resolve_named(recorded, merged, "base"))
     own = merged.config.raw.get("_name_or_path") if merged.config else None
     names = [
         (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
@@ -171,7 +178,7 @@ def _open_base(merged: ModelDir, adapter: AdapterDir, given: Reference | None) -
                 error.hint = error.hint or hint
                 raise
             if not path.samefile(merged.root):
-                return open_model(path)
+                return open_base(path)
     raise NotACheckpoint(f"{merged.root}: neither this model nor the adapter names the base model", hint=hint)
 
 
