@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.checkpoint import open_model
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
@@ -117,6 +116,7 @@ def command(
     computed from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
     in the [verify] table of lora-tool.toml.
     """
+    from lora_tool.checkpoint import open_model  # noqa: PLC0415
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
