@@ -24,6 +24,8 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats.files import read_object
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
+from lora_tool.sharded.megatron_model import Geometry, LayerNames, MegatronModel
+from lora_tool.sharded.megatron_names import places
 from lora_tool.validation.validating import validate
 from tests.cli.calling import FIXTURES
 from tests.oracle.peft_merge import load_model, save_base
@@ -161,6 +163,7 @@ QWEN3 = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads":
         ({**QWEN3, "model_type": "qwen3_next"}, "self_attention.linear_qkv", "`model.attention_output_gate` is false"),
         ({**QWEN3, "model_type": "qwen3_moe"}, "mlp.linear_fc1", "transformers' model has no such modules"),
         (QWEN3, "mlp.experts.experts.0.linear_fc2", "transformers' model has no such modules"),
+        ({**QWEN3, "num_attention_heads": 1 << 30}, "self_attention.linear_qkv", "do not describe attention"),
         (
             {**QWEN3, "model_type": "qwen2_moe"},
             "mlp.experts.experts.0.linear_fc2",
@@ -169,7 +172,7 @@ QWEN3 = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads":
     ],
 )
 def test_what_the_model_is_not_known_for(config: dict[str, Any], module: str, message: str, tmp_path: Path) -> None:
-    geometry = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 4, "attention_output_gate": False}
+    geometry = {"num_query_groups": 2, "kv_channels": 4, "attention_output_gate": False}
     saved(tmp_path / "iter_0000001", factors(0, module, 32, 16), **geometry)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedCheckpoint, match=message):
@@ -209,3 +212,22 @@ def test_lora_of_torchtitan_is_refused_by_name(what: str, tmp_path: Path) -> Non
         UnsupportedCheckpoint, match=r"names that are not PEFT's \(`layers.0.attention.wq.lora_a.weight`\)"
     ):
         plan_consolidate(tmp_path, what=what)
+
+
+def test_numbers_that_no_model_has() -> None:
+    """They are told before anything of their size is made."""
+    geometry = Geometry(heads=4, groups=2, head_dim=4)
+    many = MegatronModel(geometry=geometry, names=LayerNames(experts="mlp.experts"), layers=1 << 19, experts=1 << 19)
+    assert next(many.linear_modules(), None) is None
+    name = "decoder.layers.{}mlp.experts.experts.linear_fc2.adapter.linear_in.weight"
+    some = MegatronModel(geometry=geometry, names=many.names, layers=2, experts=4)
+    for model, shape, message in (
+        (some, (1 << 30, 4, 2, 8), "more matrices than any model has"),
+        (many, (1 << 10, 2, 8), "more matrices than any model has"),
+        (some, (2, 3, 2, 8), "is for 3 experts, but the model has 4"),
+    ):
+        with pytest.raises(UnsupportedCheckpoint, match=message):
+            places({name.format(""): shape}, model)
+    assert len(places({name.format("0."): (4, 2, 8)}, some)) == 4
+    large = MegatronModel(geometry=geometry, names=many.names, layers=94, experts=512)
+    assert len(places({name.format(""): (94, 512, 2, 8)}, large)) == 94 * 512

@@ -26,6 +26,10 @@ EXPORT = "export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckp
 GIVE = "put the run_config.yaml of the run beside its files, or the config.json of its model"
 _GIVE_CONFIG = f"put the config.json of the model beside {RUN_CONFIG}"
 _LONGEST = 200
+_MOST = 1 << 20
+"""More than any size of a real model that is counted here."""
+MOST_MATRICES = 1 << 18
+"""More than the layers of a real model have experts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +135,14 @@ class MegatronModel:
 
     def linear_modules(self) -> Iterator[str]:
         """Yield the paths of the linear modules that its layers may have; nothing where their number is not known."""
+        experts = self.experts if self.names.experts else 0
+        if self.layers * max(1, experts) > MOST_MATRICES:
+            return iter(())
         attention = (f"self_attn.{part}_proj" for part in "qkvo")
         blocks = [
             self.names.block(None, None),
             self.names.shared,
-            *(self.names.block("experts", number) for number in range(self.experts if self.names.experts else 0)),
+            *(self.names.block("experts", number) for number in range(experts)),
         ]
         inside = (*attention, *(f"{block}.{name}" for block in blocks if block for name in self.names.inner))
         return (f"model.layers.{layer}.{module}" for layer in range(self.layers) for module in inside)
@@ -236,7 +243,7 @@ def _geometry(table: Mapping[str, Any], names: LayerNames, path: Path) -> Geomet
     heads, hidden = _count(table, "num_attention_heads"), _count(table, "hidden_size")
     groups = _count(table, "num_query_groups") or heads
     size = _count(table, "kv_channels") or (hidden // heads if heads else 0)
-    if not heads or not groups or not size or heads % groups:
+    if not heads or not groups or not size or heads % groups or heads > MOST_MATRICES:
         text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} do not describe attention"
         raise UnsupportedCheckpoint(text, hint=GIVE)
     return Geometry(heads=heads, groups=groups, head_dim=size, gated=names.gated)
@@ -245,4 +252,4 @@ def _geometry(table: Mapping[str, Any], names: LayerNames, path: Path) -> Geomet
 def _count(table: Mapping[str, Any], name: str) -> int:
     """Return a positive number of the config, 0 where it has none."""
     value = table.get(name)
-    return value if type(value) is int and value > 0 else 0
+    return value if type(value) is int and 0 < value < _MOST else 0

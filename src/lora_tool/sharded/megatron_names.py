@@ -10,6 +10,7 @@ that Megatron-Bridge saved once, has none.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.keys import PREFIX
-from lora_tool.sharded.megatron_model import EXPORT, GIVE, MegatronModel, Rows
+from lora_tool.sharded.megatron_model import EXPORT, GIVE, MOST_MATRICES, MegatronModel, Rows
 
 _OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.", re.DOTALL)
 _BRIDGE = re.compile(r".*\.adapter\.(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)
@@ -120,6 +121,9 @@ def _stack(
     A matrix that all experts share is there once for each.
     """
     *dims, rows, columns = (0, *shape) if len(shape) < _MATRIX else shape
+    for_each = model.experts if match["kind"] == "experts" and len(dims) == (not match["layer"]) else 1
+    if math.prod(dims) * max(1, for_each) > MOST_MATRICES:
+        raise UnsupportedCheckpoint(f"`{name}` has the shape {list(shape)}: more matrices than any model has")
     layers = [int(match["layer"])] if match["layer"] else list(range(dims.pop(0))) if dims else []
     experts: list[int | None] = [None]
     shared = False
@@ -130,6 +134,9 @@ def _stack(
             raise UnsupportedCheckpoint(
                 f"`{name}` is for all experts, and no file says how many experts there are", hint=GIVE
             )
+        if count and model.experts not in (0, count):
+            text = f"`{name}` is for {count} experts, but the model has {model.experts}"
+            raise UnsupportedCheckpoint(text, hint=GIVE)
         experts = [int(match["expert"])] if match["expert"] is not None else list(range(count))
     if dims or not layers or len(shape) < _MATRIX:
         raise UnsupportedCheckpoint(f"`{name}` has the shape {list(shape)}: expected a matrix for each layer")
