@@ -155,3 +155,24 @@ def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeyp
     with pytest.raises(UnsupportedAdapter, match="is not of low rank: rank 2 keeps") as refused:
         extract(model, base, keep=0.999, out=tmp_path / "out")
     assert "--save" in str(refused.value.hint)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_tied_output_layer_changes_with_its_embedding(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32, tie_word_embeddings=True)
+    model = tiny_model("qwen2", "causal-lm", tie_word_embeddings=True)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    model.save_pretrained(tmp_path / "tuned")
+    out = extract(tmp_path / "tuned", base, rank=64, out=tmp_path / "out").path
+    again = merge(out, base=base, out=tmp_path / "again", dtype="float32").path
+    tokens = torch.tensor([[5, 17, 3, 42, 8]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        unmerged = PeftModel.from_pretrained(load_model(base, "causal-lm"), out)(tokens).logits
+        merged = load_model(again, "causal-lm")(tokens).logits
+    assert torch.allclose(unmerged, expected, atol=1e-5)
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert not verify(out).report.findings

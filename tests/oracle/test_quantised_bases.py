@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import Verdict
@@ -21,7 +22,7 @@ from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
-from tests.quantised_models import FORMS, quantise
+from tests.quantised_models import FORMS, TILE, quantise
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -298,3 +299,36 @@ def test_what_cannot_be_rounded_as_in_training_is_refused(
     )
     with pytest.raises(UnsupportedAdapter, match=r"gpt2 stores linear layers transposed"):
         merge_with_ours(gpt2, lora, tmp_path / "merged", "float32", base_as="fp4")
+
+
+@pytest.mark.parametrize("store", ["all-16bit", "touched-16bit", "as-base"])
+def test_lora_on_single_experts_of_a_quantised_model(store: str, tmp_path: Path) -> None:
+    plain = save_base(tmp_path / "plain", "qwen3_moe", "causal-lm", BF16, hidden_size=64, head_dim=16)
+    base, values = quantise(plain, tmp_path / "base", "fp8-block", lambda module: ".experts." in module)
+    lora = save_adapter(
+        tmp_path / "adapter", plain, "causal-lm", {"r": 2, "lora_alpha": 40, "target_modules": ["q_proj"]}
+    )
+    table = saved_tensors(lora)
+    generator = torch.Generator().manual_seed(3)
+    names = [name for name in values if ".experts.1." in name]
+    for name in names:
+        rows, columns = values[name].shape
+        stem = f"base_model.model.{name.removesuffix('weight')}"
+        table[f"{stem}lora_A.weight"] = torch.randn((2, columns), generator=generator)
+        table[f"{stem}lora_B.weight"] = torch.randn((rows, 2), generator=generator) / 50
+    save_file(table, lora / "adapter_model.safetensors")
+    config = json.loads((lora / "adapter_config.json").read_text())
+    config["target_modules"] = ["q_proj", *(f"experts.1.{part}_proj" for part in ("gate", "up", "down"))]
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    merged = merge_with_ours(base, lora, tmp_path / "merged", "float32", store=store)
+    after = saved_tensors(merged)
+    assert names
+    for name in names:
+        exact = values[name].double() + delta(lora, name.removesuffix(".weight"))
+        if store == "as-base":
+            wide = after[f"{name}_scale_inv"].repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+            found = after[name].double() * wide[: exact.shape[0], : exact.shape[1]].double()
+            assert float((found - exact).norm() / exact.norm()) < 2**-4
+        else:
+            assert_rounded(after[name], exact)
+    assert not verify(merged).report.findings

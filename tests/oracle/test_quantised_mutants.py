@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_tool.checkpoint import open_model
+from lora_tool.inspection.comparison import compare_models
 from lora_tool.report import Finding
 from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify
+from tests.mutations import copy_of
+from tests.mutations_merged import quantised
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import TILE, quantise
 
@@ -36,7 +42,7 @@ class Case:
         self.adapter = save_adapter(root / "adapter", self.plain, "causal-lm", lora)
 
         def chosen(module: str) -> bool:
-            return module.endswith("_proj") and ("expert" in module or kind == "qwen3")
+            return module.endswith("_proj") and ("expert" in module or kind != "gpt_oss")
 
         self.base, self.values = quantise(self.plain, root / "base", form, chosen)
         self.stored = saved_tensors(self.base)
@@ -257,3 +263,26 @@ def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_pa
     assert [each.code for each in found] == ["LT609"]
     lowered = {each.code: each.message for each in judged({scale: made.stored[scale] / 2})}
     assert f"; scales of `{QUERY}` may only be raised, where a merged value did not fit" in lowered["LT605"]
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int4", "nf4-double"])
+def test_quantised_models_differ_by_what_they_stand_for(form: str, case: Callable[..., Case]) -> None:
+    made = case(form)
+    assert compare_models(open_model(made.base), open_model(made.base)).same
+    found = {each.name: each for each in compare_models(open_model(made.base), open_model(made.merged)).differences}
+    assert found.keys() == made.right.keys()
+    change = made.delta(QUERY)
+    assert found[QUERY].apart == pytest.approx(float(change.norm()), rel=0.02)
+    assert found[QUERY].first == pytest.approx(float(made.values[QUERY].double().norm()), rel=1e-6)
+    assert (found[KEY].apart or 0.0) <= 2**-8 * float(made.values[KEY].double().norm())
+
+
+def test_a_quantised_base_is_merged_and_verified_without_torch(tmp_path: Path) -> None:
+    adapter = copy_of("causal-llama/adapter", tmp_path)
+    quantised(adapter.parent / "base", QUERY)
+    call = f"merge({str(adapter)!r}, base={str(adapter.parent / 'base')!r}, out={str(tmp_path / 'out')!r})"
+    code = f"import sys; from lora_tool import merge; {call}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lora_tool.verification.dequantised" in done.stdout.split()
+    assert not {"torch", "transformers", "peft"} & set(done.stdout.split())

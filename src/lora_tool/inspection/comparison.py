@@ -18,16 +18,16 @@ import numpy as np
 
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.choices import TextEnum
 from lora_tool.inspection.factors import (
-    BLOCK,
     READABLE,
     Matrix,
     matrices,
     raw_blocks,
     square_sum,
+    stored_blocks,
     triangle,
-    values,
     widened,
 )
 from lora_tool.keys import split_layer
@@ -133,10 +133,13 @@ def compare_adapters(first: AdapterDir, second: AdapterDir, progress: Progress =
 
 
 def compare_models(first: ModelDir, second: ModelDir, progress: Progress = lambda _: None) -> Comparison:
-    """Return how `second` differs from `first`, tensor by tensor in blocks. Reads all weights. Raises `OSError`."""
+    """Return how `second` differs from `first`, tensor by tensor in blocks, quantised weights by what they stand for.
+
+    Reads all weights. Raises `OSError`.
+    """
     return Comparison(
         fields=_fields(first.config, second.config, _MODEL_FIELDS),
-        differences=tuple(_tensors(first.tensors, second.tensors, progress)),
+        differences=tuple(_tensors(as_matrices(first).tensors, as_matrices(second).tensors, progress)),
     )
 
 
@@ -246,10 +249,8 @@ def _tensor(name: str, first: StoredTensor | None, second: StoredTensor | None, 
 def _by_value(
     of: Callable[..., Difference], first: StoredTensor, second: StoredTensor, types: str, progress: Progress
 ) -> Difference:
-    left, right = values(first), values(second)
     same, sums = not types, [0.0, 0.0, 0.0]
-    for at in range(0, left.size, BLOCK):
-        parts = left[at : at + BLOCK], right[at : at + BLOCK]
+    for parts in zip(stored_blocks(first), stored_blocks(second), strict=True):
         equal = not types and np.array_equal(parts[0].view(np.uint8), parts[1].view(np.uint8))
         same = same and equal
         a = widened(parts[0], first.dtype)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.stored import read_part
 from lora_tool.inspection.model import Measured
 from lora_tool.tensors import DType, StoredTensor
@@ -98,11 +99,23 @@ def rounded(exact: Matrix, dtype: DType) -> Matrix:
         return exact.astype(kind).astype(np.float64)
 
 
+def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the stored elements in order, flat, `BLOCK` at a time; of quantised weights what they stand for.
+
+    Raises `OSError`, for quantised weights `SourceChanged`.
+    """
+    if encoding_of(tensor) is None:
+        held = values(tensor)
+        yield from (held[at : at + BLOCK] for at in range(0, held.size, BLOCK))
+        return
+    kind, step = np.dtype(STORED[tensor.dtype]), BLOCK * tensor.dtype.bits // 8
+    for at in range(0, tensor.nbytes, step):
+        yield np.frombuffer(read_part(tensor, at, min(step, tensor.nbytes - at)), kind)
+
+
 def blocks(tensor: StoredTensor) -> Iterator[Matrix]:
-    """Yield the tensor's elements in order as flat float64 blocks. Raises `OSError`."""
-    stored = values(tensor)
-    for at in range(0, stored.size, BLOCK):
-        yield widened(stored[at : at + BLOCK], tensor.dtype)
+    """Yield the tensor's elements in order as float64, flat, in blocks. Raises as `stored_blocks`."""
+    return (widened(block, tensor.dtype) for block in stored_blocks(tensor))
 
 
 def square_sum(tensor: StoredTensor) -> float:

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import MATRIX, is_end
+from lora_tool.architectures.ends import MATRIX, is_end, is_input, output_name
 from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import is_under
+from lora_tool.plan.algebra.from_base import is_tied
 from lora_tool.tensors import StoredTensor
 
 _NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$", re.IGNORECASE)
@@ -30,6 +32,8 @@ class Differing:
     whole: Mapping[str, str]
     """Name of a tensor that is saved whole → its name in the adapter."""
     saved_modules: tuple[str, ...]
+    tied: Mapping[str, str]
+    """Output layer that is tied to a saved embedding → the embedding's tensor: PEFT would leave it as the base's."""
     biases: bool
     """Whether biases of modules with LoRA differ."""
     left: tuple[tuple[StoredTensor, str], ...]
@@ -80,17 +84,26 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
     for module in modules:
         whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
     names = {tensor.name for tensor, _ in left} & whole.keys()
+    tied = _tied(tuned, arch, modules)
     head = next((found for found in map(head_of, modules) if found), None)
     return Differing(
         low_rank=tuple(sorted(linear)),
         transposed=frozenset(module for module in linear if module.rpartition(".")[2] in conv1d),
         whole=whole,
-        saved_modules=tuple(modules),
+        saved_modules=(*modules, *(name.removesuffix(".weight") for name in tied)),
+        tied=tied,
         biases=biases,
         left=tuple(item for item in left if item[0].name not in names),
         targets=_targets(linear, base),
         task_type="SEQ_CLS" if head else "CAUSAL_LM" if _writes(tuned) else None,
     )
+
+
+def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) -> dict[str, str]:
+    """Return the output layer that has the values of a saved embedding, with that embedding's tensor."""
+    output = output_name(arch) if arch is not None and is_tied(tuned) else None
+    embedding = next(filter(is_input, modules), None)
+    return {} if output is None or embedding is None else {output: f"{embedding}.weight"}
 
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:

@@ -170,7 +170,8 @@ def _steps(each: Extracted, factors: tuple[StoredTensor, StoredTensor], dtype: D
 
 
 def _whole_steps(tuned: ModelDir, found: Differing) -> Iterator[Step]:
-    for name, saved_as in found.whole.items():
+    tied = ((name, saved_as) for saved_as, name in found.tied.items())
+    for name, saved_as in (*found.whole.items(), *tied):
         tensor = tuned.tensors[name]
         out = TensorSpec(name=f"{PREFIX}{saved_as}", dtype=tensor.dtype, shape=tensor.shape)
         yield Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=f"copied from {tuned.root}")

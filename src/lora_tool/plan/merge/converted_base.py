@@ -23,7 +23,7 @@ from lora_tool.names.model import LABELS, ModelFacts, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plan.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
@@ -369,7 +369,7 @@ def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
 
 
 def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
-    if not step.op.is_copy:
+    if not isinstance(step.op, Copy | Cast | Dequantise):
         raise UnsupportedAdapter(f"`{step.out.name}` has LoRA both by itself and as a part of a fused parameter")
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)

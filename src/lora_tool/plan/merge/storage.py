@@ -152,7 +152,8 @@ class QuantisedBase:
         note = f"{self._what(self.encodings.keys() - freed)} as in the base, byte for byte: the adapter changes none of them"
         config = self.stored.whole_config
         if freed:
-            config = with_plain_modules(self.stored, self.plain, freed)
+            some_stay = bool(self.encodings.keys() - freed)
+            config = with_plain_modules(self.stored, self.plain, freed) if some_stay else self.plain.whole_config
             fused = (
                 f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
             )

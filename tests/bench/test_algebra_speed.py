@@ -1,0 +1,128 @@
+"""Adapters out of adapters and models: `pytest -m bench -s tests/bench/test_algebra_speed.py`.
+
+combine, resize and prepare beside a synced copy of their inputs, the decomposition that PEFT's `svd` calls beside ours, and
+the residual of extract beside the best that there is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_tool.adapter.view import view_of
+from lora_tool.checkpoint import open_adapter
+from lora_tool.formats.weights import read_single
+from lora_tool.plan.algebra.krylov import nearest
+from lora_tool.plan.algebra.spectrum import compressed
+from lora_tool.plan.algebra.terms import factors_of_sum
+from tests.bench.models import make_adapter
+from tests.bench.processes import interleaved, table
+
+LAYERS, RANK, ROUNDS = 14, 64, 3
+
+pytestmark = pytest.mark.bench
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two all-linear adapters of rank 64 on 14 layers of 2048: 128 MB each, with other values."""
+    root = tmp_path_factory.mktemp("bench")
+    first, second = root / "first", root / "second"
+    make_adapter(first, layers=LAYERS, rank=RANK)
+    shutil.copytree(first, second)
+    path = second / "adapter_model.safetensors"
+    save_file({name: -tensor.roll(1) for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    return first, second
+
+
+def test_against_a_copy_of_the_inputs(adapters: tuple[Path, Path]) -> None:
+    first, second = map(str, adapters)
+    out = adapters[0].parent / "out"
+
+    def ours(command: str, *options: str) -> list[str]:
+        return [sys.executable, "-m", "lora_tool", command, *options, "-o", str(out), "-q"]
+
+    both = f"mkdir {out} && cp -r {first} {second} {out} && sync {out}/*/*"
+    two = {
+        "cp of both": ["sh", "-c", both],
+        "combine, exact": ours("combine", first, second),
+        "combine --rank 64": ours("combine", first, second, "--rank", "64"),
+    }
+    one = {
+        "cp": ["sh", "-c", f"cp -r {first} {out} && sync {out}/*"],
+        "resize --rank 16": ours("resize", first, "--rank", "16"),
+        "prepare --for vllm": ours("prepare", first, "--for", "vllm"),
+        "prepare --for mlx": ours("prepare", first, "--for", "mlx"),
+    }
+    print("\n" + table(interleaved(two, out=out, rounds=ROUNDS), against="cp of both"))
+    print("\n" + table(interleaved(one, out=out, rounds=ROUNDS), against="cp"))
+
+
+def test_against_pefts_svd(tmp_path: Path) -> None:
+    """Two adapters of rank 64 on one 4096 x 1024 matrix, to rank 64: the CPU of the decomposition alone."""
+    torch.manual_seed(0)
+    folders = []
+    for at in range(2):
+        make_adapter(tmp_path / str(at), layers=1, rank=RANK, targets=("self_attn.q_proj",))
+        path = tmp_path / str(at) / "adapter_model.safetensors"
+        save_file(
+            {name: torch.randn((RANK, 1024) if "lora_A" in name else (4096, RANK)) for name in load_file(path)},
+            path,
+        )
+        folders.append(tmp_path / str(at))
+    (factors,) = factors_of_sum([view_of(open_adapter(each)) for each in folders], (1.0, 1.0))
+    pairs = [
+        [
+            torch.from_numpy(np.fromfile(part.path, np.float32, part.spec.numel, offset=part.spans[0].offset)).reshape(
+                part.shape
+            )
+            for part in (term.b, term.a)
+        ]
+        for term in factors.terms
+    ]
+
+    def theirs() -> None:
+        delta = sum((factors.terms[at].scale * b @ a for at, (b, a) in enumerate(pairs)), torch.zeros(4096, 1024))
+        left, values, right = torch.linalg.svd(delta)  # as `add_weighted_adapter` does, with all of U
+        _ = left[:, :RANK] @ torch.diag(values[:RANK]), right[:RANK]
+
+    seconds = {}
+    for name, run in (("ours", lambda: compressed(factors, rank=RANK)), ("PEFT's svd", theirs)):
+        run()
+        taken = []
+        for _ in range(ROUNDS):
+            begun = time.process_time()
+            run()
+            taken.append(time.process_time() - begun)
+        seconds[name] = min(taken)
+    times = seconds["PEFT's svd"] / seconds["ours"]
+    print(
+        f"\n4096 x 1024, 2 x rank 64: {', '.join(f'{n} {s:.3f} s' for n, s in seconds.items())} of CPU, {times:.0f} ×"
+    )
+    assert times >= 50
+
+
+def test_residual_of_extract_beside_the_best(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    before = torch.tensor(generator.standard_normal((2048, 1024)) * 0.02).to(torch.bfloat16)
+    left, right = (np.linalg.qr(generator.standard_normal((side, 1024))).Q for side in (2048, 1024))
+    change = torch.tensor((left * np.arange(1.0, 1025.0) ** -0.7) @ right.T) * 0.05
+    after = (before.double() + change).to(torch.bfloat16)
+    for name, tensor in (("before", before), ("after", after)):
+        save_file({"w": tensor}, tmp_path / name)
+    tables = [read_single(tmp_path / name).tensors["w"] for name in ("after", "before")]
+    best = torch.linalg.svdvals(after.double() - before.double())
+    for rank in (16, 64):
+        begun = time.process_time()
+        found = nearest(*tables, rank=rank)
+        cpu = time.process_time() - begun
+        least = float(best[rank:].norm())
+        print(f"\n2048 x 1024 at rank {rank}: {found.residual / least:.6f} of the best residual, {cpu:.2f} s of CPU")
+        assert found.residual <= 1.002 * least
