@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from lora_tool.pipeline.looking import inspect as inspect
     from lora_tool.pipeline.looking import ls as ls
     from lora_tool.pipeline.merging import merge as merge
+    from lora_tool.pipeline.sweep import MergedOne as MergedOne
+    from lora_tool.pipeline.sweep import merge_each as merge_each
     from lora_tool.pipeline.writing import Written as Written
     from lora_tool.plan.algebra.plan_combine import plan_combine as plan_combine
     from lora_tool.plan.algebra.plan_combine import plan_resize as plan_resize
@@ -105,6 +107,7 @@ _HOMES = {
     "pipeline.comparing": "diff",
     "pipeline.looking": "inspect ls",
     "pipeline.merging": "merge",
+    "pipeline.sweep": "MergedOne merge_each",
     "pipeline.writing": "Written",
     "plan.algebra.plan_combine": "plan_combine plan_resize",
     "plan.algebra.plan_prepare": "plan_prepare",

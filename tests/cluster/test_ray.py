@@ -147,6 +147,27 @@ def test_relative_paths_mean_the_same_on_every_node(cluster: Cluster, tmp_path: 
     assert told[0].stdout == told[1].stdout, "every value was compared, by whomever"
 
 
+def test_each_adapter_of_a_sweep_on_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    pair = copy_pair(tmp_path)
+    for name in ("spoiled", "other"):
+        shutil.copytree(pair.adapter, tmp_path / name)
+    weights = tmp_path / "spoiled" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = min(tensors)
+    save_file({**tensors, name: np.full_like(tensors[name], np.nan)}, weights, metadata={"format": "pt"})
+    for out, options in (("here", []), ("there", cluster.options)):
+        asked = ("adapter", "spoiled", "other", "--base", "base", "--each", "-o", out, "--ignore", "LT209", "--json")
+        done = typed(cluster, "merge", *asked, *MANY_FILES, *options, folder=tmp_path)
+        assert done.returncode == 3, done.stderr
+        assert [one["exit_code"] for one in json.loads(done.stdout)["outputs"]] == [0, 3, 0], done.stdout
+    for each in ("adapter", "other"):
+        assert content(tmp_path / "there" / each) == content(tmp_path / "here" / each)
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"adapter", "other"}
+
+
 def test_ci_does_all_of_it_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     pair = copy_pair(tmp_path, "reward-qwen2")
     done = typed(cluster, "ci", str(pair.adapter), "--base", str(pair.base), "-o", str(pair.out), *cluster.options)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import open_model
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.execution.engine import execute
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -299,6 +300,27 @@ def test_what_cannot_be_rounded_as_in_training_is_refused(
     )
     with pytest.raises(UnsupportedAdapter, match=r"gpt2 stores linear layers transposed"):
         merge_with_ours(gpt2, lora, tmp_path / "merged", "float32", base_as="fp4")
+
+
+@pytest.mark.parametrize("store", ["all-16bit", "touched-16bit"])
+@pytest.mark.parametrize("form", ["nf4-double", "fp8-block"])
+def test_dora_whole_layers_and_several_adapters_are_added_to_the_numbers(
+    form: str, store: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", form, is_linear)
+    first = adapter({"r": 4, "use_dora": True, "target_modules": ["q_proj"], "modules_to_save": ["up_proj"]})
+    second = adapter({"r": 2, "target_modules": ["down_proj"]})
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    model.load_state_dict({**model.state_dict(), **{name: value.float() for name, value in values.items()}})
+    for lora in (first, second):
+        model = PeftModel.from_pretrained(model, lora).merge_and_unload()
+    theirs = model.state_dict()
+    execute(plan_merge(base, [first, second], store=store), tmp_path / "merged")
+    after = saved_tensors(tmp_path / "merged")
+    for name in values:
+        if name.split(".")[-2] in ("q_proj", "up_proj", "down_proj"):
+            assert_rounded(after[name], theirs[name])
+    assert not verify(tmp_path / "merged").report.findings
 
 
 @pytest.mark.parametrize("store", ["all-16bit", "touched-16bit", "as-base"])

@@ -42,6 +42,9 @@ _LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, er
 Done = Callable[[int, Any], None]
 """Called with a task's number and its result."""
 
+Failed = Callable[[int, LoraToolError], None]
+"""Called with a task's number and the error that it ended with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCluster:
@@ -164,13 +167,22 @@ class Connection:
                 f"{who}: {_told_by(cause)}", hint="lora-tool must be installed on all nodes, in the same version"
             ) from error
 
-    def map(self, tasks: Sequence[Task], surroundings: Surroundings, *, progress: Progress, done: Done) -> None:
+    def map(
+        self,
+        tasks: Sequence[Task],
+        surroundings: Surroundings,
+        *,
+        progress: Progress,
+        done: Done,
+        failed: Failed | None = None,
+    ) -> None:
         """Do all tasks, wherever; call `done` with each result as it comes, and `progress` with the bytes.
 
         Raises the first error of a task once all others have stopped, with the node's name after its words, and
-        `ExecutionError` where the process of a task was lost again and again.
+        `ExecutionError` where the process of a task was lost again and again. `failed` takes such an error instead,
+        with the task's number, and the others go on.
         """
-        _Run(self._ray, tasks, surroundings, progress, done, self._workers, self._result).all()
+        _Run(self._ray, tasks, surroundings, progress, done, failed, self._workers, self._result).all()
 
 
 @dataclass(slots=True)
@@ -182,6 +194,7 @@ class _Run:
     surroundings: Surroundings
     progress: Progress
     done: Done
+    failed: Failed | None
     workers: int
     result: Callable[[Any, str], Any]
     running: dict[Any, _Try] = field(default_factory=dict)
@@ -203,16 +216,22 @@ class _Run:
                     self.running[reference] = one
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_S)
                 for reference in ready:
-                    again = self._ended(reference)
+                    one = self.running.pop(reference)
+                    try:
+                        again = self._ended(reference, one)
+                    except LoraToolError as error:
+                        if self.failed is None:
+                            raise
+                        self.failed(one.number, error)
+                        continue
                     if again is not None:
                         waiting.append(again)
                 self._show(meter)
         finally:
             self._cancel()
 
-    def _ended(self, reference: Any) -> _Try | None:  # noqa: ANN401
+    def _ended(self, reference: Any, one: _Try) -> _Try | None:  # noqa: ANN401
         """Take in how a task ended; return it where it has to be begun again."""
-        one = self.running.pop(reference)
         task = self.tasks[one.number]
         try:
             node, result, lost = self.result(reference, task.name)

@@ -27,7 +27,7 @@ from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.shares import require_all_ended
-from lora_tool.execution.work import Engine, Work
+from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.manifest import manifest_bytes
@@ -41,6 +41,17 @@ def engine_of(spread: Spread, *, jobs: int | None) -> Engine:
     """Return the engine that was asked for; on this machine it has `jobs` workers."""
     if spread.cluster is None:
         return LocalEngine(jobs=jobs)
+    from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
+
+    return RayEngine(cluster=spread.cluster)
+
+
+def engine_of_several(spread: Spread, *, jobs: int | None) -> EngineOfSeveral:
+    """Return the engine that was asked for, for plans that read the same files."""
+    if spread.cluster is None:
+        from lora_tool.execution.one_pass import OnePassEngine  # noqa: PLC0415 - only where several are written
+
+        return OnePassEngine(jobs=jobs)
     from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
 
     return RayEngine(cluster=spread.cluster)
@@ -71,6 +82,25 @@ def execute(
     by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
     `check` raises.
     """
+    with unfinished(plan, out, overwrite=overwrite, resume=resume, progress=progress, check=check) as folder:
+        folder.write(engine or LocalEngine(jobs=jobs))
+    return Path(out)
+
+
+@contextlib.contextmanager
+def unfinished(
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    check: FolderCheck | None = None,
+) -> Iterator[Unfinished]:
+    """Yield the folder of `out` whose weight files are written inside; the rest is written, and it is renamed, after.
+
+    An error inside leaves no folder. Arguments and errors are those of `execute`.
+    """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
     with (
@@ -96,9 +126,10 @@ def execute(
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
         checks = recorded_looks(plan, journal)
         work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)
+        written = Unfinished(work=work, finished=on_disk, progress=advance)
         with _refusals(journal):
-            done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
-            kept = refuse_errors(done.findings, plan.values.ignored if plan.values else ())
+            yield written
+            kept = refuse_errors(written.done.findings, plan.values.ignored if plan.values else ())
         for file in plan.side_files:
             _write_side_file(folder, file)
         with _refusals(journal):
@@ -106,11 +137,10 @@ def execute(
         plan = replace(plan, warnings=(*plan.warnings, *map(str, kept)))
         write_file(
             folder / manifest_format.FILE_NAME,
-            manifest_bytes(plan, done.hashes, retained, arithmetic_of(plan), verification),
+            manifest_bytes(plan, written.done.hashes, retained, arithmetic_of(plan), verification),
         )
         sources.check_unchanged()
         journal.remove()
-    return Path(out)
 
 
 @contextlib.contextmanager

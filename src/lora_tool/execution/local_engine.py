@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +15,13 @@ from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
-from lora_tool.execution.output import MOST_OPEN, ShardFile
+from lora_tool.execution.output import ShardFile, most_open
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.core.manifest import sha256_of
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
@@ -43,34 +44,41 @@ class LocalEngine:
         """See `Engine`."""
         plan = work.plan
         batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
-        with Sources(plan.inputs) as sources, contextlib.ExitStack() as limits:
-            units = (unit for _, some in batches for batch in some for unit in batch)
-            used = {self.choose(plan.precision, op) for unit in units for op in computed_by(unit)}
-            # the libraries' own threads keep away from ours, and each is loaded once, so that one error says if it
-            # fails; an init's decomposition has other bits with other numbers of threads, and PEFT has them all
-            for backend in used if not plan.recomputes_inits else ():
-                limits.enter_context(backend.one_thread())
-            jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
-            names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
-            computed = (
-                f"{plan.precision} precision by {' and '.join(names)}"
-                if names
-                else "every tensor is copied, none is computed"
-            )
-            decided(f"arithmetic: {computed}; {counted(jobs, 'worker')}")
-            done = _Run(self, work, sources, finished, progress).all(batches, jobs)
+        units = (unit for _, some in batches for batch in some for unit in batch)
+        # an init's decomposition has other bits with other numbers of threads, and PEFT has them all
+        jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
+        arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
+        with Sources(plan.inputs) as sources, arithmetic:
+            done = Run(self.choose, work, sources, finished, progress).all(batches, jobs)
             sources.check_unchanged()
         return done
+
+
+@contextlib.contextmanager
+def prepared(
+    units: Iterable[Unit], precision: Precision, jobs: int, *, choose: ChooseBackend, own_threads: bool = False
+) -> Iterator[None]:
+    """Load the arithmetic of the units, and keep its libraries' `own_threads` away from the workers inside."""
+    used = {choose(precision, op) for unit in units for op in computed_by(unit)}
+    with contextlib.ExitStack() as limits:
+        for backend in used if not own_threads else ():  # each is loaded once, so that one error says if it fails
+            limits.enter_context(backend.one_thread())
+        names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
+        computed = (
+            f"{precision} precision by {' and '.join(names)}" if names else "every tensor is copied, none is computed"
+        )
+        decided(f"arithmetic: {computed}; {counted(jobs, 'worker')}")
+        yield
 
 
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What the threads of one run share."""
+class Run:
+    """What the threads that write one folder share."""
 
-    engine: LocalEngine
+    choose: ChooseBackend
     work: Work
     sources: Sources
     finished: Finished
@@ -82,7 +90,7 @@ class _Run:
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
-        slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
+        slots = threading.Semaphore(most_open(jobs))
         writes: list[_Call] = []
         with (
             contextlib.ExitStack() as files,
@@ -92,18 +100,24 @@ class _Run:
         ):
             hashing = {path: workers.submit(sha256_of, path) for path in self.work.plan.hashed}
             for shard, some in batches:
-                if not some:
-                    write_file(self.work.folder / shard.filename, shard.header)
+                out = self.file(shard, len(some), slots)
+                if out is None:
                     continue
-                out = ShardFile(self.work.folder, shard, batches=len(some), slots=slots)
                 files.callback(out.close)
                 writes += [partial(self._write, batch, out) for batch in some]
-            looks: list[_Call] = [partial(self._look, check) for check in self.work.checks]
+            looks: list[_Call] = [partial(self.look, check) for check in self.work.checks]
             done = {task: workers.submit(task) for task in _spread(writes, looks)}
             _all_done(done.values())
             _all_done(self.flushes)
             findings = [fault for look in looks for fault in done[look].result()]
             return WorkDone(hashes={path: digest.result() for path, digest in hashing.items()}, findings=findings)
+
+    def file(self, shard: Shard, batches: int, slots: threading.Semaphore) -> ShardFile | None:
+        """Return the file that is written in so many batches; None for one without data, which is written now."""
+        if not batches:
+            write_file(self.work.folder / shard.filename, shard.header)
+            return None
+        return ShardFile(self.work.folder, shard, batches=batches, slots=slots)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:
@@ -115,14 +129,23 @@ class _Run:
 
     def _write(self, batch: Sequence[Unit], out: ShardFile) -> None:
         """Write the units, one after the other, unless the run has been stopped."""
+        if all(self.write(unit, out) for unit in batch):
+            self.end(batch, out)
+
+    def write(self, unit: Unit, out: ShardFile) -> bool:
+        """Write the unit, and return whether that was done: not if the run has been stopped. Raises as `Worker.write`."""
         with self._errors_stop_all():
-            for unit in batch:
-                if self.stop.is_set() or not out.open(self.stop):
-                    return
-                sample = self._worker().write(unit, out.descriptor)
-                if sample is not None:
-                    out.samples.append(sample)
-                self.progress(unit.nbytes)
+            if self.stop.is_set() or not out.open(self.stop):
+                return False
+            sample = self._worker().write(unit, out.descriptor)
+            if sample is not None:
+                out.samples.append(sample)
+            self.progress(unit.nbytes)
+        return True
+
+    def end(self, batch: Sequence[Unit], out: ShardFile) -> None:
+        """Note that all units of a batch are written; the file is flushed after its last."""
+        with self._errors_stop_all():
             out.start_writing_back(batch)
             if not self.stop.is_set() and out.is_complete():
                 self.flushes.append(self.flusher.submit(self._finish, out))
@@ -131,7 +154,7 @@ class _Run:
         """Return this thread's own."""
         if not hasattr(self.local, "worker"):
             self.local.worker = Worker(
-                self.sources, self.work.plan.precision, choose=self.engine.choose, stopped=self.stop.is_set
+                self.sources, self.work.plan.precision, choose=self.choose, stopped=self.stop.is_set
             )
         worker: Worker = self.local.worker
         return worker
@@ -141,7 +164,7 @@ class _Run:
             out.flush()
             self.finished(out.shard, added_up(out.samples))
 
-    def _look(self, part: ValuePart) -> list[Finding]:
+    def look(self, part: ValuePart) -> list[Finding]:
         """Return what a part of the check of values finds, unless the run has been stopped."""
         try:
             with self._errors_stop_all():

@@ -16,10 +16,16 @@ from lora_tool.execution.work import Sample
 from lora_tool.formats.files import MOST_PER_CALL
 from lora_tool.plan.core.steps import Shard
 
-MOST_OPEN = 8
-"""Files that may be open for writing at once: complete ones are flushed while the next are written."""
+_MOST_OPEN = 8
 
 _PATIENCE_S = 0.1
+
+
+def most_open(jobs: int) -> int:
+    """Return how many files of one folder may be open for writing at once: one for every worker, and some that are
+    complete, and flushed while the next are written.
+    """
+    return max(_MOST_OPEN, jobs + 1)
 
 
 class ShardFile:

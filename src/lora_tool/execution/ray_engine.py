@@ -9,13 +9,14 @@ from typing import Any
 
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, installed_version
-from lora_tool.errors import ExecutionError
-from lora_tool.execution.attempts import parts_of, require_divisible
+from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.execution.attempts import Part, parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of
 from lora_tool.execution.journal import Journal, versions_of
-from lora_tool.execution.work import Finished, Work, WorkDone
+from lora_tool.execution.work import Ended, Finished, Unfinished, Work, WorkDone
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
@@ -45,8 +46,54 @@ class RayEngine:
             surroundings = surroundings_of(work)
             connection.require_nodes(surroundings)
             connection.map(parts, replace(surroundings, inputs=()), progress=progress, done=done)
-        hashes = {path: sha256_of(path) for path in plan.hashed}
-        return WorkDone(hashes=hashes, findings=[each for number in sorted(findings) for each in findings[number]])
+        return _done(plan, findings)
+
+    def run_each(self, folders: Sequence[Unfinished]) -> list[Ended]:
+        """Write the weight files of all folders, each a task, and return how each folder ended.
+
+        An error of one folder stops no other.
+        """
+        errors: dict[int, LoraToolError] = {}
+        parts: list[tuple[int, Part]] = []
+        findings: list[dict[int, Sequence[Finding]]] = [{} for _ in folders]
+
+        def done(number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
+            whose, part = parts[number]
+            retained, findings[whose][number] = result
+            for shard in part.work.shards:
+                folders[whose].finished(shard, retained)
+
+        def failed(number: int, error: LoraToolError) -> None:
+            errors.setdefault(parts[number][0], error)
+
+        with self.cluster.connected() as connection:
+            surroundings = [surroundings_of(each.work) for each in folders]
+            for number, each in enumerate(folders):
+                try:
+                    require_divisible(each.work.plan)
+                    connection.require_nodes(surroundings[number])
+                    parts += [(number, part) for part in parts_of(each.work)]
+                except LoraToolError as error:
+                    errors[number] = error
+            # where each task enters: inputs and folder were looked for on every node, and a part stamps what it reads
+            entered = next((each for each in surroundings if each.formula), surroundings[0])
+            directory = next((each.directory for each in surroundings if each.directory), None)
+            connection.map(
+                [part for _, part in parts],
+                replace(entered, inputs=(), mark=None, directory=directory),
+                progress=folders[0].progress,  # that of all
+                done=done,
+                failed=failed,
+            )
+        return [
+            errors[number] if number in errors else _done(each.work.plan, findings[number])
+            for number, each in enumerate(folders)
+        ]
+
+
+def _done(plan: Plan, findings: Mapping[int, Sequence[Finding]]) -> WorkDone:
+    hashes = {path: sha256_of(path) for path in plan.hashed}
+    return WorkDone(hashes=hashes, findings=[each for number in sorted(findings) for each in findings[number]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,10 @@ class Sources(OpenFiles):
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
         fill(buffer, tensor, start, self.read_exactly, _decoded)
 
+    def held_bytes(self, path: Path, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002 - see `SharedSources`
+        """Return these bytes of a file if they are in memory already, else None."""
+        return None
+
 
 def _decoded(encoding: Encoding, first: int, last: int, read: Read) -> Array:
     """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""

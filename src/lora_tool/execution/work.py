@@ -7,11 +7,12 @@ Everything that it is given is plain data, which can be pickled and sent to any 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
+from lora_tool.errors import LoraToolError
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
@@ -58,6 +59,31 @@ class Engine(Protocol):
         `progress` is called with the bytes that were written or checked. Raises the first error of any worker, after
         all others have stopped; `SourceChanged` where an input is not as the plan saw it.
         """
+
+
+Ended = WorkDone | LoraToolError | OSError
+"""How the work for one folder of several ended."""
+
+
+class EngineOfSeveral(Protocol):
+    """Writes the weight files of several plans."""
+
+    def run_each(self, folders: Sequence[Unfinished]) -> list[Ended]:
+        """Write the weight files of all folders, and return how each ended. An error of one folder stops no other."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Unfinished:
+    """A folder that is being written: its weight files are missing, and an engine writes them. `done` is set then."""
+
+    work: Work
+    finished: Finished
+    progress: Progress
+    done: WorkDone = field(default_factory=lambda: WorkDone(hashes={}, findings=()))
+
+    def write(self, engine: Engine) -> None:
+        """Have the engine write the weight files. Raises as `Engine.run`."""
+        self.done = engine.run(self.work, finished=self.finished, progress=self.progress)
 
 
 Sample = tuple[str, int, DeltaRetention]

@@ -83,6 +83,10 @@ class Worker:
 
 
 def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
+    held = sources.held_bytes(unit.source, unit.offset, unit.nbytes)
+    if held is not None:
+        write_exactly(out, held, unit.begin)
+        return
     with sources.descriptor(unit.source) as source:
         done = _copy_in_kernel(unit, source, out)
     if done < unit.nbytes:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -44,6 +44,7 @@ from lora_tool.sources import (
 from lora_tool.weighted import all_weighted
 
 Keywords = ParamSpec("Keywords")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,16 @@ class FoundInputs:
 
 
 def merge_inputs(
-    adapters: Reference | Sequence[Reference], base: Reference | None, near: Path | None = None
+    adapters: Reference | Sequence[Reference],
+    base: Reference | None,
+    near: Path | None = None,
+    *,
+    open_base: Callable[[Path], ModelDir] = opened_model,
 ) -> FoundInputs:
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
+    `open_base` opens the folder that was found, for several merges once, say.
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
     """
     listed, weights = all_weighted(adapters, None)
@@ -90,7 +96,7 @@ def merge_inputs(
         found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
         if base is not None:
             decided(f"base: {found.path}, as given")
-        model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
+        model = open_base(found.path) if base is None or isinstance(base, str | os.PathLike) else opened_model(base)
     except NotACheckpoint as error:
         error.hint = meant_instead(listed, base) or error.hint
         raise
@@ -196,26 +202,28 @@ def planned(
         yield plan_in_memory(asked, open_model(folder), why=reason, max_shard_bytes=options.max_shard_bytes)
 
 
-def _called_with(
+def called_with(
     arguments: Callable[Keywords, MergeArguments],
 ) -> Callable[
-    [Callable[[Reference | Sequence[Reference], MergeArguments], Written]],
-    Callable[Concatenate[Reference | Sequence[Reference], Keywords], Written],
+    [Callable[[Reference | Sequence[Reference], MergeArguments], Result]],
+    Callable[Concatenate[Reference | Sequence[Reference], Keywords], Result],
 ]:
     """Give a function, for its second parameter, those of `arguments` as keywords, their types and their sentences."""
 
     def decorate(
-        function: Callable[[Reference | Sequence[Reference], MergeArguments], Written],
-    ) -> Callable[Concatenate[Reference | Sequence[Reference], Keywords], Written]:
+        function: Callable[[Reference | Sequence[Reference], MergeArguments], Result],
+    ) -> Callable[Concatenate[Reference | Sequence[Reference], Keywords], Result]:
         @functools.wraps(function)
         def call(
             adapters: Reference | Sequence[Reference], /, *args: Keywords.args, **kwargs: Keywords.kwargs
-        ) -> Written:
+        ) -> Result:
             return function(adapters, arguments(*args, **kwargs))
 
-        first, _ = inspect.signature(function, eval_str=True).parameters.values()
+        own = inspect.signature(function, eval_str=True)
+        first, _ = own.parameters.values()
         keywords = inspect.signature(arguments, eval_str=True).parameters.values()
-        signature = inspect.Signature([first.replace(kind=first.POSITIONAL_ONLY), *keywords], return_annotation=Written)
+        parameters = [first.replace(kind=first.POSITIONAL_ONLY), *keywords]
+        signature = inspect.Signature(parameters, return_annotation=own.return_annotation)
         vars(call)["__signature__"] = signature  # where `inspect` looks for it
         lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(MergeArguments).items()]
         call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
@@ -224,7 +232,7 @@ def _called_with(
     return decorate
 
 
-@_called_with(MergeArguments)
+@called_with(MergeArguments)
 def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.cluster.spread import HERE, Spread
@@ -17,9 +18,12 @@ from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import StageWatch, unwatched
+from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+
+if TYPE_CHECKING:
+    from lora_tool.execution.work import Unfinished
 
 _SERVED = {
     "vllm": "vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules name={path}",
@@ -143,40 +147,64 @@ def write(
     read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`
     is asked for the progress of the writing. Raises as `execute` does, and `VerificationFailed`.
     """
-    from lora_tool.execution.engine import engine_of, execute  # noqa: PLC0415 - what computes: no dry run uses it
+    from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it
 
-    out = Path(out)
+    read_back = ReadBack(plan=plan, out=Path(out), jobs=jobs, found=found)
+    with watch(*work_of((plan,))) as progress:
+        folder = being_written(read_back, verify=verify, overwrite=overwrite, resume=resume, progress=progress)
+        with folder as weights:
+            weights.write(engine_of(spread, jobs=jobs))
+    return read_back.written()
+
+
+def work_of(plans: Iterable[Plan]) -> tuple[str, int]:
+    """Return what the writing of the plans is called, and how many bytes it reports to its progress."""
+    listed = tuple(plans)
+    looked_at = sum(plan.values.nbytes for plan in listed if plan.values)
+    return "checking and writing" if looked_at else "writing", sum(plan.data_bytes for plan in listed) + looked_at
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadBack:
+    """A folder that is written as `plan` says, and what reading samples of it back shows, told to `found`."""
+
+    plan: Plan
+    out: Path
+    jobs: int | None = None
+    found: Callable[[tuple[Finding, ...]], None] = lambda _: None
     summary: Mapping[str, Any] | None = None
 
-    def check(folder: Path) -> Mapping[str, Any]:
+    def check(self, folder: Path) -> Mapping[str, Any]:
+        """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
         from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415 - only where checked
 
-        nonlocal summary
-        seen = check_written(plan, folder, jobs=jobs)
-        # under the name that the user knows; the folder does not have it yet
-        named = tuple(replace(each, path=each.path.replace(str(folder), str(out), 1)) for each in seen.report.findings)
-        found(named)
-        replace(seen, report=replace(seen.report, findings=named)).raise_for_errors()
-        summary = summary_json(seen)
-        return summary
-
-    looked_at = plan.values.nbytes if plan.values else 0
-    with watch("checking and writing" if looked_at else "writing", plan.data_bytes + looked_at) as progress:
-        execute(
-            plan,
-            out,
-            engine=engine_of(spread, jobs=jobs),
-            jobs=jobs,
-            overwrite=overwrite,
-            resume=resume,
-            progress=progress,
-            check=check if verify else None,
+        seen = check_written(self.plan, folder, jobs=self.jobs)
+        # under the name that the user knows
+        named = tuple(
+            replace(each, path=each.path.replace(str(folder), str(self.out), 1)) for each in seen.report.findings
         )
-    manifest = read_manifest(out / FILE_NAME).raw
-    return Written(
-        path=out,
-        plan=plan,
-        fidelity=manifest["fidelity"],
-        warnings=tuple(manifest["warnings"]),
-        verification=summary,
-    )
+        self.found(named)
+        replace(seen, report=replace(seen.report, findings=named)).raise_for_errors()
+        self.summary = summary_json(seen)
+        return self.summary
+
+    def written(self) -> Written:
+        """Return what was written, once the folder has its name."""
+        manifest = read_manifest(self.out / FILE_NAME).raw
+        return Written(
+            path=self.out,
+            plan=self.plan,
+            fidelity=manifest["fidelity"],
+            warnings=tuple(manifest["warnings"]),
+            verification=self.summary,
+        )
+
+
+def being_written(
+    read_back: ReadBack, *, verify: bool, overwrite: bool, resume: bool, progress: Progress | None = None
+) -> AbstractContextManager[Unfinished]:
+    """Return the folder whose weight files are written inside, and read back at the end. Raises as `write` does."""
+    from lora_tool.execution.engine import unfinished  # noqa: PLC0415 - what computes: no dry run uses it
+
+    check = read_back.check if verify else None
+    return unfinished(read_back.plan, read_back.out, overwrite=overwrite, resume=resume, progress=progress, check=check)

@@ -1,0 +1,97 @@
+"""`lora-tool merge --each`: every adapter on its own, with one table at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+import click
+
+from lora_tool.cli.exit_codes import DONE, exit_code
+from lora_tool.cli.terminal import progress_bar, say, show_error, show_findings, warn
+from lora_tool.display import duration, printable, shortened, size
+from lora_tool.errors import FindingsFound
+from lora_tool.pipeline.sweep import MergedOne, merge_several
+from lora_tool.plan.merge.options import MergeArguments
+from lora_tool.report.findings import Finding
+
+_LONGEST = 90
+"""Letters of a reason in the table: all of it stands above."""
+
+
+def carry_out_each(
+    adapters: Sequence[str], options: MergeArguments, *, dry_run: bool, as_json: bool, quiet: bool
+) -> int:
+    """Merge, or plan, each adapter on its own; return the exit code of the worst. Raises as `merge_each` does."""
+    told = _Told(quiet=quiet or as_json)
+    done = merge_several(
+        adapters,
+        options,
+        dry_run=dry_run,
+        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=told.quiet),
+        found=told.findings,
+        ended=told.ended,
+    )
+    codes = [DONE if one.error is None else exit_code(one.error) for one in done]
+    if as_json:
+        outputs = [{**one.to_json(), "exit_code": code} for one, code in zip(done, codes, strict=True)]
+        click.echo(json.dumps({"schema_version": 1, "outputs": outputs}, indent=2))
+    elif not quiet:
+        from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+
+        columns = ("name", "verdict", "size>", "time>", "why not")
+        print_all([new_table(columns, [tuple(_row(one, dry_run=dry_run)) for one in done])], sys.stdout)
+        written = sum(one.passed for one in done)
+        say(f"{'would write' if dry_run else 'wrote'} {written} of {len(done)}: {printable(str(options.out))}")
+    return max(codes)
+
+
+class _Told:
+    """What is said on stderr while the work goes on: what all adapters have in common once."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._said: set[object] = set()
+
+    def findings(self, found: Sequence[Finding]) -> None:
+        """Show those that were not shown before."""
+        show_findings(each for each in found if self._is_new(each))
+
+    def ended(self, one: MergedOne) -> None:
+        """Say what is to be known of an adapter besides its row."""
+        for note in one.notes:
+            click.echo(printable(f"{one.name}: {note}"), err=True)
+        if one.error is not None:
+            click.echo(printable(f"{one.name}: refused"), err=True)
+            show_error(one.error)
+        elif one.plan is not None:
+            self.findings(one.plan.findings)
+            known = {str(finding) for finding in one.plan.findings}
+            for warning in one.written.warnings if one.written is not None else one.plan.warnings:
+                if warning not in known and self._is_new(warning):
+                    warn(f"{one.name}: {warning}")
+
+    def _is_new(self, what: object) -> bool:
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+
+def _row(one: MergedOne, *, dry_run: bool) -> Iterator[str]:
+    yield one.name
+    if one.error is not None:
+        yield "refused"
+    elif dry_run:
+        yield "would be written"
+    else:
+        yield "verified" if one.written is not None and one.written.verification is not None else "written"
+    yield "" if one.data_bytes is None or one.error is not None else size(one.data_bytes)
+    yield duration(one.seconds)
+    yield "" if one.error is None else _reason(one)
+
+
+def _reason(one: MergedOne) -> str:
+    report = one.error.report if isinstance(one.error, FindingsFound) else None
+    first = report.findings[0] if report is not None and report.findings else one.error
+    return shortened(str(first), _LONGEST)
