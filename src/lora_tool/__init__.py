@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lora_tool.execution.shares import execute_share as execute_share
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
+    from lora_tool.formats.quantised.four_bits import TrainedAs as TrainedAs
     from lora_tool.hub.card import Readme as Readme
     from lora_tool.hub.model import PushCheck as PushCheck
     from lora_tool.hub.model import Pushed as Pushed
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from lora_tool.plan.algebra.plan_combine import plan_combine as plan_combine
     from lora_tool.plan.algebra.plan_combine import plan_resize as plan_resize
     from lora_tool.plan.algebra.plan_prepare import plan_prepare as plan_prepare
+    from lora_tool.plan.algebra.spool import Spool as Spool
     from lora_tool.plan.base.task import Task as Task
     from lora_tool.plan.consolidate.plan_consolidate import What as What
     from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
@@ -92,6 +94,7 @@ _HOMES = {
     "execution.shares": "ShareWritten execute_share",
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
+    "formats.quantised.four_bits": "TrainedAs",
     "hub.card": "Readme",
     "hub.model": "PushCheck Pushed PushPlan",
     "hub.planning": "plan_push",
@@ -108,6 +111,7 @@ _HOMES = {
     "pipeline.writing": "Written",
     "plan.algebra.plan_combine": "plan_combine plan_resize",
     "plan.algebra.plan_prepare": "plan_prepare",
+    "plan.algebra.spool": "Spool",
     "plan.base.task": "Task",
     "plan.consolidate.plan_consolidate": "What plan_consolidate",
     "plan.core.ops": "Precision",

@@ -165,5 +165,5 @@ def test_a_cut_that_is_not_known_is_refused(change: Any, why: str, made: Path, t
 def test_experts_under_autoep_are_refused(made: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(made / "moe-stage0", tmp_path / "run"))
     _changed(_model(run, 0), lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
-    with pytest.raises(UnsupportedCheckpoint, match="replaced by AutoEP's"):
+    with pytest.raises(UnsupportedCheckpoint, match="AutoEP replaced its mixtures"):
         plan_consolidate(run, what="state")

@@ -262,7 +262,7 @@ def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_pa
     found = judged({QUERY: table[QUERY], scale: table[scale]})
     assert [each.code for each in found] == ["LT609"]
     lowered = {each.code: each.message for each in judged({scale: made.stored[scale] / 2})}
-    assert f"; scales of `{QUERY}` may only be raised, where a merged value did not fit" in lowered["LT605"]
+    assert f"; scales of `{QUERY}` may only be raised, and only where a merged value did not fit" in lowered["LT605"]
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4", "nf4-double"])

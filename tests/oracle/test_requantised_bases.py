@@ -138,7 +138,7 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
 @pytest.mark.parametrize(
     ("form", "lora", "choices", "words"),
     [
-        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: of a change of 1%"),
+        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: rounding to four bits"),
         ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
         ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),

@@ -139,11 +139,11 @@ def test_a_slice_without_a_shape_is_refused_by_name(trainers: Path, tmp_path: Pa
     """FSDP1's local state: r follows from the factors and the weight under them, the head's shape from the config."""
     folder = Path(shutil.copytree(trainers / "fsdp1-local", tmp_path / "run"))
     with pytest.raises(
-        UnsupportedCheckpoint, match=r"embed_tokens.weight` and \d+ more are saved flat, 1,590 elements"
+        UnsupportedCheckpoint, match=r"embed_tokens.weight` and \d+ more are saved as 1,590 elements without a shape"
     ):
         plan_consolidate(folder, what="state")
     (folder / "config.json").unlink()
-    with pytest.raises(UnsupportedCheckpoint, match=r"score\S+ is saved flat, 30 elements without a shape"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"score\S+ is saved as 30 elements without a shape"):
         plan_consolidate(folder, adapter_config=trainers / "adapter-fp32")
     (folder / "pytorch_model_fsdp_rank3.bin").unlink()
     assert codes(folder, Severity.ERROR) == {"LT401"}

@@ -56,7 +56,7 @@ def command(
     rank and one scaling.
 
     --to peft-fused writes LoRA on single experts (transformers 4, vLLM) as PEFT's `target_parameters` of transformers 5,
-    --to peft-experts is the way back; the base tells what its experts are called.
+    and --to peft-experts converts back, with the names of the experts in the base.
     """
     if reward and to is not AdapterForm.PEFT:
         raise click.UsageError("--rm needs --to peft: it writes a reward adapter in PEFT's format")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_tool.choices import Choice
-from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.errors import WrongValue
+
+if TYPE_CHECKING:
+    from lora_tool.cluster.ray_cluster import RayCluster
 
 
 @enum.unique
@@ -45,6 +48,8 @@ class Spread:
         """The cluster, None where this machine does the work."""
         if self.engine is EngineName.LOCAL:
             return None
+        from lora_tool.cluster.ray_cluster import RayCluster  # noqa: PLC0415 - only where it is asked for
+
         return RayCluster(address=self.address or "auto", workers=self.workers)
 
     def require(self) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.torch_objects import LazyTensor
-from lora_tool.formats.torch_zip import TorchFile, read_scalar, read_torch_file
+
+if TYPE_CHECKING:
+    from lora_tool.formats.torch_zip import TorchFile
 
 FOLDER = "zero"
 FILE = "fp32.pt"
@@ -59,6 +62,8 @@ def _folders(zero: Path, problems: list[Problem]) -> Iterator[Path]:
 
 
 def _master(folder: Path) -> Master:
+    from lora_tool.formats.torch_zip import read_torch_file  # noqa: PLC0415 - not to judge an adapter
+
     file = read_torch_file(folder / FILE)
     tensor = file.value.get("param") if isinstance(file.value, dict) else file.value
     if not isinstance(tensor, LazyTensor) or not tensor.dtype.is_float:
@@ -67,6 +72,8 @@ def _master(folder: Path) -> Master:
 
 
 def _step(path: Path) -> float | None:
+    from lora_tool.formats.torch_zip import read_scalar, read_torch_file  # noqa: PLC0415
+
     if not path.is_file():
         return None
     file = read_torch_file(path)

@@ -35,7 +35,6 @@ from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_steps, check_tensors
-from lora_tool.verification.elsewhere import check_on_cluster
 from lora_tool.verification.extracted import check_extracted, copied_steps
 from lora_tool.verification.from_base import check_computed, computed_modules
 from lora_tool.verification.pairs import Pairs, read_pairs
@@ -181,6 +180,8 @@ def verify_inputs(
         with seen("comparing", inputs.merged.weights.nbytes) as bar:
             told = progress or bar
             if spread.cluster is not None:
+                from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
+
                 evidence = check_on_cluster(
                     plan, inputs.merged.weights, spread.cluster, level=level, precision=precision, progress=told
                 )

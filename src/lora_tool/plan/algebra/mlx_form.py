@@ -77,7 +77,7 @@ def stacked_steps(
     for name, held in groups.items():
         if sorted(held) != list(range(len(held))):
             raise UnsupportedAdapter(
-                f"`{name}`: LoRA on {len(held)} experts, not on all, and MLX-LM stacks all of them"
+                f"`{name}`: LoRA on only {len(held)} of the experts, but MLX-LM stacks all of them"
             )
         pairs = [tuple(padded_steps(held[at], dtype, matrices.get(held[at].module), rank)) for at in range(len(held))]
         for part, end in enumerate(("lora_a", "lora_b")):

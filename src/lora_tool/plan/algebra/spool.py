@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Spool(Protocol):
-    """Where computed factors lie until they are written into the adapter."""
+    """Keeps computed factors until they are written into the adapter."""
 
     def add(self, name: str, values: npt.NDArray[Any]) -> StoredTensor:
         """Store a float32 array, and return it as a tensor of that name."""
 
     def stamps(self) -> tuple[FileStamp, ...]:
-        """Return what its files are like, once nothing more is added."""
+        """Return the stamps of its files, once every array is added."""
 
 
 OpenSpool: TypeAlias = Callable[[], Spool]

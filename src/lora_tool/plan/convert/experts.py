@@ -71,7 +71,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
             wanted = (down,)
         else:
             raise UnsupportedAdapter(
-                f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], and so is neither gate and up nor down of "
+                f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], which fits neither gate and up nor down of "
                 f"{base.root}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
@@ -105,14 +105,14 @@ def _names(experts: str, base: ModelDir) -> _Names:
                     count += 1
                 return _Names(experts=path, count=count, projections=projections)
     raise UnsupportedAdapter(
-        f"{base.root} has no `{experts}.0`: its checkpoint does not have its experts one by one",
+        f"{base.root} has no `{experts}.0`: its checkpoint does not store its experts one by one",
         hint="merge it instead: lora-tool merge ADAPTER",
     )
 
 
 def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
     if layer.a is None or layer.b is None or layer.magnitude is not None or layer.bias is not None or layer.strays:
-        raise UnsupportedAdapter(f"{layer.any_tensor.path}: `{layer.module}` is no pair of lora_A and lora_B")
+        raise UnsupportedAdapter(f"{layer.any_tensor.path}: `{layer.module}` is not a pair of lora_A and lora_B")
     return layer.a, layer.b
 
 
@@ -127,7 +127,7 @@ def _each_expert(
     rank, rest = divmod(a.shape[0], names.count)
     if rest or b.shape[1] != a.shape[0]:
         raise UnsupportedAdapter(
-            f"{a.path}: `{a.name}` has {a.shape[0]} rows, which are no whole rank for {names.count} experts"
+            f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {names.count} experts"
         )
     grouped = layout == ExpertLayout.GROUPED_BY_EXPERT.value
     halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
@@ -196,7 +196,7 @@ def to_fused(view: AdapterView) -> Converted:
         ):
             raise UnsupportedAdapter(
                 f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of {count} experts ({', '.join(sorted(found))}), "
-                "and a fused layer has all of them",
+                "but a fused layer needs all of them",
                 hint="merge it instead: lora-tool merge ADAPTER",
             )
         _require_alike(held, view)
@@ -233,7 +233,7 @@ def _require_alike(held: Mapping[tuple[int, str], LoraLayer], view: AdapterView)
     kinds = {(a.shape[0], a.dtype, b.dtype, layer.scaling) for layer in held.values() for a, b in [_pair(layer)]}
     if len(kinds) > 1:
         raise UnsupportedAdapter(
-            f"{view.adapter.root}: the experts differ in rank, scaling or type, and a fused layer has one of each",
+            f"{view.adapter.root}: the experts differ in rank, scaling or type, but a fused layer has one of each",
             hint="lora-tool prepare ADAPTER --for peft -o OUT gives all modules one scaling",
         )
 

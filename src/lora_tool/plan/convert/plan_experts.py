@@ -37,12 +37,13 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         found = to_fused(view)
     elif base is None:
         raise UnsupportedAdapter(
-            f"{adapter.root}: the base tells what each expert's matrices are called", hint="--base MODEL"
+            f"{adapter.root}: only the base has the names of each expert's matrices",
+            hint="give the model that the adapter was trained on: --base MODEL",
         )
     else:
         found = to_each_expert(view, base)
     if not found.steps:
-        raise UnsupportedAdapter(f"{adapter.root} has no LoRA on experts that {to} would lay out otherwise")
+        raise UnsupportedAdapter(f"{adapter.root} has no LoRA on experts that {to} would lay out differently")
     others = [
         Step(
             out=replace(tensor.spec, name=view.adapter.keys[tensor.name].canonical),

@@ -59,7 +59,7 @@ def _as_part(subject: MergedSubject, found: TensorEvidence) -> str:
     if weight is None:
         return ""
     if found.action is TensorAction.RESCALED:
-        return f"; scales of `{weight}` may only be raised, where a merged value did not fit"
+        return f"; scales of `{weight}` may only be raised, and only where a merged value did not fit"
     return f"; it is a part of `{weight}`, which the adapter leaves alone: it was quantised again"
 
 
