@@ -324,7 +324,7 @@ def test_masters_lost_and_model_files_kept(stage2: Path, stage3: Path) -> None:
 REFUSED = {
     "mp_rank_01_model_states.pt": "two runs",
     "layer_03-model_00-model_states.pt": "pipeline parallelism",
-    "expert_3_mp_rank_00_model_states.pt": "do not say of which layer",
+    "expert_3_mp_rank_00_model_states.pt": "experts that do not record their layer",
     "offloaded_tensors": "NVMe",
     "zero_pp_rank_0_mp_rank_00_optim_states.pt": "two sorts",
     "mp_rank_00_model_states.pt": "two runs",

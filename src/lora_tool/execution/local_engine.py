@@ -130,7 +130,9 @@ class Run:
     def _write(self, batch: Sequence[Unit], out: ShardFile) -> None:
         """Write the units, one after the other, unless the run has been stopped."""
         if all(self.write(unit, out) for unit in batch):
-            self.end(batch, out)
+            with self._errors_stop_all():
+                out.start_writing_back(batch)
+            self.end(out)
 
     def write(self, unit: Unit, out: ShardFile) -> bool:
         """Write the unit, and return whether that was done: not if the run has been stopped. Raises as `Worker.write`."""
@@ -143,10 +145,9 @@ class Run:
             self.progress(unit.nbytes)
         return True
 
-    def end(self, batch: Sequence[Unit], out: ShardFile) -> None:
+    def end(self, out: ShardFile) -> None:
         """Note that all units of a batch are written; the file is flushed after its last."""
         with self._errors_stop_all():
-            out.start_writing_back(batch)
             if not self.stop.is_set() and out.is_complete():
                 self.flushes.append(self.flusher.submit(self._finish, out))
 

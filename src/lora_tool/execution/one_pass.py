@@ -142,7 +142,7 @@ class _Pass:
             raise
 
     def _files(self, batches: Iterable[Iterable[Piece]], jobs: int) -> _Files:
-        counts = Counter(place for batch in batches for place in _by_file(batch))
+        counts = Counter(place for batch in batches for place in _places(batch))
         files = {}
         for number, run in enumerate(self.runs):
             slots = threading.Semaphore(most_open(jobs))
@@ -168,9 +168,10 @@ class _Pass:
                     except (LoraToolError, OSError) as error:
                         unwritten.add(number)
                         errors.setdefault(number, error)
-        for (number, name), units in _by_file(batch).items():
+        # no early write-back: each of so many small stretches would cost a drain of every core's page lists
+        for number, name in _places(batch):
             if number not in unwritten:
-                self.runs[number].end(units, files[number, name])
+                self.runs[number].end(files[number, name])
         return errors
 
 
@@ -198,16 +199,9 @@ class _Beside:
             return error
 
 
-def _by_file(batch: Iterable[Piece]) -> dict[tuple[int, str], list[Unit]]:
-    """Return the units of a batch by plan and file, in the order of the file."""
-    found = defaultdict(list)
-    for number, name, unit in sorted((each for piece in batch for each in piece.units), key=_where):
-        found[number, name].append(unit)
-    return found
-
-
-def _where(placed: Placed) -> int:
-    return placed[2].begin
+def _places(batch: Iterable[Piece]) -> set[tuple[int, str]]:
+    """Return the plans and files that a batch writes to."""
+    return {(number, name) for piece in batch for number, name, _ in piece.units}
 
 
 def _batches(plans: Sequence[Sequence[Shard]], units: Callable[[Shard], Iterable[Unit]]) -> Iterator[Sequence[Piece]]:
