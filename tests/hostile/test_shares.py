@@ -233,7 +233,7 @@ def test_a_share_whose_folder_is_taken_over_by_another_plan_publishes_nothing(tm
     with shared_folder(pair.out) as folder:
         part = next(iter(parts_of(work_of(plan, folder))))
         Journal(folder, "0" * 64).begin()
-        with pytest.raises(ExecutionError, match="no longer"):
+        with pytest.raises(ExecutionError, match="was not begun from this plan"):
             part.run(lambda _: None)
         assert not (folder / part.name).exists()
 
