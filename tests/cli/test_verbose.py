@@ -28,7 +28,7 @@ def test_a_merge_says_why(call: Caller, tmp_path: Path) -> None:
     done = call("merge", adapter, "-o", tmp_path / "out", "-v")
     assert decisions(done) == [
         f"../base is the folder {base}, seen from {adapter}",
-        f"base: {base}, which {adapter / 'adapter_config.json'} names",
+        f"base: {base}, named in {adapter / 'adapter_config.json'}",
         "task: seq-cls, as the adapter's config says",
         "names: those of qwen2 are the same on disk and in memory, so transformers is not needed",
         "head: `score.weight` of the adapter, which saved it whole, 1 row",
@@ -37,7 +37,7 @@ def test_a_merge_says_why(call: Caller, tmp_path: Path) -> None:
     assert "arithmetic: float32 precision by " in done.err
     assert decisions(call("merge", adapter, "-o", tmp_path / "out", "--overwrite")) == []
     given = decisions(call("merge", adapter, "--base", base, "--rm", "--dry-run", "--verbose"))
-    assert f"base: {base}, which was given" in given
+    assert f"base: {base}, as given" in given
     assert "task: reward, as requested" in given
 
 
@@ -67,7 +67,7 @@ def test_validate_says_which_base_and_what_is_read(call: Caller, tmp_path: Path)
     said = decisions(call("validate", adapter, "-v"))
     assert f"{adapter} is an adapter" in said
     assert any(line.startswith("weights: those of adapters") for line in said)
-    assert f"base: {adapter.parent / 'base'}, which was given" in decisions(
+    assert f"base: {adapter.parent / 'base'}, as given" in decisions(
         call("validate", adapter, "--base", adapter.parent / "base", "-v", "--headers-only")
     )
     (tmp_path / "lora-tool.toml").write_text('ignore = ["LT208"]\n')
