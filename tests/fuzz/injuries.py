@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -191,7 +192,8 @@ def _renamed(path: Path, choices: Choices) -> None:
         b"::error::x\n",
         b"checkpoint-9",
     )
-    path.rename(path.parent / os.fsdecode(choices.pick(names)))
+    with contextlib.suppress(IsADirectoryError):  # an earlier injury made a folder of that name
+        path.rename(path.parent / os.fsdecode(choices.pick(names)))
 
 
 def _swapped(path: Path, choices: Choices) -> None:
