@@ -206,19 +206,16 @@ def _of_computed(
     **how: Any,  # noqa: ANN401 - level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
-    from lora_tool.plan.algebra.provenance import find_extracted, find_sum  # noqa: PLC0415
-    from lora_tool.verification.verifying import verify_extracted, verify_sum  # noqa: PLC0415
+    from lora_tool.plan.algebra.provenance import find_computed  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_computed  # noqa: PLC0415
 
-    computed, extracted = find_sum(folder, adapters, base=base), find_extracted(folder, base)
-    if computed is None and extracted is None:
+    computed = find_computed(folder, adapters, base=base)
+    if computed is None:
         return None
     of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
     if of_models:
         raise click.UsageError(f"--{of_models[0]} is for merged models, but {folder} is an adapter")
-    rules = {name: asked[name] for name in ("select", "ignore", "jobs")}
-    if extracted is not None:
-        return verify_extracted(extracted, **rules, **how)
-    return None if computed is None else verify_sum(computed, **rules, **how)
+    return verify_computed(computed, **{name: asked[name] for name in ("select", "ignore", "jobs")}, **how)
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.adapter.mlx import MlxAdapter, is_mlx, read_mlx
+from lora_tool.adapter.mlx import is_mlx, read_mlx
 from lora_tool.adapter.view import FACTORS
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model, require_whole
+from lora_tool.checkpoint import ADAPTER, AdapterDir, ModelDir, open_model, require_whole
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.formats import manifest as manifest_format
+from lora_tool.formats.files import is_file
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.formats.weights import Weights
@@ -23,8 +24,6 @@ from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
 
 Opened = TypeVar("Opened", AdapterDir, ModelDir)
-
-_SUMS = frozenset({"combine", "resize", "prepare"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,11 @@ class SumInputs:
         return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
 
     @property
+    def sources(self) -> tuple[AdapterDir, ...]:
+        """The inputs that a report names."""
+        return self.adapters
+
+    @property
     def discarded(self) -> dict[str, float]:
         """Module → the share of ‖ΔW‖ that was said to be left out."""
         return dict(_figures(self.manifest, "error"))
@@ -68,19 +72,96 @@ class SumInputs:
         return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
 
 
-def find_sum(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractInputs:
+    """An adapter that was extracted, and the two models that it is the difference of."""
+
+    made: AdapterDir
+    stored: Weights
+    manifest: Manifest
+    model: ModelDir
+    base: ModelDir
+
+    @property
+    def sources(self) -> tuple[ModelDir, ModelDir]:
+        """The inputs that a report names."""
+        return self.model, self.base
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """Module → how far from the difference its ΔW was said to be."""
+        return dict(_figures(self.manifest, "residual"))
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the models store the modules' weights [in, out]."""
+        return self.made.config is not None and self.made.config.fan_in_fan_out
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """Tensor of the adapter that is no LoRA → its name in the model."""
+        names = {
+            name: key.tensor if key.part is Part.PLAIN else f"{key.module}.{key.leaf}"
+            for name, key in self.made.keys.items()
+            if key.part not in FACTORS
+        }
+        return {name: own for name, own in names.items() if own in self.model.tensors}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the models' fingerprints by the names that the manifest gives them."""
+        return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """An adapter that has a manifest."""
+
+    made: AdapterDir
+    stored: Weights
+    """Its tensors as they are on the disk."""
+    manifest: Manifest
+
+
+def find_computed(
     folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
-) -> SumInputs | None:
-    """Return a computed adapter with its inputs, `adapters` or those that its manifest names; None for anything else.
+) -> SumInputs | ExtractInputs | None:
+    """Return a computed adapter with what its manifest says it was computed from; None for anything else.
 
-    `base` is the model that some of it was computed from, if not the one that the manifest names.
-
-    Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
+    `adapters` and `base` replace those that the manifest names. Raises `NotACheckpoint` for an input that does not exist
+    any more, and as `open_checkpoint`.
     """
-    found = _computed(folder, _is_sum)
-    if found is None:
+    written = _written(folder)
+    if written is None:
         return None
-    made, stored, manifest = found
+    match written.manifest.raw.get("operation"), written.manifest.raw.get("to"):
+        case ("combine" | "resize" | "prepare", _) | ("convert", "mlx"):
+            require_whole(written.made)
+            return _sum(written, adapters, base)
+        case "extract", _:
+            require_whole(written.made)
+            return _extracted(written, base)
+        case _:
+            return None
+
+
+def _written(folder: Reference) -> _Written | None:
+    """Return the adapter of a folder that has a manifest, too; None of any other, which is not opened."""
+    if not isinstance(folder, str | os.PathLike):
+        made, mlx, path = folder, None, folder.root / manifest_format.FILE_NAME
+    else:
+        path = Path(folder) / manifest_format.FILE_NAME
+        listed = read_folder(path.parent) if is_file(path) else None
+        if listed is None or not (is_mlx(listed) or ADAPTER.recognise(listed) is not None):
+            return None
+        mlx = read_mlx(path.parent) if is_mlx(listed) else None
+        made = mlx.adapter if mlx else ADAPTER.open(listed)
+    if not isinstance(made, AdapterDir) or not is_file(path):
+        return None
+    return _Written(made=made, stored=mlx.stored if mlx else made.weights, manifest=read_manifest(path))
+
+
+def _sum(written: _Written, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
+    made, manifest = written.made, written.manifest
     recorded = tuple(_recorded(manifest))
     opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
     if len(opened) != len(recorded):
@@ -92,7 +173,7 @@ def find_sum(
     model = (opened_model(base) if base is not None else _model(named, made)) if named else None
     return SumInputs(
         made=made,
-        stored=stored,
+        stored=written.stored,
         manifest=manifest,
         adapters=opened,
         weights=tuple(map(_weight, recorded)),
@@ -100,36 +181,12 @@ def find_sum(
     )
 
 
-def _computed(folder: Reference, wrote: Callable[[Manifest], bool]) -> tuple[AdapterDir, Weights, Manifest] | None:
-    """Return the adapter in the folder, its weights as they are there, and its manifest, where that is one of what `wrote` knows."""
-    mlx = _of_mlx(folder)
-    made = mlx.adapter if mlx else open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
-    path = made.root / manifest_format.FILE_NAME
-    if not isinstance(made, AdapterDir) or not path.is_file():
-        return None
-    manifest = read_manifest(path)
-    if not wrote(manifest):
-        return None
-    require_whole(made)
-    return made, mlx.stored if mlx else made.weights, manifest
-
-
-def _of_mlx(folder: Reference) -> MlxAdapter | None:
-    """Return the adapter of a folder that was written for MLX-LM; None of any other."""
-    path = Path(folder) if isinstance(folder, str | os.PathLike) else None
-    if path is None or not (path / manifest_format.FILE_NAME).is_file() or not is_mlx(read_folder(path)):
-        return None
-    return read_mlx(path)
-
-
-def _is_sum(manifest: Manifest) -> bool:
-    """Return whether it tells of a sum of adapters; `convert --to mlx` writes one of one adapter."""
-    operation = manifest.raw.get("operation")
-    return operation in _SUMS or (operation, manifest.raw.get("to")) == ("convert", "mlx")
-
-
-def _is_extracted(manifest: Manifest) -> bool:
-    return manifest.raw.get("operation") == "extract"
+def _extracted(written: _Written, base: Reference | None) -> ExtractInputs:
+    made, manifest = written.made, written.manifest
+    first = _model(manifest.input("base"), made) if base is None else opened_model(base)
+    return ExtractInputs(
+        made=made, stored=written.stored, manifest=manifest, model=_model(manifest.input("model"), made), base=first
+    )
 
 
 def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:
@@ -174,53 +231,3 @@ def _opened(
         raise NotACheckpoint(
             f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
         ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractInputs:
-    """An adapter that was extracted, and the two models that it is the difference of."""
-
-    made: AdapterDir
-    stored: Weights
-    manifest: Manifest
-    model: ModelDir
-    base: ModelDir
-
-    @property
-    def residuals(self) -> dict[str, float]:
-        """Module → how far from the difference its ΔW was said to be."""
-        return dict(_figures(self.manifest, "residual"))
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the models store the modules' weights [in, out]."""
-        return self.made.config is not None and self.made.config.fan_in_fan_out
-
-    @property
-    def whole(self) -> dict[str, str]:
-        """Tensor of the adapter that is no LoRA → its name in the model."""
-        names = {
-            name: key.tensor if key.part is Part.PLAIN else f"{key.module}.{key.leaf}"
-            for name, key in self.made.keys.items()
-            if key.part not in FACTORS
-        }
-        return {name: own for name, own in names.items() if own in self.model.tensors}
-
-    def fingerprints(self) -> dict[str, str]:
-        """Return the models' fingerprints by the names that the manifest gives them."""
-        return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
-
-
-def find_extracted(folder: Reference, base: Reference | None = None) -> ExtractInputs | None:
-    """Return an extracted adapter with the models that its manifest names, or with `base`; None for anything else.
-
-    Raises `NotACheckpoint` for a model that is not there any more, and as `open_checkpoint`.
-    """
-    found = _computed(folder, _is_extracted)
-    if found is None:
-        return None
-    made, stored, manifest = found
-    first = _model(manifest.input("base"), made) if base is None else opened_model(base)
-    return ExtractInputs(
-        made=made, stored=stored, manifest=manifest, model=_model(manifest.input("model"), made), base=first
-    )
