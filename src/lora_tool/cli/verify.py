@@ -112,8 +112,8 @@ def command(
     """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
-    computed again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was
-    computed from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
+    computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
+    it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
     in the [verify] table of lora-tool.toml.
     """
     from lora_tool.checkpoint import open_model  # noqa: PLC0415
@@ -206,7 +206,7 @@ def _of_computed(
     **how: Any,  # noqa: ANN401 - level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
-    from lora_tool.plan.algebra.provenance import find_computed  # noqa: PLC0415
+    from lora_tool.plan.computed import find_computed  # noqa: PLC0415
     from lora_tool.verification.verifying import verify_computed  # noqa: PLC0415
 
     computed = find_computed(folder, adapters, base=base)

@@ -16,7 +16,7 @@ from lora_tool.cluster.spread import HERE, EngineName, Spread
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs, find_computed
+from lora_tool.plan.computed import ComputedInputs, find_computed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
@@ -204,7 +204,7 @@ def verify_inputs(
 
 
 def verify_computed(
-    inputs: SumInputs | ExtractInputs,
+    inputs: ComputedInputs,
     *,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),

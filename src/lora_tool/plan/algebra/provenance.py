@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.adapter.mlx import is_mlx, read_mlx
 from lora_tool.adapter.view import FACTORS
-from lora_tool.checkpoint import ADAPTER, AdapterDir, ModelDir, open_model, require_whole
-from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint
-from lora_tool.formats import manifest as manifest_format
-from lora_tool.formats.files import is_file
 from lora_tool.formats.fingerprint import fingerprint
-from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.keys import Part
+from lora_tool.plan.algebra.whole_model import Beginnings
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
 
-Opened = TypeVar("Opened", AdapterDir, ModelDir)
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +51,11 @@ class SumInputs:
         """The place of the adapter whose head was chosen."""
         name = self.manifest.raw.get("head_of")
         return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
+
+    @property
+    def names(self) -> Beginnings:
+        """How its module paths begin, and those of the adapter that it was made of."""
+        return Beginnings.of_json(self.manifest.raw.get("renamed"))
 
     @property
     def sources(self) -> tuple[AdapterDir, ...]:
@@ -113,7 +114,7 @@ class ExtractInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
+class Written:
     """An adapter that has a manifest."""
 
     made: AdapterDir
@@ -122,55 +123,23 @@ class _Written:
     manifest: Manifest
 
 
-def find_computed(
-    folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
-) -> SumInputs | ExtractInputs | None:
-    """Return a computed adapter with what its manifest says it was computed from; None for anything else.
+def sum_inputs(written: Written, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
+    """Return the adapters that the manifest says were added up, or `adapters`.
 
-    `adapters` and `base` replace those that the manifest names. Raises `NotACheckpoint` for an input that does not exist
-    any more, and as `open_checkpoint`.
+    Raises `NotACheckpoint` for an input that does not exist any more, or where another number of adapters is given.
     """
-    written = _written(folder)
-    if written is None:
-        return None
-    match written.manifest.raw.get("operation"), written.manifest.raw.get("to"):
-        case ("combine" | "resize" | "prepare", _) | ("convert", "mlx"):
-            require_whole(written.made)
-            return _sum(written, adapters, base)
-        case "extract", _:
-            require_whole(written.made)
-            return _extracted(written, base)
-        case _:
-            return None
-
-
-def _written(folder: Reference) -> _Written | None:
-    """Return the adapter of a folder that has a manifest, too; None of any other, which is not opened."""
-    if not isinstance(folder, str | os.PathLike):
-        made, mlx, path = folder, None, folder.root / manifest_format.FILE_NAME
-    else:
-        path = Path(folder) / manifest_format.FILE_NAME
-        listed = read_folder(path.parent) if is_file(path) else None
-        if listed is None or not (is_mlx(listed) or ADAPTER.recognise(listed) is not None):
-            return None
-        mlx = read_mlx(path.parent) if is_mlx(listed) else None
-        made = mlx.adapter if mlx else ADAPTER.open(listed)
-    if not isinstance(made, AdapterDir) or not is_file(path):
-        return None
-    return _Written(made=made, stored=mlx.stored if mlx else made.weights, manifest=read_manifest(path))
-
-
-def _sum(written: _Written, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
     made, manifest = written.made, written.manifest
     recorded = tuple(_recorded(manifest))
-    opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
+    opened = tuple(map(opened_adapter, adapters)) or tuple(recorded_adapter(entry, made.root) for entry in recorded)
     if len(opened) != len(recorded):
         raise NotACheckpoint(
             f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
     named = manifest.input("base")
-    model = (opened_model(base) if base is not None else _model(named, made)) if named else None
+    model = (
+        (opened_model(base) if base is not None else recorded_model(named, made.root, "computed")) if named else None
+    )
     return SumInputs(
         made=made,
         stored=written.stored,
@@ -181,11 +150,19 @@ def _sum(written: _Written, adapters: Sequence[Reference], base: Reference | Non
     )
 
 
-def _extracted(written: _Written, base: Reference | None) -> ExtractInputs:
+def extract_inputs(written: Written, base: Reference | None) -> ExtractInputs:
+    """Return the models that the manifest says the adapter is the difference of, or `base` for the second.
+
+    Raises `NotACheckpoint` for a model that does not exist any more.
+    """
     made, manifest = written.made, written.manifest
-    first = _model(manifest.input("base"), made) if base is None else opened_model(base)
+    first = recorded_model(manifest.input("base"), made.root, "extracted") if base is None else opened_model(base)
     return ExtractInputs(
-        made=made, stored=written.stored, manifest=manifest, model=_model(manifest.input("model"), made), base=first
+        made=made,
+        stored=written.stored,
+        manifest=manifest,
+        model=recorded_model(manifest.input("model"), made.root, "extracted"),
+        base=first,
     )
 
 
@@ -209,25 +186,29 @@ def _weight(entry: Mapping[str, Any]) -> float:
     return float(weight) if isinstance(weight, int | float) else 1.0
 
 
-def _adapter(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
-    return _opened(
-        entry, open_adapter_at, made, "computed", f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER"
-    )
+def recorded_adapter(entry: Mapping[str, Any], root: Path) -> AdapterDir:
+    """Return the adapter that an entry of the manifest in the folder `root` names. Raises as `recorded_input`."""
+    again = f"lora-tool verify {shlex.quote(str(root))} --adapter ADAPTER"
+    return recorded_input(entry, open_adapter_at, root, "computed", again)
 
 
-def _model(entry: Mapping[str, Any], made: AdapterDir) -> ModelDir:
-    return _opened(entry, open_model, made, "extracted", None)
+def recorded_model(entry: Mapping[str, Any], root: Path, how: str) -> ModelDir:
+    """Return the model that an entry of the manifest in the folder `root` names. Raises as `recorded_input`."""
+    return recorded_input(entry, open_model, root, how, None)
 
 
-def _opened(
-    entry: Mapping[str, Any], opens: Callable[[Path], Opened], made: AdapterDir, how: str, hint: str | None
+def recorded_input(
+    entry: Mapping[str, Any], opens: Callable[[Path], Opened], root: Path, how: str, hint: str | None
 ) -> Opened:
-    """Return the input that a manifest's entry names. Raises `NotACheckpoint` where it is not there any more."""
+    """Return what `opens` makes of the input that an entry of the manifest in the folder `root` names.
+
+    Raises `NotACheckpoint` with the `hint` where it does not exist any more; the message says `how` the folder was made.
+    """
     hub_id, revision = entry.get("hub_id"), entry.get("revision")
     reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
     try:
         return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
+            f"{root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
         ) from error

@@ -18,7 +18,7 @@ from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.factor_steps import step_of
@@ -29,6 +29,8 @@ from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.tensors import StoredTensor
 
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
+_PARAMETERS = ("gate_up_proj", "down_proj")
+"""What transformers 5 calls the matrices of all experts."""
 _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 """How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
 
@@ -74,10 +76,11 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
                 f"{base.root}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-        steps += _each_expert(layer, names, wanted, sizes, view.config.expert_layout)
+        steps += _each_expert(layer, names, wanted, sizes, _layout(view.config, b))
         modules.append(layer.module)
         targets |= set(wanted)
-        forms |= _forms(layer, names, wanted, steps)
+        parameter = _PARAMETERS[len(wanted) == 1]
+        forms |= _forms(view.config.scaling(f"{layer.target}.{parameter}"), names, wanted, steps)
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 
 
@@ -115,12 +118,24 @@ def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
     return layer.a, layer.b
 
 
+def _layout(config: AdapterConfig, b: StoredTensor) -> ExpertLayout:
+    """Return how the columns of a fused lora_B belong to experts. Raises `UnsupportedAdapter` where nothing tells."""
+    if config.expert_layout is None and config.by_unsloth:
+        raise UnsupportedAdapter(
+            f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
+            "2026-09, and the file does not record which order it has",
+            hint=f'write it into {config.path.name}: "lora_B_layout": "{ExpertLayout.GROUPED_BY_EXPERT}" if it was trained '
+            f'before that, "{ExpertLayout.RANK_MAJOR}" if after',
+        )
+    return ExpertLayout(config.expert_layout) if config.expert_layout else ExpertLayout.RANK_MAJOR
+
+
 def _each_expert(
     layer: LoraLayer,
     names: _Names,
     wanted: Sequence[str],
     sizes: Mapping[str, Sequence[int]],
-    layout: str | None,
+    layout: ExpertLayout,
 ) -> Iterator[Step]:
     a, b = _pair(layer)
     rank, rest = divmod(a.shape[0], names.count)
@@ -128,7 +143,7 @@ def _each_expert(
         raise UnsupportedAdapter(
             f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {names.count} experts"
         )
-    grouped = layout == ExpertLayout.GROUPED_BY_EXPERT.value
+    grouped = layout is ExpertLayout.GROUPED_BY_EXPERT
     halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
     own = rank // 2 if halves else rank
     for expert in range(names.count):
@@ -150,13 +165,13 @@ def _each_expert(
 
 
 def _forms(
-    layer: LoraLayer, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
+    scaling: float, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
 ) -> Iterator[tuple[str, tuple[int, float]]]:
     """Yield rank and scaling of what was written last."""
     rank = steps[-1].out.shape[1]
     for expert in range(names.count):
         for name in wanted:
-            yield f"{names.experts}.{expert}.{name}", (rank, layer.scaling or 0.0)
+            yield f"{names.experts}.{expert}.{name}", (rank, scaling)
 
 
 def _is_block_diagonal(b: StoredTensor, height: int) -> bool:

@@ -97,7 +97,7 @@ def plan_convert(
             **({} if head is None else {"value_head": {"file": head.name, "constant": head.constant}}),
             "merged_adapters": [],
             "ignored": list(ignored),
-            "inputs": {"adapter": described(adapter)},
+            "inputs": {"adapter": described(adapter), **({"base": described(base)} if base and model else {})},
         },
         hashed=tuple(file.path for file in adapter.weights.files),
     )
