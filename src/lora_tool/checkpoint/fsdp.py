@@ -1,4 +1,7 @@
-"""Torch's distributed checkpoints, as FSDP1 and FSDP2 write them under SHARDED_STATE_DICT: `.metadata` and one `.distcp` file for each process."""
+"""Torch's distributed checkpoints: `.metadata` and `.distcp` files of each process.
+
+FSDP1 and FSDP2 write them under SHARDED_STATE_DICT.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def _recognise(folder: Folder) -> Claim | None:
 
 
 def holds_pieces(names: Iterable[str]) -> bool:
-    """Return whether a folder with these names holds a distributed checkpoint, or what is left of one."""
+    """Return whether one of the names is `.metadata` or a `.distcp` file: one alone may be all that a copy has."""
     return any(name == _METADATA or name.endswith(".distcp") for name in names)
 
 

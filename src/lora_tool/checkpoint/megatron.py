@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and one or more `.distcp` files a process.
+"""Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and `.distcp` files of each process.
 
 Megatron-LM, Megatron-Bridge and Megatron-SWIFT write them; NeMo-RL has them below `step_N/policy/weights`.
 """

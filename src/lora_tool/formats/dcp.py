@@ -1,4 +1,6 @@
-"""Torch's distributed checkpoints, as FSDP1, FSDP2 and tensor parallelism write them: `.metadata` and `.distcp` files. No tensor is read, no torch.
+"""Torch's distributed checkpoints, as FSDP1, FSDP2 and tensor parallelism write them: `.metadata`, `.distcp` files.
+
+No tensor is read, and torch is not needed.
 
 Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
 MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).
@@ -86,8 +88,8 @@ class DcpFolder:
 def read_dcp(folder: Path) -> DcpFolder:
     """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
 
-    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and compressed
-    chunks.
+    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
+    compressed chunks.
     """
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)

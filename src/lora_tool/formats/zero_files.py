@@ -139,7 +139,10 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
 
 
 def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
-    """Return how many ranks share each parameter. Raises `UnsupportedCheckpoint` where nothing says which part each has."""
+    """Return how many ranks share each parameter.
+
+    Raises `UnsupportedCheckpoint` where nothing says which part each rank has.
+    """
     # the key is there since 0.19.5
     parallel = file.value.get("checkpoint_parallel_dimensions")
     degrees = {"tp_degree": 1, "pp_degree": 1, **(parallel if isinstance(parallel, dict) else {})}

@@ -1,4 +1,4 @@
-"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters alone: pure generators of findings.
+"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters: pure generators of findings.
 
 `zero_to_fp32` accepts most of these silently. `file_values` and `master_rounding` read the weights.
 """
@@ -51,7 +51,7 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
 
 
 def missing_slices(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
-    """LT401 and LT403: yield the ranks of tensor parallelism of which there is no file, and those that were not there."""
+    """LT401 and LT403: yield the ranks of tensor parallelism that have no file, and those that the run did not have."""
     first = next((tag.first for tag in tags if tag.first), None)
     there = {tag.slice_ for tag in tags}
     lost = [at for at in range(first.slices if first else 1) if at not in there]

@@ -10,7 +10,7 @@ from lora_tool.display import counted
 from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.affine_maps import cut_pieces
 from lora_tool.formats.partitions import Role, StateEntry, assemble, entries, unaccounted
-from lora_tool.formats.pieces import assembled, uncovered
+from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
 from lora_tool.formats.zero_files import USE_DEEPSPEED
@@ -90,10 +90,10 @@ class SlicedState(TrainingState):
                 message = f"`{name}` is {part.dtype} {list(part.shape)}, but the map of the cuts says {list(cut.slices.get(at, ()))}"
                 raise IncompleteCheckpoint(f"{part.path}: {message}")
             pieces += [piece for block in cut.blocks[at] if block.owner == at for piece in cut_pieces(block, part)]
-        gap = uncovered(cut.shape, pieces)
-        if gap:
-            raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {gap}")
-        return assembled(TensorSpec(name=name, dtype=held[0].dtype, shape=cut.shape), pieces)
+        try:
+            return assembled(TensorSpec(name=name, dtype=held[0].dtype, shape=cut.shape), pieces)
+        except ValueError as error:
+            raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {error}") from error
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors` in every slice."""
