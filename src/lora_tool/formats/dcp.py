@@ -23,7 +23,7 @@ from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.state_dicts import module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
-from lora_tool.formats.torch_zip import Record, read_torch_file
+from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
@@ -201,14 +201,14 @@ def _placed(chunk: Chunk, span: Span) -> Piece:
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     held: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing = set(found.missing)
+    missing, memory = set(found.missing), PickleMemory()
     for name, tensor in found.tensors.items():
         read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
             try:
-                read.append(_piece(found.folder, name, tensor, chunk))
+                read.append(_piece(found.folder, name, tensor, chunk, memory))
             except CorruptFile as error:
                 problems[chunk.filename] = error.problem
                 break
@@ -217,10 +217,10 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return held, tuple(problems.values())
 
 
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory) -> StoredChunk:
     path = folder / chunk.filename
     require_inside(folder, path)
-    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
+    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=memory)
     lazy = file.value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import is_tensor_name
@@ -66,9 +67,8 @@ def _expert(file: TorchFile) -> ExpertFile:
     table = file.value
     if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of an expert's weights")
-    return ExpertFile(
-        file=file, tensors={name: value for name, value in table.items() if isinstance(value, LazyTensor)}
-    )
+    tensors = {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
+    return ExpertFile(file=file, tensors=tensors)
 
 
 def number_of(name: str) -> int | None:

@@ -64,17 +64,20 @@ def read_at(path: Path, fd: int, offset: int, nbytes: int) -> bytes:
     One call may give less than there is: network file systems do. Raises `OSError` with the file's name.
     """
     pieces = []
-    with _naming(path):
+    try:  # thousands of small reads: a context manager costs as much as the call
         while nbytes > 0 and (piece := os.pread(fd, min(nbytes, MOST_PER_CALL), offset)):
             pieces.append(piece)
             offset, nbytes = offset + len(piece), nbytes - len(piece)
+    except OSError as error:
+        _name(error, path)
+        raise
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
     """Fill `buffer` as `read_at` reads, and return how many bytes there were. Raises `OSError` with the file's name."""
     done = 0
-    with _naming(path):
+    try:
         while done < len(buffer):
             part = buffer[done : done + MOST_PER_CALL]
             if hasattr(os, "preadv"):
@@ -86,16 +89,15 @@ def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
             if count == 0:
                 break
             done += count
+    except OSError as error:
+        _name(error, path)
+        raise
     return done
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+def _name(error: OSError, path: Path) -> None:
+    """Have the error name the file, which reading from a descriptor does not."""
+    error.filename = error.filename or str(path)
 
 
 def instead_of_weights(beginning: bytes) -> str | None:

@@ -17,9 +17,9 @@ from lora_tool.formats.zero_files import USE_DEEPSPEED
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag
+from lora_tool.sharded.tags import choose_tag, stale_latest
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.zero_checks import frozen_unknown, stale_latest, tag_faults
+from lora_tool.sharded.zero_checks import frozen_unknown, tag_faults
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 
