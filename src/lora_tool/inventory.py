@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import is_numbered
 from lora_tool.checkpoint.kinds import matches, step_of
 from lora_tool.checkpoint.registry import holds_pieces, is_save, is_step, sharded_kinds
 from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
+from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
@@ -167,7 +168,8 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
 def _saves_in(where: str, folders: Iterable[str]) -> set[str]:
     """Return which of the folders in `where` are saves of a run: not DeepSpeed's tag in a save of the HF Trainer."""
     saves = {name for name in folders if is_save(Path(where, name))}
-    return {name for name in saves if not holds_pieces(name)} if is_numbered(os.path.basename(where)) else saves  # noqa: PTH119
+    is_trainers = is_numbered(Path(where).name) or is_file(Path(where, TRAINER_STATE))
+    return {name for name in saves if not holds_pieces(name)} if is_trainers else saves
 
 
 def _named_by(run: Path) -> frozenset[str]:
@@ -212,7 +214,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
     name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
         whole: Checkpoint = open_checkpoint(folder)
-        if isinstance(whole, RunDir):
+        if isinstance(whole, RunDir) or _is_root_of_saves(whole):
             return None
         report = validate(
             whole, select=criteria.select, ignore=criteria.ignore, deep=criteria.deep, servers=criteria.servers
@@ -223,6 +225,14 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
     except LoraToolError:
         return None
     return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
+
+
+def _is_root_of_saves(opened: Checkpoint) -> bool:
+    """Return whether a checkpoint is nothing but saves, which are listed one by one."""
+    if not isinstance(opened, ShardedDir):
+        return False
+    folders = {tag.partition("/")[0] for tag in opened.rank_files}
+    return folders <= _saves_in(str(opened.root), folders)
 
 
 def sizes_of(folder: Path) -> dict[FileRole, int]:

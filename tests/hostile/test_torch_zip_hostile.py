@@ -284,18 +284,9 @@ def places(found: RankFolder) -> dict[str, tuple[object, ...]]:
     return {name: (each.dtype, each.shape, [part.place for part in each.parts]) for name, each in found.tensors.items()}
 
 
-UNUSED = frozenset(
-    (
-        *("OrderedDict", "device", "float32", "_get_layout", "_remote_device", "TensorMeta", "TensorProperties"),
-        *("MEM_FORMAT_ENCODING", "EnumerableShardingSpec", "ChunkShardingSpec"),
-    )
-)
-"""Names in these files that say nothing of a tensor's place: hooks, devices, how memory is laid out."""
-
-
 @pytest.mark.parametrize(("file", "name"), [each for path in sorted(RANK_FILES.iterdir()) for each in globals_of(path)])
 def test_no_other_name_is_taken_for_one_of_a_distributed_tensors(file: str, name: str, tmp_path: Path) -> None:
-    """Each name in a real rank file in turn becomes that of a harmful function: the file is refused by that name."""
+    """Each name in a real rank file in turn becomes that of a harmful function: refused by that name, or of no meaning."""
     path = Path(shutil.copy(RANK_FILES / file, tmp_path / "rank_0.pt"))
     good = places(read_rank_files(tmp_path, {0: path}))
     module, attribute = name.split(" ")
@@ -307,7 +298,7 @@ def test_no_other_name_is_taken_for_one_of_a_distributed_tensors(file: str, name
         said = str(error)
     else:
         said = " ".join(map(str, found.problems))
-        assert said or (attribute in UNUSED and places(found) == good)
+        assert said or places(found) == good
     assert "system" in said or not said, said
 
 

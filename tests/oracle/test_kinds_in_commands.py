@@ -72,11 +72,18 @@ def run_folder(_: Path, __: Path) -> Sample:
     return Sample(root=run, save=run / "checkpoint-4", base=FIXTURES / "reward-qwen2" / "base")
 
 
-def deepspeed(_: Path, __: Path) -> Sample:
-    root = FIXTURES / "zero" / "stage3-reward"
-    names = ("global_step1", "global_step2")
-    base = FIXTURES / "reward-qwen2" / "base"
-    return Sample(root=root, save=root / "global_step2", base=base, names=names)
+def deepspeed(_: Path, out: Path) -> Sample:
+    """Without the adapter that the HF Trainer puts beside."""
+    root = Path(shutil.copytree(FIXTURES / "zero" / "stage3-reward", out / "zero"))
+    (root / "adapter_model.safetensors").unlink()
+    config = (root / "adapter_config.json").rename(out / "adapter_config.json")
+    return Sample(
+        root=root,
+        save=root / "global_step2",
+        base=FIXTURES / "reward-qwen2" / "base",
+        names=("global_step1", "global_step2"),
+        options=("--adapter-config", str(config)),
+    )
 
 
 def megatron(_: Path, out: Path) -> Sample:
@@ -170,9 +177,9 @@ def test_every_command_knows_it(kind: str, sample: Sample, tmp_path: Path) -> No
     assert kind in {subject["kind"] for subject in json.loads(validated[1])["subjects"]}
     assert kind in shown[1]
     assert json.loads(inspected[1])["kind"] == kind
-    of_save = "adapter" if kind == "run folder" else kind
+    of_save = "trainer checkpoint" if kind == "run folder" else kind
     rows = [row for found in json.loads(listed[1])["runs"] for row in found["checkpoints"]]
-    assert [(row["kind"], row["row"]["verdict"]) for row in rows] == [(of_save, rows[0]["row"]["verdict"])] * 2
+    assert [(row["kind"], row["row"]["errors"]) for row in rows] == [(of_save, 0)] * 2
     goes = {Path(row["path"]).name: row["goes"] for row in json.loads(pruned[1])["checkpoints"]}
     assert goes == dict(zip(sample.names, (True, False), strict=True))
     stages = json.loads(ci[1])["stages"]

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
 from lora_tool.formats.distributed_tensors import DistributedTensor
-from lora_tool.formats.pickle_objects import name_of
-from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.pickle_objects import Known, Stub, name_of
+from lora_tool.formats.torch_objects import LazyTensor, Storage
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.tensors import is_tensor_name
 
@@ -88,10 +88,11 @@ def require_read(file: TorchFile, name: str, value: Value) -> Value:
 
 
 def _unread(name: object, value: object) -> str | None:
-    """Return what makes a tensor or array of another sort, and anything else that has a parameter's name; else None."""
+    """Return what makes a tensor or array of another sort, or anything else that has a parameter's name; else None."""
     maker = name_of(value) or name_of(type(value))
     is_named = type(name) is str and "." in name and not name.endswith("_extra_state")
-    return maker[:80] if maker and (is_named or maker.startswith(_OTHER_TENSORS)) else None
+    of_tensor = isinstance(value, Stub) and any(isinstance(arg, LazyTensor | Storage | Known) for arg in value.args)
+    return maker[:80] if maker and (is_named or of_tensor or maker.startswith(_OTHER_TENSORS)) else None
 
 
 def _leaves(table: dict[Any, Any], keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
