@@ -65,7 +65,7 @@ def local(folder: Path, rank: int) -> None:
     """FSDP1's local state: of each layer's parameters, one after the other, each rank has a quarter."""
     state: State = OrderedDict(_flat_param=torch.zeros(1))
     for layer in range(LAYERS + 4):
-        shapes = {}
+        shapes: dict[str, int] = {}
         for name, (out, inner) in LINEAR.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
             shapes |= {f"{module}.base_layer.weight": out * inner, f"{module}.lora_A.default.weight": 8 * inner}
@@ -99,7 +99,8 @@ DEPTH = 24
 
 def megatron(folder: Path, rank: int) -> None:
     """LoRA of rank 256 on a Llama of 8 billion, a stack of layers in each tensor; tensor parallelism cuts every layer."""
-    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
 
     modules = {
         "self_attention.linear_qkv": ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN, 0),
