@@ -48,7 +48,7 @@ class Strips(threading.local):
     def whole(self, tensor: StoredTensor, read: Read) -> Bytes:
         """Return all bytes of a tensor."""
         every = slice(0, tensor.nbytes)
-        return self.columns(tensor, tensor.nbytes, (0, 1), every, every, read)[0]
+        return self.columns(tensor, tensor.nbytes, (0, 1), every, every, read).reshape(-1)
 
 
 def columns_of(tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, read: Read) -> Bytes:
