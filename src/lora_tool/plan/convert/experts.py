@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_tool.actions import TensorAction
+from lora_tool.adapter.mlx import EXPERTS
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -28,7 +29,7 @@ from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
-_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_PROJECTIONS = tuple(tuple(names.values()) for names in EXPERTS)
 """What checkpoints call an expert's matrices: gate, up, down."""
 _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 """How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
@@ -63,7 +64,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
             continue
         a, b = _pair(layer)
         names = _names(match["experts"], base)
-        sizes = {name: base.tensors[f"{match_base}.{name}.weight"].shape for name, match_base in names.first.items()}
+        sizes = {name: base.tensors[f"{names.experts}.0.{name}.weight"].shape for name in names.projections}
         gate, up, down = names.projections
         if (b.shape[0], a.shape[1]) == (sizes[gate][0] + sizes[up][0], sizes[gate][1]):
             wanted: tuple[str, ...] = (gate, up)
@@ -78,7 +79,8 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
         steps += _each_expert(layer, names, wanted, sizes, view.config.expert_layout)
         modules.append(layer.module)
         targets |= set(wanted)
-        forms |= _forms(layer, names, wanted, steps)
+        form = steps[-1].out.shape[1], layer.scaling or 0.0  # a lora_B is the last of each layer's
+        forms |= {f"{names.experts}.{expert}.{name}": form for expert in range(names.count) for name in wanted}
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 
 
@@ -88,12 +90,7 @@ class _Names:
 
     experts: str
     count: int
-    projections: tuple[str, str, str]
-
-    @property
-    def first(self) -> Mapping[str, str]:
-        """Projection → the path of the first expert."""
-        return dict.fromkeys(self.projections, f"{self.experts}.0")
+    projections: Sequence[str]
 
 
 def _names(experts: str, base: ModelDir) -> _Names:
@@ -148,16 +145,6 @@ def _each_expert(
             )
             yield _step(f"{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
             row += height
-
-
-def _forms(
-    layer: LoraLayer, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
-) -> Iterator[tuple[str, tuple[int, float]]]:
-    """Yield rank and scaling of what was written last."""
-    rank = steps[-1].out.shape[1]
-    for expert in range(names.count):
-        for name in wanted:
-            yield f"{names.experts}.{expert}.{name}", (rank, layer.scaling or 0.0)
 
 
 def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
