@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,25 @@ def test_what_has_no_other_layout_is_refused_by_name(call: Caller, tmp_path: Pat
     assert called.code in (1, 3)
     assert "experts" in called.err
     assert not (tmp_path / "out").exists()
+
+
+def test_unsloths_order_of_columns_is_not_guessed(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    expected = saved_tensors(converted(call, adapter, "peft-experts", base, tmp_path / "expected"))
+    path, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    config = read_json(path) | {"auto_mapping": {"unsloth_fixed": True}}
+    path.write_text(json.dumps(config))
+    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "out")
+    assert (called.code, '"lora_B_layout"' in called.err, (tmp_path / "out").exists()) == (3, True, False)
+    table = load_file(weights)
+    for name, tensor in table.items():
+        if ".experts." in name and "lora_B" in name:
+            height, columns = tensor.shape
+            experts = columns // config["r"]
+            table[name] = tensor.view(height, config["r"], experts).transpose(1, 2).reshape(height, columns)
+    save_file(table, weights, metadata={"format": "pt"})
+    path.write_text(json.dumps(config | {"lora_B_layout": "grouped_by_expert"}))
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    assert different(saved_tensors(single), expected) == []
+    fused = converted(call, single, "peft-fused", base, tmp_path / "fused")
+    assert read_json(fused / "adapter_config.json")["lora_B_layout"] == "rank_major"

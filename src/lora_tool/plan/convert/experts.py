@@ -21,6 +21,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX
+from lora_tool.plan.adapter.target_parameters import layout_of
 from lora_tool.plan.core.factor_ops import Beside, Columns
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Copy, Op, row_ops
@@ -76,7 +77,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
                 f"{base.root}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-        steps += _each_expert(layer, names, wanted, sizes, view.config.expert_layout)
+        steps += _each_expert(layer, names, wanted, sizes, layout_of(view.config, b))
         modules.append(layer.module)
         targets |= set(wanted)
         form = steps[-1].out.shape[1], layer.scaling or 0.0  # a lora_B is the last of each layer's
@@ -118,7 +119,7 @@ def _each_expert(
     names: _Names,
     wanted: Sequence[str],
     sizes: Mapping[str, Sequence[int]],
-    layout: str | None,
+    layout: ExpertLayout,
 ) -> Iterator[Step]:
     a, b = _pair(layer)
     rank, rest = divmod(a.shape[0], names.count)
@@ -126,7 +127,7 @@ def _each_expert(
         raise UnsupportedAdapter(
             f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {names.count} experts"
         )
-    grouped = layout == ExpertLayout.GROUPED_BY_EXPERT.value
+    grouped = layout is ExpertLayout.GROUPED_BY_EXPERT
     halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
     own = rank // 2 if halves else rank
     for expert in range(names.count):
