@@ -19,7 +19,7 @@ from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.state_dicts import module_names
+from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
 from lora_tool.formats.torch_zip import Record, read_torch_file
 from lora_tool.formats.weights import is_bare
@@ -128,11 +128,17 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     }
     tensors = {name: _described(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta", Stub)
-    others = {
-        ".".join(map(str, path[: max(1, min(2, len(path) - 1))])) for fqn, path in paths.items() if fqn not in names
-    }
+    others = {_state_of(path) for fqn, path in paths.items() if fqn not in names}
     save_id = meta.get("save_id", str) if meta else None
     return DcpFolder(folder=folder, tensors=tensors, beside=tuple(sorted(others)), save_id=save_id)
+
+
+def _state_of(path: tuple[Any, ...]) -> str:
+    """Return what a tensor that is no weight belongs to: its first keys; of flattened moments the optimizer's own."""
+    first = str(path[0])
+    if len(path) == 1:
+        return first.partition(".")[0] if first.startswith("state.") else first
+    return ".".join(map(str, path[: min(2, len(path) - 1)]))
 
 
 def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
@@ -178,7 +184,8 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
 def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
     if info.get("transform_descriptors"):
         raise UnsupportedCheckpoint(
-            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})"
+            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})",
+            hint=f"write it into one file that is not compressed, and consolidate that: {TO_ONE_FILE}",
         )
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):

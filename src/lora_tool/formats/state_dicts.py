@@ -5,7 +5,7 @@ Programs put the module's state dict under a key, `model` say, beside those of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.tensors import is_tensor_name
 
-_TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
+TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
 _OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
 """Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+"""The keys of the state dict of every optimizer of torch's."""
 _DEEPEST = 4
 """Keys above the module's names, at most."""
 
@@ -33,21 +35,51 @@ def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, 
 
     Raises `UnsupportedCheckpoint`, which names `path`, where there are several modules.
     """
-    weights = {fqn: keys for fqn, keys in paths.items() if _OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST])}
-    modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))}
-    if not modules and all(len(keys) > 1 for keys in weights.values()):
-        modules = {keys[:1] for keys in weights.values()}
+    held = frozenset(paths.values())
+    weights = {
+        fqn: keys
+        for fqn, keys in paths.items()
+        if _OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST]) and not _is_moment(keys, held)
+    }
+    modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))} or _unnamed(weights.values())
     if not modules:
-        return {fqn: ".".join(map(str, keys)) for fqn, keys in weights.items()}
+        flat = {fqn: keys for fqn, keys in weights.items() if len(keys) == 1}
+        inside = flat if any(map(_has_dots, flat.values())) else weights
+        return {fqn: ".".join(map(str, keys)) for fqn, keys in inside.items()}
     shallowest = min(map(len, modules))
     found = sorted((module for module in modules if len(module) == shallowest), key=str)
     if len(found) > 1:
         listed = some([".".join(map(str, module)) for module in found])
         message = f"{path} holds the states of {len(found)} modules: {listed}"
-        hint = f"save only the one that you want; to write all of them into one file: {_TO_ONE_FILE}"
+        hint = f"save only the one that you want; to write all of them into one file: {TO_ONE_FILE}"
         raise UnsupportedCheckpoint(message, hint=hint)
     inside = {fqn: keys[shallowest:] for fqn, keys in weights.items() if keys[:shallowest] == found[0]}
     return {fqn: ".".join(map(str, keys)) for fqn, keys in inside.items()}
+
+
+def _is_moment(keys: tuple[Any, ...], held: Container[tuple[Any, ...]]) -> bool:
+    """Return whether it is the optimizer's, of a parameter in the same dict: ``state.norm.weight.exp_avg``, as torch's
+    flattened optimizer states are.
+    """
+    of, _, rest = str(keys[-1]).partition(".")
+    return of in _OF_OPTIMIZERS and (*keys[:-1], rest.rpartition(".")[0]) in held
+
+
+def _unnamed(paths: Collection[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    """Return the keys of the dicts that are states of modules although no key says so, nothing where none lies deeper.
+
+    Names of parameters have dots, those of counters and random states beside them have none, and an optimizer's state
+    has two keys of its own.
+    """
+    if any(len(keys) == 1 and _has_dots(keys) for keys in paths):
+        return set()
+    named = {keys[:1] for keys in paths if len(keys) > 1 and _has_dots(keys[1:]) and keys[1] not in _OF_OPTIMIZERS}
+    return named or ({keys[:1] for keys in paths} if all(len(keys) > 1 for keys in paths) else set())
+
+
+def _has_dots(keys: tuple[Any, ...]) -> bool:
+    """Return whether one of them is a name of several parts, as parameters have."""
+    return any("." in key for key in keys if type(key) is str)
 
 
 def _depth(keys: tuple[Any, ...]) -> int:
