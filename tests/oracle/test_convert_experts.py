@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool import merge, validate
+from lora_tool import merge, validate, verify
 from lora_tool.formats.files import read_json
 from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
@@ -122,23 +122,38 @@ def test_what_has_no_other_layout_is_refused_by_name(call: Caller, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_unsloths_order_of_columns_is_not_guessed(call: Caller, tmp_path: Path) -> None:
-    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
-    expected = saved_tensors(converted(call, adapter, "peft-experts", base, tmp_path / "expected"))
-    path, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
-    config = read_json(path) | {"auto_mapping": {"unsloth_fixed": True}}
-    path.write_text(json.dumps(config))
-    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "out")
-    assert (called.code, '"lora_B_layout"' in called.err, (tmp_path / "out").exists()) == (3, True, False)
-    table = load_file(weights)
-    for name, tensor in table.items():
-        if ".experts." in name and "lora_B" in name:
-            height, columns = tensor.shape
-            experts = columns // config["r"]
-            table[name] = tensor.view(height, config["r"], experts).transpose(1, 2).reshape(height, columns)
-    save_file(table, weights, metadata={"format": "pt"})
-    path.write_text(json.dumps(config | {"lora_B_layout": "grouped_by_expert"}))
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # as above
+def test_scalings_by_the_names_of_parameters_are_those_of_their_experts(call: Caller, tmp_path: Path) -> None:
+    patterns = {"alpha_pattern": {"experts.gate_up_proj": 5}, "rank_pattern": {"experts.down_proj": 4}}
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED | patterns)
     single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
-    assert different(saved_tensors(single), expected) == []
+    one, other = (
+        saved_tensors(merge(each, base=base, out=tmp_path / each.name / "merged").path) for each in (adapter, single)
+    )
+    assert all(torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-6) for name in one)
+    assert not verify(single).report.findings
+
+
+def test_columns_in_an_order_that_nothing_tells_are_refused(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    path = adapter / "adapter_config.json"
+    config = read_json(path)
+    path.write_text(json.dumps({**config, "auto_mapping": {"unsloth_fixed": True}}))
+    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "out")
+    assert (called.code, "lora_B_layout" in called.err) == (3, True)
+    path.write_text(json.dumps({**config, "lora_B_layout": "grouped_by_expert"}))
+    called = call("prepare", adapter, "--for", "vllm", "-o", tmp_path / "out")
+    assert (called.code, "columns in turn" in called.err) == (3, True)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    assert not verify(single).report.findings
+
+
+def test_unsloths_adapters_record_their_order_of_columns(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    path = single / "adapter_config.json"
+    path.write_text(json.dumps(read_json(path) | {"auto_mapping": {"unsloth_fixed": True}}))
     fused = converted(call, single, "peft-fused", base, tmp_path / "fused")
     assert read_json(fused / "adapter_config.json")["lora_B_layout"] == "rank_major"
+    back = converted(call, fused, "peft-experts", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(single)) == []
