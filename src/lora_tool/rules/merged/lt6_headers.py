@@ -90,9 +90,8 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     adapter, take it out of these weights: `lora-tool consolidate MODEL`.
     """
     expected = subject.expected or {}
-    root = shlex.quote(str(subject.checkpoint.root))
-    hint = f"take the adapter out, then merge it: lora-tool consolidate {root}"
-    hint = hint if any(map(has_lora_factor, subject.tensors)) else None
+    command = f"lora-tool consolidate {shlex.quote(str(subject.checkpoint.root))}"
+    hint = f"take the adapter out, then merge it: {command}" if any(map(has_lora_factor, subject.tensors)) else None
     for name, tensor in subject.tensors.items():
         if name not in expected and _ADAPTER_NAME.search(name):
             message = "is a PEFT name: the adapter lies beside the weights and was not merged into them"
