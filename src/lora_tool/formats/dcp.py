@@ -85,8 +85,10 @@ class DcpFolder:
         return tuple(name for name in self.filenames if not (self.folder / name).exists())
 
 
-def read_dcp(folder: Path) -> DcpFolder:
+def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
     """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
+
+    Of several modules `module` is the wanted one.
 
     Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
     compressed chunks.
@@ -94,7 +96,7 @@ def read_dcp(folder: Path) -> DcpFolder:
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage))
+        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage), module)
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
     held, problems = _read_pieces(found)
@@ -105,7 +107,7 @@ def _no_storage(_: object) -> NoReturn:
     raise ValueError("holds a pickle with storages, which metadata never has")
 
 
-def _interpret(folder: Path, found: object) -> DcpFolder:
+def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     if not isinstance(found, Stub):
         raise ValueError("does not hold a Metadata object")  # noqa: TRY004 - of the file, not of Python
     stored, storage = found.get("state_dict_metadata", dict), found.get("storage_data", dict)
@@ -120,7 +122,7 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = (found.get("planner_data", dict) or {}).items()
     paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
-    names = module_names(folder, paths)
+    names = module_names(folder, paths, module)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         raise ValueError("gives two tensors the same name, or one tensor an invalid name")
     places = {
