@@ -59,7 +59,7 @@ def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str |
 
 def _chosen(modules: Mapping[str, tuple[Any, ...]], path: Path, wanted: str | None) -> tuple[Any, ...]:
     """Return the keys of the module that is wanted, or of the only one that lies least deep."""
-    if wanted in modules:
+    if wanted is not None and wanted in modules:
         return modules[wanted]
     shallowest = min(map(len, modules.values()), default=0)
     found = [name for name, keys in modules.items() if len(keys) == shallowest]
