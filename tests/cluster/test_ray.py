@@ -175,6 +175,25 @@ def test_ci_does_all_of_it_on_the_cluster(cluster: Cluster, tmp_path: Path) -> N
     assert "passed" in done.stdout
 
 
+def test_a_sweep_goes_the_way_of_ci_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path, "reward-qwen2")
+    for name in ("lr1", "lr2", "broken"):
+        shutil.copytree(pair.adapter, tmp_path / "runs" / name)
+    weights = tmp_path / "runs" / "broken" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    asked = ("ci", "runs", "--each", "--base", "base", "--json", *MANY_FILES)
+    done = typed(cluster, *asked, "-o", "there", *cluster.options, folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert [run["exit_code"] for run in json.loads(done.stdout)["runs"]] == [1, 0, 0], done.stdout
+    here = typed(cluster, *asked, "-o", "here", folder=tmp_path)
+    assert here.returncode == 1, here.stderr
+    for name in ("lr1", "lr2"):
+        found = [content(tmp_path / where / name) for where in ("here", "there")]
+        for each in found:
+            each.pop(".lora-tool-ci.json")  # it holds the times of the files
+        assert found[0] == found[1]
+
+
 def test_an_error_of_the_work_is_the_one_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import load_file, save_file
