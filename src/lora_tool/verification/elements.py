@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor
 from lora_tool.verification.dequantised import dequantised_again
 
 if TYPE_CHECKING:
@@ -101,11 +102,15 @@ class Files(OpenFiles):
         """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
         row_bytes = rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8
         out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
-        at = 0
-        for first, last in rows:
-            nbytes = (last - first) * row_bytes
-            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly, decode)
-            at += nbytes
+        sizes = [(last - first) * row_bytes for first, last in rows]
+        places = [out.data[end - nbytes : end] for nbytes, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        starts = (first * row_bytes for first, _ in rows)
+        whole = tensor.spans[0] if len(tensor.spans) == 1 else None
+        if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
+            self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
+        else:
+            for start, place in zip(starts, places, strict=True):
+                fill(place, tensor, start, self.read_exactly, decode)
         return out
 
     def matrix(

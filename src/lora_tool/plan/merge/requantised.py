@@ -88,7 +88,7 @@ def kept_share(steps: Sequence[Step]) -> Mapping[str, Any] | None:
 
 
 def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
-    """Return unless what is left of ΔW is next to nothing, and that is not to be allowed. Raises `UnsupportedAdapter`."""
+    """Return if codes keep enough of ΔW, or `allow_loss` accepts less. Raises `UnsupportedAdapter`."""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
             f"{what} would keep only {kept['kept']:.1%} of ΔW: below {LEAST_KEPT:.0%} the merged model behaves like the base",
@@ -97,7 +97,7 @@ def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool)
 
 
 def kept_line(kept: Mapping[str, Any] | None) -> str:
-    """Return the end of a sentence about what is left of ΔW."""
+    """Return how much of ΔW codes keep, as the end of a note; "" where none are made."""
     if kept is None:
         return ""
     name, least = next(iter(kept["weakest"].items()))
