@@ -283,14 +283,14 @@ class NumpyBackend:
     def _b(self, term: LoraTerm, rows: slice) -> Array:
         return np.ascontiguousarray(self._stored_b(term, rows)).astype(self._wide, copy=False)
 
-    def _stored_a(self, term: LoraTerm) -> Array:
-        """Return the rows of A that are the term's expert's, as they are stored."""
-        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+    def _stored_a(self, term: LoraTerm, place: str = "") -> Array:
+        """Return the rows of A that are the term's expert's, as they are stored; see `_rows`."""
+        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank, place)
 
-    def _stored_b(self, term: LoraTerm, rows: slice) -> Array:
-        """Return these rows of B as they are stored, with the columns of the term's expert."""
+    def _stored_b(self, term: LoraTerm, rows: slice, place: str = "") -> Array:
+        """Return these rows of B as they are stored, with the columns of the term's expert; see `_rows`."""
         if term.experts == 1:
-            return self._rows(term.b, rows.start, rows.stop)
+            return self._rows(term.b, rows.start, rows.stop, place)
         if self._stack is None or self._stack[0] is not term.b:
             # every expert's columns are scattered over all of B, and its experts come one after the other
             self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
@@ -302,9 +302,13 @@ class NumpyBackend:
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._rows(tensor, first, last).astype(self._wide, copy=False)
 
-    def _rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
-        """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
-        out = np.empty((last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype])
+    def _rows(self, tensor: StoredTensor, first: int, last: int, place: str = "") -> Array:
+        """Return rows `first` to `last` of the tensor in its storage type, [last - first, ...].
+
+        The array is new, or this worker's buffer `place` where one is named: the system clears the pages of a new one.
+        """
+        shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
+        out = self._buffer(place, shape, storage) if place else np.empty(shape, storage)
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
         self._sources.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
         return out
