@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.checkpoint import TRAINED_MODEL, AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoint import TRAINED_MODEL, AdapterDir, ModelDir, open_checkpoint, open_sharded
 from lora_tool.errors import LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.formats import adapter_config
 from lora_tool.inventory import checkpoints_under
@@ -31,7 +31,8 @@ def sweep_of(job: Job) -> Sweep:
     `NotACheckpoint` where none is found, `WrongValue` where two would be written to one folder.
     """
     left_out: list[Path] = []
-    found = [folder for folder in _folders(job) if _is_trained(folder, left_out)]
+    trained = [folder for folder in _folders(job) if _is_trained(folder, left_out)]
+    found = [folder for folder in trained if not (folder.parent in trained and _is_latest_of(folder.parent, folder))]
     if not found:
         raise NotACheckpoint(
             f"{job.checkpoint} holds no adapter and no training checkpoint",
@@ -77,6 +78,14 @@ def _is_trained(folder: Path, left_out: list[Path]) -> bool:
         return False
     # beside the checkpoints of a run that has not ended there may be a config, and no weights yet
     return not (isinstance(opened, AdapterDir) and not opened.tensors and opened.folder.checkpoints)
+
+
+def _is_latest_of(checkpoint: Path, folder: Path) -> bool:
+    """Return whether the folder holds the rank files of a checkpoint around it, which is taken with them."""
+    try:
+        return open_sharded(checkpoint).latest == folder.name
+    except (LoraToolError, OSError):
+        return False
 
 
 def _name(folder: Path, root: Path) -> str:
