@@ -84,14 +84,14 @@ class NumpyBackend:
             for first, last in _blocks(unit):
                 if self._stopped():
                     break
-                result = self._block(unit, first, last)
+                result = self._block(unit, first, last, sampled=first == unit.first)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
         return self._retained
 
     def numbers(self, unit: ComputeUnit) -> Array:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
         with self._ready_for(unit):
-            return self._block(unit, unit.first, unit.last)
+            return self._block(unit, unit.first, unit.last, sampled=False)
 
     @contextlib.contextmanager
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
@@ -119,8 +119,11 @@ class NumpyBackend:
             squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
-    def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
-        """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
+    def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
+        """Return rows `first` to `last` of the output, flat, in this worker's buffer.
+
+        Where it is `sampled`, what rounding left of the change is kept.
+        """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
         result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
@@ -136,7 +139,7 @@ class NumpyBackend:
             kernels.round_to(total, dtype, result[part])
             if (not small or dtype is DType.F16) and kernels.overflows(total, result[part]):
                 refuse_overflow(unit)
-            if change is not None and first == unit.first and at == 0:
+            if change is not None and sampled and at == 0:
                 self._retained = retention(source[part], total, result[part])
         return result
 
