@@ -15,8 +15,8 @@ from lora_tool.tensors import FileStamp, StoredTensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lora_tool.formats.quantised.decoding import Array, Read
     from lora_tool.formats.quantised.encodings import Encoding
+    from lora_tool.formats.quantised.numpy_types import Array, Read
 
 
 class Sources(OpenFiles):

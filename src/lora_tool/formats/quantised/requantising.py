@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.decoding import STORED, Array, Read, widened
+from lora_tool.formats.quantised.decoding import widened
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.formats.quantised.numpy_types import F32, STORED, Array, Read
 from lora_tool.tensors import DType
 
-F32 = NDArray[np.float32]
 _SEVENTH = np.float32(1 / 127)
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""

@@ -30,7 +30,7 @@ LEAST_KEPT = 0.1
 _ALL_PLAIN = '`store="all-16bit"` and `store="touched-16bit"` merge exactly'
 _SAMPLED_ROWS, _PLACES = 8, 2
 _MOST = 4096
-"""Weights that are sampled: a milliseconds each."""
+"""Weights of which rows are sampled: a millisecond each."""
 
 
 def requantised_steps(step: Step, encoding: Encoding) -> tuple[Step, Step]:
@@ -121,12 +121,9 @@ def _kept(op: Requantise[Computed]) -> DeltaRetention:
     for place in range(_PLACES):
         row = grid.rows * (2 * place + 1) // (2 * _PLACES)
         at = grid.scales_at(row)
-        count = (
-            min(_SAMPLED_ROWS, grid.rows_of(at, at + 1)[1] - row)
-            if grid.tile[0] > 1
-            else min(_SAMPLED_ROWS, grid.rows - row)
-        )
-        of = at, at + (1 if grid.tile[0] > 1 else count)
+        shared = grid.tile[0] > 1  # rows share one row of scales
+        count = min(_SAMPLED_ROWS, (grid.rows_of(at, at + 1)[1] if shared else grid.rows) - row)
+        of = at, at + (1 if shared else count)
         before = _values(rows_of(weight, row, count))
         after = np.concatenate([part.reference(_values) for part in _made(op.made, row, count)])
         values = after.astype(np.float32)
@@ -167,7 +164,7 @@ def _narrow(term: LoraTerm, rows: int) -> LoraTerm:
 def _values(tensor: StoredTensor) -> Values:
     import numpy as np  # noqa: PLC0415 - for few plans
 
-    from lora_tool.formats.quantised.decoding import STORED  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.numpy_types import STORED  # noqa: PLC0415 - see above
 
     data = np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype])
     return data.astype(np.float64).reshape(tensor.shape)

@@ -171,10 +171,6 @@ class QuantisedBase:
             and (step.out.name in quantised or any(encoding_of(tensor) is not None for tensor in step.op.inputs))
         ]
 
-    def _format(self, step: Step) -> str:
-        found = (encoding_of(tensor) for tensor in step.op.inputs)
-        return str(next(filter(None, found), self.encodings.get(step.out.name)))
-
     def _as_stored(self, steps: Sequence[Step], dropped: AbstractSet[str], freed: AbstractSet[str]) -> tuple[Step, ...]:
         """Return the steps with every tensor copied as it is stored that they do not change, but for those `dropped`.
 
