@@ -107,6 +107,8 @@ def merge_several(
     names = names_of(listed)
     if asked.base is not None:
         asked = replace(asked, base=opened_model(asked.base))
+    if asked.original is not None:
+        asked = replace(asked, original=opened_model(asked.original))
     sweep = _Sweep(asked, dry_run, watch, found, ended)
     waiting = [_One(each, name, out / name) for each, name in zip(listed, names, strict=True)]
     return tuple(sweep.all(waiting))

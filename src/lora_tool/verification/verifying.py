@@ -81,6 +81,7 @@ def verify(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
+    original: Reference | None = None,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -97,7 +98,7 @@ def verify(
     watch: StageWatch = unwatched,
 ) -> Verification:
     """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
-    evidence.
+    evidence. `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too.
 
     An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
     it.
@@ -125,7 +126,7 @@ def verify(
         how: dict[str, Any] = {"level": level, "select": select, "ignore": ignore, "jobs": jobs}
         return verify_extracted(extracted, progress=progress, watch=watch, **how)
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
-    inputs = find_inputs(merged, base=base, adapters=adapters)
+    inputs = find_inputs(merged, base=base, adapters=adapters, original=original)
     return verify_inputs(
         inputs,
         level=level,
