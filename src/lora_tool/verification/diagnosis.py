@@ -164,7 +164,7 @@ def _misread(op: RowOp, part: Compared, files: Files) -> str:
 def _misstored(op: RowOp, part: Compared, files: Files) -> str:
     """Return how merged numbers were made codes wrongly, where that gives the codes of the part; "" elsewhere."""
     base, written = encoding_of(op.source), part.written
-    if written is None or not isinstance(base, Requantisable):
+    if not isinstance(written, Requantisable) or not isinstance(base, Requantisable):
         return ""
     rows, wide = _a_sample(part), working_type(op, part.stored.dtype)
     expected = Recomputer(files).whole(op, rows, wide)

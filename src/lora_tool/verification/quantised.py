@@ -213,8 +213,13 @@ class _Look:
             slack.append((unit * bound.of_result + halves) * sizes + bound.of_change * np.abs(made.change))
             products.append((len(made.base), bound.of_product, made.products))
         part = slice(begin - top * width, end - top * width)
-        flat = [np.concatenate(each).reshape(-1)[part] for each in (values, slack)]
-        return _Sums(*flat, begin=part.start, width=width, terms=tuple(products))
+        return _Sums(
+            values=np.concatenate(values).reshape(-1)[part],
+            slack=np.concatenate(slack).reshape(-1)[part],
+            begin=part.start,
+            width=width,
+            terms=tuple(products),
+        )
 
     def _largest(self, values: Array) -> Array:
         """Return the largest size of each block, rounded to 16 bits as the values were."""

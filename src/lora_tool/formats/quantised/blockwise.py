@@ -19,6 +19,7 @@ LEAST = np.float32(1e-38)
 """What takes the place of a scale of nothing but zeros, by which nothing can be divided."""
 _CELLS = 1 << 11
 _MOST = np.float32(127)
+_TABLE = np.float32(65535)
 _LANES = 32
 """Sums that torch adds to side by side: four vectors of 256 bits."""
 _LEVELS = 4
@@ -46,18 +47,29 @@ def nearest(values: F32, scales: F32, block: int, levels: tuple[float, ...]) -> 
     return np.asarray(below.take(cell) + (scaled > bound.take(cell)), np.uint8)
 
 
-def nested(scales: F32, mean: np.float32, levels: tuple[float, ...]) -> tuple[NDArray[np.uint8], F32]:
-    """Return the codes of scales less their mean, and the scale of each `OUTER` of them: of whole ones, but for the last."""
+def nested(
+    scales: F32, mean: np.float32, levels: tuple[float, ...], *, from_table: bool = False
+) -> tuple[NDArray[np.uint8], F32]:
+    """Return the codes of scales less their mean, and the scale of each `OUTER` of them: of whole ones, but for the last.
+
+    On a GPU each takes the nearest level. On a CPU (`from_table`) it takes that of the nearest of 2^16 numbers, for which
+    bitsandbytes has a table.
+    """
     moved = scales - mean
     outer = largest(moved, OUTER)
-    inverse = np.repeat(np.float32(1) / np.maximum(outer, LEAST), OUTER)[: len(moved)]
-    bounds = midpoints(levels)
-    return np.searchsorted(bounds, np.clip(moved * inverse, -1, 1)).astype(np.uint8), outer
+    spread = np.repeat(outer, OUTER)[: len(moved)]
+    scaled: F32 = np.clip(moved * (np.float32(1) / np.maximum(spread, LEAST)), -1, 1)
+    if from_table:
+        place = ((scaled + np.float32(1)) * np.float32(0.5) * _TABLE + np.float32(0.5)).astype(np.int32)
+        place[spread == 0] = 0  # 0 / 0 there
+        scaled = np.asarray(place.astype(np.float32) / _TABLE * np.float32(2) - np.float32(1))
+    return np.searchsorted(midpoints(levels), scaled).astype(np.uint8), outer
 
 
 def int8_rows(values: Array, largest_of_rows: F32) -> NDArray[np.int8]:
     """Return the codes of float16 rows, [rows, columns], whose largest sizes are these; those of zeros are 0."""
-    factor = _MOST / np.where(largest_of_rows == 0, np.float32(1), largest_of_rows)
+    # 127 / x is, in torch, 127 times what is inverse to x
+    factor = _MOST * (np.float32(1) / np.where(largest_of_rows == 0, np.float32(1), largest_of_rows))
     return np.rint(values.astype(np.float32) * factor[:, None]).astype(np.int8)
 
 
@@ -87,7 +99,7 @@ def _cascade(rows: F32) -> F32:
     count = len(rows)
     power = max(_LEVELS, (max(count - 1, 0)).bit_length() // _LEVELS)
     step = 1 << power
-    sums = [np.zeros(rows.shape[1], np.float32) for _ in range(_LEVELS)]
+    sums: list[F32] = [np.zeros(rows.shape[1], np.float32) for _ in range(_LEVELS)]
     done = 0
     while done + step <= count:
         for row in rows[done : done + step]:
@@ -100,8 +112,8 @@ def _cascade(rows: F32) -> F32:
                 break
     for row in rows[done:]:
         sums[0] += row
-    for level in sums[1:]:
-        sums[0] += level
+    for more in sums[1:]:
+        sums[0] += more
     return sums[0]
 
 

@@ -22,24 +22,27 @@ _SEVENTH = np.float32(1 / 127)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """What the codes of four bits stand for: the levels in ascending order, and the code of each."""
+    """What codes stand for: the levels in ascending order, and the code of each. fp4 has two for zero."""
 
     values: tuple[float, ...]
     codes: NDArray[np.uint8]
 
     @classmethod
     def of(cls, tensor: StoredTensor, read: Read) -> Levels:
-        """Return the levels in a table; of two codes that stand for zero the first is used."""
-        stored = read(tensor, 0, tensor.nbytes).view("<f4").tolist()
-        values = tuple(sorted(set(stored)))
-        return cls(values=values, codes=np.array([stored.index(value) for value in values], np.uint8))
+        """Return the levels in a table."""
+        stored = read(tensor, 0, tensor.nbytes).view("<f4")
+        order = np.argsort(stored, kind="stable")
+        return cls(values=tuple(stored[order].tolist()), codes=order.astype(np.uint8))
 
 
 def scales_of_blocks(encoding: Blockwise, values: F32) -> F32:
     """Return the scale of each block of flat values, before it is quantised itself."""
     if isinstance(encoding, BnbInt8):
-        values = _halves(values)
-    return blockwise.largest(values, block_of(encoding))
+        return blockwise.largest(_halves(values), block_of(encoding))
+    found = blockwise.largest(values, encoding.block)
+    if len(values) % encoding.block:
+        found[-1] = max(found[-1], blockwise.LEAST)
+    return found
 
 
 def codes_of(encoding: Blockwise, values: F32, scales: F32, read: Read) -> NDArray[np.uint8]:
@@ -78,7 +81,7 @@ def quantised_scales(nested: NestedScales, scales: F32, read: Read) -> OfScales:
     """Return the codes of all scales of a weight, the scales of these, and the mean that was subtracted."""
     levels = Levels.of(nested.levels, read)
     mean = blockwise.mean_in_order(scales)
-    codes, outer = blockwise.nested(scales, mean, levels.values)
+    codes, outer = blockwise.nested(scales, mean, levels.values, from_table=True)
     return OfScales(codes=levels.codes[codes], outer=outer, mean=mean)
 
 

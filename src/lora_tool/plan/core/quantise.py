@@ -54,6 +54,11 @@ class Quantise(Operation, Generic[Made]):
         return (*self.made.inputs, *((record,) if record is not None and self.part is FreshPart.STATE else ()))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers', whatever the shape is in which they are stored."""
+        return self.encoding.spec.shape
+
+    @property
     def is_by_block(self) -> bool:
         """Whether each block says alone what is written for it: of scales less their mean none does."""
         nested = isinstance(self.encoding, Bnb4) and isinstance(self.encoding.scales, NestedScales)

@@ -30,6 +30,7 @@ from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Computed, Dequantise, DoraDelta, LoraDelta, RowOp, copied_as, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.samples import MOST_SAMPLED, PLACES, SAMPLED_ROWS, made_rows, numbers, raw
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -91,7 +92,9 @@ def fresh_steps(step: Step, encoding: Blockwise, original: Original | None) -> I
     Raises `UnsupportedAdapter` for changes that are not made row by row, `IncompatibleBase` as `Original.weight`.
     """
     op = step.op
-    if isinstance(op, Quantise) or any(each.needs_all_rows or each.taken_out for each in row_ops(op)):
+    if isinstance(op, Quantise | Requantise):
+        raise AssertionError(f"`{step.out.name}` is quantised twice")  # noqa: TRY004 - ours
+    if any(each.needs_all_rows or each.taken_out for each in row_ops(op)):
         raise UnsupportedAdapter(
             f"`{step.out.name}` cannot be quantised again as {encoding}: {step.reason}",
             hint='`store="touched-16bit"` writes such weights in 16 bits',

@@ -58,10 +58,14 @@ def build_plan(
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
     fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
-    read = {"base": base, **adapters, **({} if original is None else {"original": original})}
+    read: dict[str, AdapterDir | ModelDir] = {
+        "base": base,
+        **adapters,
+        **({} if original is None else {"original": original}),
+    }
     files = sharding.base_files(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
-    side_files, notes, warnings = _side_files(merge)
+    side_files, notes, warnings = _side_files(merge, base)
     if len(shards) > 1:
         index = SideFile(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
@@ -111,7 +115,7 @@ def build_plan(
     )
 
 
-def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
+def _side_files(merge: MergeContext, base: ModelDir) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if merge.facts is not None:
@@ -148,7 +152,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
         *([generation.file] if generation.file else []),
         *modules.files,
-        *quantisation_file(merge.base),
+        *quantisation_file(base, merge.base.whole_config),
     )
     warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})

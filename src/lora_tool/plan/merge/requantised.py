@@ -67,7 +67,7 @@ def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
 def _rows(step: Step) -> Computed:
     """Return what makes the weight's numbers, its matrices one after the other."""
     op = step.op
-    if isinstance(op, Requantise):
+    if isinstance(op, Requantise | Quantise):
         raise AssertionError(f"`{step.out.name}` is requantised twice")  # noqa: TRY004 - ours
     if isinstance(op, LoraDelta) and len(op.shape) > 2:  # noqa: PLR2004 - a stack of matrices
         return Assemble(parts=op.cut(0, math.prod(op.shape[:-1])))
