@@ -9,11 +9,11 @@ from lora_tool.execution.output import write_exactly
 from lora_tool.execution.units import QuantiseUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.float_mode import ieee_arithmetic
+from lora_tool.formats.quantised.arrays import F32
 from lora_tool.formats.quantised.bitsandbytes import with_mean
 from lora_tool.formats.quantised.encodings import Bnb4, NestedScales
 from lora_tool.formats.quantised.fresh import OfScales, codes_of, quantised_scales, scales_of_blocks
 from lora_tool.formats.quantised.grids import block_of, elements_of
-from lora_tool.formats.quantised.numpy_types import F32
 from lora_tool.plan.core.ops import Computed
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 

@@ -9,13 +9,14 @@ import numpy as np
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import CACHE_BLOCK
 from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.units import RequantiseUnit
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, grid_of
-from lora_tool.formats.quantised.requantising import codes, extremes, numbers_of, raised, stored_scales
+from lora_tool.formats.quantised.requantising import numbers_of, raised, stored_scales
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.requantise import QuantisedPart
 from lora_tool.tensors import DType
@@ -31,6 +32,7 @@ class Requantiser:
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
+        self._rounding = rounding()
 
     def run(self, unit: RequantiseUnit, out: int) -> DeltaRetention | None:
         """Write the unit to the descriptor `out`; return what rounding left of the change, on a sample of codes.
@@ -55,21 +57,23 @@ class Requantiser:
         top, bottom = grid.rows_of(*of)
         strips = list(_strips(grid, top, bottom))
         values = self._rows(unit, *strips[0])
-        low, high = extremes(encoding, values, top, of)
+        low, high = self._rounding.extremes(encoding, values, top, of)
         for first, last in strips[1:]:
             values = self._rows(unit, first, last)
-            less, more = extremes(encoding, values, first, of)
+            less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
         scales = raised(encoding, stored_scales(encoding, *of, self._numbers.read), low, high)
         begin, _ = unit.place(*of)
         if unit.op.part is QuantisedPart.SCALES:
             write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
             return None
+        if unit.scales_at is not None:
+            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), unit.place_of_scales(*of)[0])
         for first, last in strips:
             values = values if len(strips) == 1 else self._rows(unit, first, last)
             some = min(len(values), max(1, CACHE_BLOCK // grid.width)) if sampled and first == top else 0
             meant = values[:some].copy()
-            made = codes(encoding, values, scales, first, of[0])
+            made = self._rounding.codes(encoding, values, scales, first, of[0])
             write_exactly(out, bytes_of(made), begin + (first - top) * grid.width)
             if some:
                 now = numbers_of(encoding, made[:some], scales, first, of[0])

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.numpy_types import F32, Array
+from lora_tool.formats.quantised.arrays import F32, Array
 
 OUTER = 256
 """Scales that have one scale, where they are quantised themselves."""

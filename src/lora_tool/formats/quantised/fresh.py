@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.quantised import blockwise
+from lora_tool.formats.quantised.arrays import F32, Read
 from lora_tool.formats.quantised.encodings import BnbInt8, NestedScales
 from lora_tool.formats.quantised.grids import Blockwise, block_of
-from lora_tool.formats.quantised.numpy_types import F32, Read
 from lora_tool.tensors import StoredTensor
 
 _SEVENTH = np.float32(1 / 127)

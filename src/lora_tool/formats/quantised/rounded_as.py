@@ -12,9 +12,9 @@ from functools import cache
 
 import numpy as np
 
+from lora_tool.formats.quantised.arrays import F32, STORED, Read
 from lora_tool.formats.quantised.blockwise import OUTER, largest, nearest, nested
 from lora_tool.formats.quantised.encodings import RoundedAs
-from lora_tool.formats.quantised.numpy_types import F32, STORED, Read
 
 _BLOCK, _ALIGNED = 64, 64 * OUTER
 _AT_ONCE = 64 * _ALIGNED

@@ -38,7 +38,7 @@ def require_sums(view: AdapterView) -> None:
     if config.target_parameters:
         raise UnsupportedAdapter(
             f"{config.path}: `target_parameters`: the factors of fused experts lie interleaved in one tensor",
-            hint=merge,
+            hint=f"write the experts one by one first: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS; or {merge}",
         )
     if not view.layers:
         raise UnsupportedAdapter(

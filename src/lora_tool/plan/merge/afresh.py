@@ -205,8 +205,8 @@ def _flat(encoding: Blockwise, first: int, last: int, rows_at: Callable[[int, in
 
 def _quantised(encoding: Blockwise, values: Values, dtype: DType) -> NDArray[np.float32]:
     """Return what values stand for once they are quantised; their scales are not, which costs a hundredth as much."""
+    from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
     from lora_tool.formats.quantised.fresh import numbers_of, scales_of_blocks  # noqa: PLC0415 - for few plans
-    from lora_tool.formats.quantised.numpy_types import STORED  # noqa: PLC0415 - see above
 
     narrow = values.astype("<f4").astype(STORED[dtype]).astype("<f4")
     return numbers_of(encoding, narrow, scales_of_blocks(encoding, narrow), raw)

@@ -95,7 +95,7 @@ def kept_share(steps: Sequence[Step]) -> Mapping[str, Any] | None:
 
 
 def require_kept(steps: Sequence[Step], kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
-    """Return unless what is left of ΔW is next to nothing, and that is not to be allowed. Raises `UnsupportedAdapter`."""
+    """Return if codes keep enough of ΔW, or `allow_loss` accepts less. Raises `UnsupportedAdapter`."""
     better = f"{_FROM_ORIGINAL}; " if any(isinstance(step.op, Quantise) for step in steps) else ""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
@@ -105,7 +105,7 @@ def require_kept(steps: Sequence[Step], kept: Mapping[str, Any] | None, what: st
 
 
 def kept_line(kept: Mapping[str, Any] | None, original: Original | None) -> str:
-    """Return the end of a sentence about what is left of ΔW."""
+    """Return how much of ΔW codes keep, as the end of a note; "" where none are made."""
     if kept is None:
         return ""
     if original is not None:  # its direction says nothing: what is rounded anew is many times as large
@@ -121,15 +121,14 @@ def _kept(op: Coded) -> DeltaRetention:
     import numpy as np  # noqa: PLC0415 - for few plans
 
     from lora_tool.formats.quantised.requantising import (  # noqa: PLC0415 - see above
-        codes,
-        extremes,
+        Rounding,
         numbers_of,
         raised,
         stored_scales,
     )
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
-    weight = dequantised(encoding)
+    weight, rounding = dequantised(encoding), Rounding()
     for place in range(PLACES):
         row = grid.rows * (2 * place + 1) // (2 * PLACES)
         at = grid.scales_at(row)
@@ -139,9 +138,9 @@ def _kept(op: Coded) -> DeltaRetention:
         before = numbers(rows_of(weight, row, count))
         after = made_rows(op.made, row, count)
         values = after.astype(np.float32)
-        scales = raised(encoding, stored_scales(encoding, *of, raw), *extremes(encoding, values, row, of))
+        scales = raised(encoding, stored_scales(encoding, *of, raw), *rounding.extremes(encoding, values, row, of))
         delta = after - before
-        effect = numbers_of(encoding, codes(encoding, values, scales, row, at), scales, row, at) - before
+        effect = numbers_of(encoding, rounding.codes(encoding, values, scales, row, at), scales, row, at) - before
         if not np.isfinite(delta).all():
             return DeltaRetention()  # refused by name when it is written
         total += DeltaRetention(

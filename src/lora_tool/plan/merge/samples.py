@@ -35,7 +35,7 @@ def numbers(tensor: StoredTensor) -> Values:
     """Return a tensor's values, float64; of a quantised one what its codes stand for."""
     import numpy as np  # noqa: PLC0415 - for few plans
 
-    from lora_tool.formats.quantised.numpy_types import STORED  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
 
     data = np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype])
     return data.astype(np.float64).reshape(tensor.shape)
