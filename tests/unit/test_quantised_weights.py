@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lora_tool.formats.quantised.arrays import widened
 from lora_tool.formats.quantised.bitsandbytes import state_bytes, with_mean
-from lora_tool.formats.quantised.decoding import widened
 from lora_tool.formats.quantised.encodings import BnbInt8, NestedScales, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.fresh import codes_of, quantised_scales, scales_of_blocks
