@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
 
-_BATCH_BYTES = 4 << 20
 _GATHER_BYTES = 1 << 20
 """Bytes per gathering unit: what lies side by side in pieces is put into its rows in the second-level cache."""
 
@@ -233,20 +232,6 @@ def _scales_beside_codes(shard: Shard) -> dict[str, int]:
                 scales[step.out.name] = at
         at += step.out.nbytes
     return {name: begin for name, begin in scales.items() if name in codes}
-
-
-def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
-    """Yield neighbouring units together until they make a few MB: thousands of tiny ones cost more to hand out."""
-    batch: list[Unit] = []
-    held = 0
-    for unit in units:
-        batch.append(unit)
-        held += unit.nbytes
-        if held >= _BATCH_BYTES:
-            yield tuple(batch)
-            batch, held = [], 0
-    if batch:
-        yield tuple(batch)
 
 
 def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:

@@ -12,7 +12,7 @@ from typing import Any
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.cluster.spread import HERE, EngineName, Spread
+from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
@@ -110,8 +110,7 @@ def verify(
     inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
     anything is compared.
     """
-    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     if (computed := find_computed(merged, adapters, base=base)) is not None:
         return verify_computed(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
