@@ -125,6 +125,7 @@ LISTS = {
     "nf4-double": "llm_int8_skip_modules",
     "bnb-int8": "llm_int8_skip_modules",
     "fp8-block": "modules_to_not_convert",
+    "fp4": "modules_to_not_convert",
 }
 
 

@@ -122,6 +122,15 @@ def test_blocks_of_any_size_give_the_same_bytes(
     assert not different(saved_tensors(whole), saved_tensors(parts))
 
 
+def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
+    together = saved_tensors(merge_with_ours(base, adapter, tmp_path / "together", "float32", store="as-base"))
+    apart = merge_with_ours(base, adapter, tmp_path / "apart", "float32", store="as-base", max_shard_bytes=6000)
+    places = json.loads((apart / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(places[name] != places.get(f"{name}_scale_inv", places[name]) for name in places)
+    assert not different(saved_tensors(apart), together)
+
+
 def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_path: Path) -> None:
     base, _ = quantise(plain, tmp_path / "base", "bnb-int8", is_linear)
     faint = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | {"lora_alpha": 1e-4})

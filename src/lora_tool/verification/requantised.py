@@ -123,7 +123,7 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     found = np.zeros((of[1] - of[0], grid.across), np.bool_)
     edges = np.arange(0, grid.width, grid.tile[1])
     for rows, own in grid.parts(first, last, of[0]):
-        full: Array = is_full[raw[rows]]
+        full: Array = np.take(is_full, raw[rows])
         full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
         found[own] = np.logical_or.reduceat(full, edges, axis=1)
     return found
