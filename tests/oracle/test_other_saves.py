@@ -137,6 +137,13 @@ def test_a_whole_model_in_a_module(made: Path, tmp_path: Path) -> None:
         assert load_file(out / "model.safetensors").keys() == state.keys()
 
 
+def test_a_model_that_lies_in_one_module_of_its_own_keeps_its_names(tmp_path: Path) -> None:
+    """Qwen2.5-Omni without its voice has everything, its output layer too, in `thinker`."""
+    state = {f"thinker.{name}.weight": torch.ones(2, 2) for name in ("model.norm", "lm_head", "visual.proj")}
+    plan = plan_consolidate(distributed(tmp_path / "run", {"model": state}))
+    assert {step.out.name for step in plan.steps} == state.keys()
+
+
 @pytest.mark.parametrize("index", ["", ".0"])
 def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_path: Path) -> None:
     state = bare_factors(made, index)
