@@ -147,7 +147,9 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
 @pytest.mark.parametrize(
     ("form", "lora", "choices", "words"),
     [
-        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: rounding to four bits"),
+        ("int4", {}, {}, r"stored as int4 in groups of 32: rounding to four bits"),
+        ("nvfp4", {}, {}, r"stored as nvfp4: rounding to four bits"),
+        ("fp8-block", {}, {"original": "plain"}, r"only the formats of bitsandbytes are quantised afresh"),
         ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
         ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
@@ -158,8 +160,10 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
 def test_what_codes_cannot_hold_is_refused_by_name(
     form: str, lora: dict[str, Any], choices: dict[str, Any], words: str, plain: Path, tmp_path: Path
 ) -> None:
-    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    whole = form in ("gptq", "fp8-block")  # the others have no groups that are cut off
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear if whole else lambda name: name.endswith("q_proj"))
     adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | lora)
+    choices = choices | ({"original": plain} if "original" in choices else {})
     with pytest.raises(UnsupportedAdapter, match=words):
         plan_merge(base, adapter, store="as-base", **choices)
 

@@ -57,8 +57,8 @@ def requantised_parts(name: str, op: Requantise[Computed], written: Requantisabl
 def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     """Return half the distance between neighbouring codes at each of these rows' codes, as numbers, [rows, columns]."""
     written = part.written
-    if written is None:
-        raise AssertionError(f"`{part.name}` holds no codes")
+    if not isinstance(written, Requantisable):
+        raise TypeError(f"`{part.name}` holds no codes with kept scales")
     grid = grid_of(written)
     above = part.begin // grid.width
     own = [(first + above, last + above) for first, last in rows]
@@ -81,8 +81,8 @@ def step_bound(bound: Bound) -> Bound:
 def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
     """Return what was seen of these rows of scales."""
     written = part.written
-    if written is None or not isinstance(part.op, Requantise):
-        raise AssertionError(f"`{part.name}` holds no scales")
+    if not isinstance(written, Requantisable) or not isinstance(part.op, Requantise):
+        raise TypeError(f"`{part.name}` holds no kept scales")
     grid, base = grid_of(written), scales_of(part.op.encoding)
     now, before = (_scales(tensor, grid, (first, last), files) for tensor in (part.stored, base))
     differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
