@@ -8,7 +8,7 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -89,7 +89,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
     `NotACheckpoint` where `root` is not a folder, `UnknownRule` for criteria that select no rule.
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
-    for folder in _checkpoints_under(root):
+    for folder in checkpoints_under(root):
         run = runs[folder.parent if is_save(folder) else folder]
         one = _judged(folder, run, criteria)
         if one is not None:
@@ -147,11 +147,15 @@ class _Run:
         self.found.append((item if state is None else replace(item, state=without_history(state)), kind))
 
 
-def _checkpoints_under(root: Path) -> Iterator[Path]:
-    """Yield every folder that may be a checkpoint, those of a run by step; what lies inside one is part of it."""
+def checkpoints_under(root: Path, *, signs: Container[str] = (), links: bool = False) -> Iterator[Path]:
+    """Yield every folder that may be a checkpoint, those of a run by step; what lies inside one is part of it.
+
+    A folder with a file of `signs` may be one, too, besides those with weights. Of `links` only those that are called
+    like a run's saves are yielded without; none is followed. Raises `NotACheckpoint` where `root` is not a folder.
+    """
     if not root.is_dir():
         open_checkpoint(root)  # says what it is instead
-    if _may_be_one(root):
+    if _may_be_one(root, signs):
         yield root
     if is_save(root) and not is_numbered(root.name):
         return
@@ -159,8 +163,8 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
         saves = _saves_in(where, folders)
         inside = [name for name in folders if name in saves or not holds_pieces(name)]
-        paths = [path for name in inside if _may_be_one(path := Path(where, name))]
-        yield from (path for path in paths if path.name in saves or not path.is_symlink())
+        paths = [path for name in inside if _may_be_one(path := Path(where, name), signs)]
+        yield from (path for path in paths if links or path.name in saves or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
         folders[:] = [name for name in inside if name not in saves]
 
@@ -192,13 +196,16 @@ def _by_step(name: str) -> tuple[str, int]:
     return (name.rstrip(string.digits), number) if number else (name, 0)
 
 
-def _may_be_one(folder: Path) -> bool:
+def _may_be_one(folder: Path, signs: Container[str] = ()) -> bool:
     if is_save(folder):
         return True
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
-        return any(_content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name)) for name in names)
+        return any(
+            name in signs or _content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name))
+            for name in names
+        )
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:

@@ -32,7 +32,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.cli.writing import spread_options
-from lora_tool.cluster.spread import EngineName, Spread
+from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
@@ -55,6 +55,12 @@ if TYPE_CHECKING:
     help=f"Adapter that was merged: {ANYWHERE}.  [default: the one in lora_tool.json]",
 )
 @base_option(f"Base model: {ANYWHERE}.  [default: the one in lora_tool.json, the adapter or config.json]")
+@click.option(
+    "--original",
+    type=FolderOrId(),
+    metavar="MODEL",
+    help="16-bit model from which --store as-base quantised.  [default: the one in lora_tool.json]",
+)
 @click.option("--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
 @click.option("--logits", is_flag=True, help="Also run both models and compare their answers.")
 @click.option(
@@ -90,6 +96,7 @@ def command(
     *,
     adapters: tuple[str, ...],
     base: str | None,
+    original: str | None,
     sample: bool,
     prompts: Path | None,
     pairs: Path | None,
@@ -113,8 +120,8 @@ def command(
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
     computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
-    it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
-    in the [verify] table of lora-tool.toml.
+    it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a
+    tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set in the [verify] table of lora-tool.toml.
     """
     from lora_tool.checkpoint import open_model  # noqa: PLC0415
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
@@ -122,8 +129,7 @@ def command(
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
-    spread = Spread(engine=engine, address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
     told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
@@ -143,7 +149,7 @@ def command(
         computed = _of_computed(folder, adapters, given, asked, level=level, watch=watch)
         if computed is not None:
             return computed
-        inputs = find_inputs(folder, base=given, adapters=adapters, open_base=open_base)
+        inputs = find_inputs(folder, base=given, adapters=adapters, original=original, open_base=open_base)
         return verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
 
     def code_of(verification: Verification) -> int:

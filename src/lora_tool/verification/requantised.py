@@ -56,8 +56,8 @@ def requantised_parts(name: str, op: Requantise[Computed], written: Requantisabl
 def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     """Return half the distance between neighbouring codes at each of these rows' codes, as numbers, [rows, columns]."""
     written = part.written
-    if written is None:
-        raise AssertionError(f"`{part.name}` holds no codes")
+    if not isinstance(written, Requantisable):
+        raise TypeError(f"`{part.name}` holds no codes with kept scales")
     grid = grid_of(written)
     above = part.begin // grid.width
     own = [(first + above, last + above) for first, last in rows]
@@ -80,8 +80,8 @@ def step_bound(bound: Bound) -> Bound:
 def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
     """Return what was seen of these rows of scales."""
     written = part.written
-    if written is None or not isinstance(part.op, Requantise):
-        raise AssertionError(f"`{part.name}` holds no scales")
+    if not isinstance(written, Requantisable) or not isinstance(part.op, Requantise):
+        raise TypeError(f"`{part.name}` holds no kept scales")
     grid, base = grid_of(written), scales_of(part.op.encoding)
     now, before = (_scales(tensor, grid, (first, last), files) for tensor in (part.stored, base))
     differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
@@ -114,14 +114,16 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    raw = _codes(written, first, last, files)
-    values = raw.view(np.int8).astype(np.float32)
+    every = np.arange(256, dtype=np.uint8)
+    values: Array = every.view(np.int8).astype(np.float32)
     if written.codes.dtype is DType.F8_E4M3:
-        values = small_floats(raw, exponent=4, mantissa=3)
+        values = small_floats(every, exponent=4, mantissa=3)
+    is_full = (values >= most) | (values <= least)
+    raw = _codes(written, first, last, files)
     found = np.zeros((of[1] - of[0], grid.across), np.bool_)
     edges = np.arange(0, grid.width, grid.tile[1])
     for rows, own in grid.parts(first, last, of[0]):
-        full: Array = (values[rows] >= most) | (values[rows] <= least)
+        full: Array = np.take(is_full, raw[rows])
         full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
         found[own] = np.logical_or.reduceat(full, edges, axis=1)
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.cluster.spread import HERE, EngineName, Spread
+from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
@@ -75,6 +75,7 @@ def verify(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
+    original: Reference | None = None,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -91,7 +92,7 @@ def verify(
     watch: StageWatch = unwatched,
 ) -> Verification:
     """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
-    evidence.
+    evidence. `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too.
 
     An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
     it.
@@ -109,14 +110,13 @@ def verify(
     inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
     anything is compared.
     """
-    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     if (computed := find_computed(merged, adapters, base=base)) is not None:
         return verify_computed(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
-    inputs = find_inputs(merged, base=base, adapters=adapters)
+    inputs = find_inputs(merged, base=base, adapters=adapters, original=original)
     return verify_inputs(
         inputs,
         level=level,
