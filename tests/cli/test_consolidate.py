@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import open_sharded
-from lora_tool.execution import copying
+from lora_tool.execution import worker
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.sharded import file_values
 from tests.cli.calling import FIXTURES, Caller
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(copying, "write_exactly", full)
+    monkeypatch.setattr(worker, "_copy_in_kernel", full)
     called = call("consolidate", REWARD, "-o", tmp_path / "out")
     assert called.code == 3
     assert "the disk is full" in called.err

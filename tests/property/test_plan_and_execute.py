@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.execution import copying, kernels, units
+from lora_tool.execution import kernels, units, worker
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.ops import Cast, Copy, row_ops
@@ -145,13 +145,11 @@ def test_float64_gives_the_same_bytes_for_any_size_of_block(
 
 @settings(deadline=None, max_examples=15)
 @given(inputs())
-def test_whoever_copies_the_bytes_are_the_same(given_inputs: Inputs) -> None:
-    """The system, as far as it can, or this process."""
+def test_copying_without_the_kernels_help_gives_the_same_bytes(given_inputs: Inputs) -> None:
     with planned(given_inputs, "float32", None, None) as (plan, folder):
         first = digest(execute(plan, folder / "first"))
-        for by_the_system in (True, False):
-            with mock.patch.object(copying, "_is_better_copied_there", lambda _unit, _source, by=by_the_system: by):
-                assert digest(execute(plan, folder / f"copied-{by_the_system}")) == first
+        with mock.patch.object(worker, "_copy_in_kernel", lambda _unit, _source, _out: 0):
+            assert digest(execute(plan, folder / "read-and-written")) == first
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from lora_tool.actions import TensorAction
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import GatherUnit, units_of
+from lora_tool.execution.units import CopyUnit, GatherUnit, units_of
 from lora_tool.execution.worker import Worker
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.stored import read_part, same_values
@@ -157,6 +158,35 @@ def test_pieces_side_by_side_are_copied_as_they_are(tmp_path: Path) -> None:
             for unit in units:
                 worker.write(unit, file.fileno())
     assert out.read_bytes()[len(shard.header) :] == whole.tobytes()
+
+
+def test_many_short_pieces_are_put_together_before_they_are_written(tmp_path: Path) -> None:
+    """A factor of LoRA on many ranks, with one long piece among them, and one short tensor alone."""
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(800_000))
+    sizes = [2048] * 150 + [200_000] + [2048] * 100
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    spans = tuple(
+        Span(path=source, offset=sum(sizes) - start - size, nbytes=size)
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    tensors = [
+        StoredTensor(spec=TensorSpec(name=name, dtype=DType.U8, shape=(sum(span.nbytes for span in held),)), spans=held)
+        for name, held in (("many", spans), ("one", spans[:1]))
+    ]
+    steps = tuple(Step(out=each.spec, op=Copy(source=each), action=TensorAction.COPIED, reason="") for each in tensors)
+    shard = Shard(filename="out", steps=steps)
+    units = list(units_of(shard, whole=lambda _: False))
+    assert [type(unit) for unit in units] == [GatherUnit, CopyUnit, GatherUnit, CopyUnit]
+    out = tmp_path / "out"
+    with Sources([FileStamp.of(source)]) as sources, out.open("wb") as file:
+        write_exactly(file.fileno(), memoryview(shard.header), 0)
+        worker = Worker(sources, Precision.FLOAT32)
+        for unit in units:
+            worker.write(unit, file.fileno())
+    data = source.read_bytes()
+    expected = b"".join(data[span.offset : span.offset + span.nbytes] for each in tensors for span in each.spans)
+    assert out.read_bytes()[len(shard.header) :] == expected
 
 
 def test_pieces_in_no_order_do_not_take_hours() -> None:

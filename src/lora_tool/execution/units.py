@@ -21,7 +21,7 @@ COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
 
 _SHORT_BYTES = 64 << 10
-_GATHER_BYTES = 1 << 18
+_GATHER_BYTES = 1 << 20
 """Bytes per gathering unit: what lies in small pieces, or side by side, is put together in the second-level cache."""
 
 _STACK = 3

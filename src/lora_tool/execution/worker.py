@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lora_tool.batches import batches_of_bytes
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
-from lora_tool.execution.copying import Copier
+from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, QuantiseUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
@@ -43,7 +44,7 @@ class Worker:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sources = sources
-        self._copier = Copier(sources)
+        self._gathered = bytearray()
         self._precision = precision
         self._choose = choose
         self._stopped = stopped
@@ -57,10 +58,12 @@ class Worker:
         """
         match unit:
             case CopyUnit():
-                self._copier.copy(unit, out)
+                _copy(unit, self._sources, out)
                 return None
             case GatherUnit():
-                self._copier.gather(unit, out)
+                gathered = self._room(unit.nbytes)
+                self._sources.read_into(unit.source, unit.start, gathered)
+                write_exactly(out, gathered, unit.begin)
                 return None
             case ComputeUnit():
                 retained = self._backend(unit).run(unit, out)
@@ -84,8 +87,40 @@ class Worker:
             self._coders = Requantiser(numbers), Quantiser(numbers)
         return self._coders
 
+    def _room(self, nbytes: int) -> memoryview:
+        if len(self._gathered) < nbytes:
+            self._gathered = bytearray(nbytes)
+        return memoryview(self._gathered)[:nbytes]
+
     def _backend(self, unit: ComputeUnit) -> Backend:
         chosen = self._choose(self._precision, unit.op)
         if chosen not in self._backends:
             self._backends[chosen] = chosen(self._sources, self._precision, self._stopped)
         return self._backends[chosen]
+
+
+def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
+    held = sources.held_bytes(unit.source, unit.offset, unit.nbytes)
+    if held is not None:
+        write_exactly(out, held, unit.begin)
+        return
+    with sources.descriptor(unit.source) as source:
+        done = _copy_in_kernel(unit, source, out)
+    if done < unit.nbytes:
+        rest = memoryview(bytearray(unit.nbytes - done))
+        sources.read_exactly(unit.source, unit.offset + done, rest)
+        write_exactly(out, rest, unit.begin + done)
+
+
+def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
+    """Copy without passing through this process, and return how many bytes the system copied that way."""
+    done = 0
+    while hasattr(os, "copy_file_range") and done < unit.nbytes:
+        try:
+            count = os.copy_file_range(source, out, unit.nbytes - done, unit.offset + done, unit.begin + done)
+        except OSError:
+            break  # file systems, containers and old kernels refuse in various ways; a real error comes again, named
+        if count == 0:
+            break
+        done += count
+    return done
