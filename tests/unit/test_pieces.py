@@ -141,6 +141,17 @@ def test_columns_are_one_span_and_long_rows_many(tmp_path: Path) -> None:
     assert [type(span) for span in assembled(spec_of(wide), halves).spans] == [Span] * 6
 
 
+@pytest.mark.parametrize("columns", [(1200, 800), (1200, 796, 4)], ids=["wide", "and narrow"])
+def test_a_few_long_rows_side_by_side(tmp_path: Path, columns: tuple[int, ...]) -> None:
+    """A factor of LoRA that tensor parallelism cut: any part of it, from any byte."""
+    whole = np.random.default_rng(1).integers(0, 1 << 16, (5, 2000), np.uint16)
+    starts = [sum(columns[:at]) for at in range(len(columns))]
+    pieces = saved(tmp_path, whole, [((0, start), (5, width)) for start, width in zip(starts, columns, strict=True)])
+    tensor = assembled(spec_of(whole), pieces)
+    for start, nbytes in ((0, 20_000), (1001, 5003), (3999, 2), (16_000, 4000)):
+        assert read_part(tensor, start, nbytes) == whole.tobytes()[start : start + nbytes]
+
+
 def test_pieces_side_by_side_are_copied_as_they_are(tmp_path: Path) -> None:
     """Bit for bit, NaN with its payload included, and some MB at a time."""
     whole = np.random.default_rng(0).integers(0, 1 << 16, (700, 9000), np.uint16)

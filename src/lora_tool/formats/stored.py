@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
-_WIDE = 1 << 9
-"""Bytes of a row of a tile that are worth a step of Python."""
+_WIDE, _FEW = 1 << 9, 1 << 19
+"""Bytes of a row of a tile that are worth a step of Python, and of rows that are no large matrix's."""
 _DECODED_WEIGHTS = 1 << 19
 """Quantised weights that are decoded together: a row of a stack of experts is a whole matrix."""
 
@@ -126,7 +126,7 @@ def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, 
 
 def _lay(held: memoryview, tile: Tile, rows: memoryview, row_bytes: int) -> None:
     """Put what is held of a tile into its place in every row."""
-    if tile.width >= _WIDE:  # importing numpy takes longer than the copying of some hundred MB
+    if tile.width >= _WIDE and len(rows) < _FEW:  # importing numpy takes longer than this for all factors of an adapter
         begins = range(tile.begin, len(rows), row_bytes)
         for begin, start in zip(begins, range(0, len(held), tile.width), strict=True):
             rows[begin : begin + tile.width] = held[start : start + tile.width]
