@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from lora_tool.errors import FindingsFound
 from lora_tool.formats.torch_zip import Record
 from lora_tool.pipeline.consolidating import consolidate
 from lora_tool.report import Severity
-from lora_tool.sharded.file_values import crc32
 from lora_tool.sharded.training_state import training_state
 from lora_tool.validation.validating import validate
 from tests.hostile.folders import FIXTURES
@@ -108,7 +108,7 @@ class Run:
             old = bytes(data[at : at + record.nbytes])
             data[at : at + record.nbytes] = change(old)
             if isinstance(record, Record) and record.nbytes:
-                new = crc32(change(old)).to_bytes(4, "little")
+                new = zlib.crc32(change(old)).to_bytes(4, "little")
                 begin = data.rindex(b"PK\x03\x04", 0, at)
                 end = data.index(b"PK\x05\x06", at)
                 data[begin:end] = data[begin:end].replace(record.crc.to_bytes(4, "little"), new)
