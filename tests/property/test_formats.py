@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from safetensors import safe_open
 
 from lora_tool import keys
 from lora_tool.errors import CorruptFile
+from lora_tool.formats.files import parse_json, parse_names
 from lora_tool.formats.safetensors import build_header, scan_file
 from lora_tool.keys import Part
 from lora_tool.tensors import DType, TensorSpec
@@ -73,6 +77,28 @@ def test_a_file_is_refused_by_us_wherever_the_reference_package_refuses_it(
             assert problems
         else:
             assert problems or names == set(read_file(path).tensors)
+
+
+TEXTS = st.text(':"\\ab', max_size=3).map(json.dumps)
+TABLES = st.recursive(
+    TEXTS | st.sampled_from(["7", "[1, 2]", "null", "broken"]),
+    lambda inner: st.lists(st.tuples(TEXTS, inner), max_size=3).map(
+        lambda pairs: "{" + ",".join(f"{key}:{value}" for key, value in pairs) + "}"
+    ),
+    max_leaves=8,
+)
+"""JSON with colons in its texts, with keys that repeat at any depth, and with errors."""
+
+
+@given(TABLES)
+def test_names_are_parsed_as_any_json_is(text: str) -> None:
+    def outcome(parse: Callable[[bytes, Path], Any]) -> object:
+        try:
+            return parse(text.encode(), Path("x"))
+        except CorruptFile as error:
+            return str(error)
+
+    assert outcome(parse_names) == outcome(parse_json)
 
 
 @given(st.binary(max_size=200))

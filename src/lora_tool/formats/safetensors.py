@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import instead_of_weights, open_regular, parse_json, read_at
+from lora_tool.formats.files import instead_of_weights, open_regular, parse_names, read_at
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -76,7 +76,7 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     if not text.startswith(b"{"):
         raise corrupt(Defect.BAD_HEADER, "header does not start with `{`: not a safetensors file")
     try:
-        header = parse_json(text, stamp.path)
+        header = parse_names(text, stamp.path)
     except CorruptFile as error:
         if error.problem.defect is Defect.BAD_JSON:
             raise corrupt(Defect.BAD_HEADER, f"header {error.problem.message}") from error

@@ -197,6 +197,8 @@ def converted_base(
 def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
     found = homes(adapter, mapping)
+    if all(path in (None, module) for (module, _), path in found.items()):
+        return adapter  # which has been looked at already
 
     def in_memory(key: AdapterKey) -> AdapterKey:
         path = found[key.module, _leaf_in_memory(key)] or key.module
