@@ -135,9 +135,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], object]:
 def _compare(gathering: _Gathering, index: Path, weight_map: Mapping[str, str]) -> None:
     # a shard that is missing or broken has its own problem already
     whole = {
-        file.path.name: file.tensors
-        for file in gathering.files
-        if not any(problem.fatal for problem in file.problems)
+        file.path.name: file.tensors for file in gathering.files if not any(problem.fatal for problem in file.problems)
     }
     for name, shard in weight_map.items():
         if shard in whole and name not in whole[shard]:

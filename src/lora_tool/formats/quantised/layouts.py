@@ -64,6 +64,7 @@ _PARTS = (
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks")
 """Those of them that nothing else is called."""
+_NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_", "F4"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def is_sign(tensor: StoredTensor) -> bool:
 
 def _is_narrow(tensor: StoredTensor) -> bool:
     """Return whether the elements are floats of eight bits or less."""
-    return tensor.dtype.value[:3] in ("F8_", "F6_", "F4")
+    return tensor.dtype in _NARROW
 
 
 def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:

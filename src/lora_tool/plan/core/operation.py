@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.tensors import StoredTensor
@@ -107,12 +106,7 @@ def _collect(value: object, found: list[StoredTensor]) -> None:
             _collect(item, found)
     else:
         for name in getattr(value, "__dataclass_fields__", ()):
-            if not isinstance(inner := getattr(value, name), _PLAIN):
-                _collect(inner, found)
-
-
-_PLAIN = (int, float, str, NoneType)
-"""What holds no tensor, as most fields do not: numbers, names, and the words of enums."""
+            _collect(getattr(value, name), found)
 
 
 def input_of(tensor: StoredTensor, input_names: InputNames) -> dict[str, str]:

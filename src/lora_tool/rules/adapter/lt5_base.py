@@ -17,7 +17,7 @@ from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.tensors import StoredTensor
+from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
@@ -90,9 +90,10 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
 def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
     """Yield module and tensor name of what the adapter adapts and the base does not have, and what `_beyond` says."""
     match = subject.matched
-    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
-    if not without_weight:  # as nearly always: the names of the base need not be looked through
+    modules = (*subject.view.tokens, *(layer.target for layer in subject.layers))
+    if all(match.tensor(module) is not None for module in modules):  # as nearly always
         return
+    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
     held, indices = frozenset(name.rpartition(".")[0] for name in match.base.tensors), _held_indices(match)
     for module, name in without_weight.items():
         if match.name(module) not in held and not _may_be_absent(subject, module):
@@ -124,7 +125,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         close = closest(match.name(module), modules) if module is absent[0][0] else None
         nearest = f"; the closest name there is `{close}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
-    for module, name in _adapted(subject).items():
+    for module, name in _adapted(subject).items() if subject.is_reward() else ():
         if of_other := _of_causal_lm(subject, match, module):
             yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
 
@@ -147,27 +148,19 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     if _RESHAPED & set(subject.config.refused):
         return
     bare = _wrapped(subject, match)
+    fitting: set[tuple[int, DType, tuple[int, ...]]] = set()  # kinds of layers, and the base's weights that they fit
     for layer in subject.layers:
         if layer.module in bare:
             yield from _misfits_parameter(subject, match, layer, bare[layer.module])
             continue
-        held, pair = _held_or_tied(match, layer.target), layer.pair
-        weight = subject.view.frozen.get(f"{layer.target}.weight") or held
-        if weight is None or pair is None or layer.rank is None:
-            continue
-        if not weight.dtype.is_float:
-            yield Fault(
-                subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float"
-            )
-        needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
-        rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
-        rows_only = rows_only and needed[1:] == weight.shape[1:]
-        # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
-        comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
-        if comparable and needed != weight.shape and not rows_only:
-            whose = "the base's" if weight is held else "the adapter's own"
-            message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
-            yield Fault(subject=pair[0].name, message=message)
+        weight = match.tensor(layer.target)
+        alone = weight is None or f"{layer.target}.weight" in subject.view.frozen
+        beside = None if weight is None or alone else (layer.kind, weight.dtype, weight.shape)
+        if beside not in fitting:
+            faults = tuple(_misfits_weight(subject, match, layer))
+            yield from faults
+            if beside is not None and not faults:
+                fitting.add(beside)
     for module, tokens in subject.view.tokens.items():
         weight, rows = match.tensor(module), tokens.rows
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
@@ -176,6 +169,25 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
                 f"{list(weight.shape[1:])}"
             )
             yield Fault(subject=rows.name, message=message)
+
+
+def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer) -> Iterator[Fault]:
+    """Compare the shape of lora_B·lora_A with the weight's."""
+    held, pair = _held_or_tied(match, layer.target), layer.pair
+    weight = subject.view.frozen.get(f"{layer.target}.weight") or held
+    if weight is None or pair is None or layer.rank is None:
+        return
+    if not weight.dtype.is_float:
+        yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float")
+    needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
+    rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
+    rows_only = rows_only and needed[1:] == weight.shape[1:]
+    # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
+    comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
+    if comparable and needed != weight.shape and not rows_only:
+        whose = "the base's" if weight is held else "the adapter's own"
+        message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
+        yield Fault(subject=pair[0].name, message=message)
 
 
 def _wrapped(subject: AdapterSubject, match: BaseMatch) -> Mapping[str, str]:
