@@ -129,6 +129,25 @@ def test_every_name_parses_and_its_canonical_form_is_stable(name: str) -> None:
     assert keys.parse(key.canonical).canonical == key.canonical
 
 
+ENDS = st.sampled_from(
+    [
+        "lora_A.weight",
+        "lora_B.default.weight",
+        "lora_A.3.weight",
+        "modules_to_save.2.0.bias",
+        "weight",
+        "lora_embedding_A",
+    ]
+)
+BEGINNINGS = st.sampled_from(["base_model.model.", "base_model.model.module.", "_orig_mod.", ""])
+NUMBERED = st.lists(st.sampled_from(["a", "lora_A", "0", "12", "w1", "_orig_mod"]), max_size=4).map(".".join)
+
+
+@given(st.lists(st.builds(lambda *parts: "".join(parts), BEGINNINGS, NUMBERED, st.just("."), ENDS), unique=True))
+def test_names_parsed_together_are_parsed_one_by_one(names: list[str]) -> None:
+    assert keys.parse_all(names) == {name: keys.parse(name) for name in names}
+
+
 @given(MODULES, st.sets(MODULES, max_size=4))
 def test_a_target_is_the_module_or_a_dotted_end_of_it(module: str, names: set[str]) -> None:
     expected = any(module == name or module.endswith(f".{name}") for name in names)

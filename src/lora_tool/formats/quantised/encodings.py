@@ -144,7 +144,8 @@ Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | Roun
 def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
     """Return the tensors on disk that the matrix is made of, the codes first."""
     found: list[StoredTensor] = []
-    for name in _holding_tensors(type(encoding)):
+    kind: type[_Stored] = type(encoding)
+    for name in _holding_tensors(kind):
         value = getattr(encoding, name)
         if isinstance(value, StoredTensor):
             found.append(value)
@@ -154,8 +155,8 @@ def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
 
 
 @cache
-def _holding_tensors(kind: type[Encoding]) -> tuple[str, ...]:
-    """Return the fields that may hold tensors."""
+def _holding_tensors(kind: type[_Stored]) -> tuple[str, ...]:
+    """Return the fields of an encoding's class that may hold tensors."""
     return tuple(each.name for each in fields(kind) if StoredTensor.__name__ in str(each.type))
 
 

@@ -145,8 +145,8 @@ class ConvertedBase:
         out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
         out |= {step.out.name: step for step in _stored(self, transposed)}
         out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
-        order = {name: place for place, name in enumerate(self.disk)}
-        return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
+        in_order = [out.pop(name) for name in self.disk if name in out]
+        return (*in_order, *out.values())
 
 
 def converted_base(
