@@ -26,7 +26,7 @@ COMPARING = PACKAGE / "verification" / "native"
 COMPARISON = COMPARING / "compare.so"
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two
-FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+FLAGS = ("-std=c11", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
 
 
 class CannotCompileError(Exception):

@@ -1526,6 +1526,18 @@ def _served_init(folder: Path) -> None:
     _set(folder, init_lora_weights="pissa_niter_4")
 
 
+@_breaks("LT808 for LoRA-GA", CAUSAL, servers=["peft"])
+def _served_lora_ga(folder: Path) -> None:
+    _plain(folder)
+    _set(folder, init_lora_weights="lora_ga")
+
+
+@_breaks("LT808 for CorDA", CAUSAL, servers=["peft"])
+def _served_corda(folder: Path) -> None:
+    _plain(folder)
+    _set(folder, init_lora_weights="corda")
+
+
 @_breaks("LT809", CAUSAL, servers=["sglang"])
 def _served_regex(folder: Path) -> None:
     _plain(folder)

@@ -70,7 +70,12 @@ def commands() -> Iterator[str]:
 
 def schemas() -> Iterator[str]:
     """Yield the JSON schemas that are published with the package."""
-    for path in ("report/report.schema.json", "pipeline/ci.schema.json", "inspection/inspect.schema.json"):
+    for path in (
+        "report/report.schema.json",
+        "pipeline/ci.schema.json",
+        "pipeline/ci-each.schema.json",
+        "inspection/inspect.schema.json",
+    ):
         table = json.loads(resources.files(lora_tool).joinpath(path).read_text())
         yield f"## {table['title']}\n\n{table['description']}\n"
         yield "| field | holds |\n|---|---|"

@@ -8,18 +8,19 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint
+from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import is_numbered
 from lora_tool.checkpoint.kinds import matches, step_of
-from lora_tool.checkpoint.registry import holds_pieces, is_step, sharded_kinds
+from lora_tool.checkpoint.registry import holds_pieces, is_save, is_step, sharded_kinds
 from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
+from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
@@ -60,14 +61,9 @@ class Listed:
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
 
     newest: bool = False
-    """Whether a file of the run names it as its newest: `latest_checkpointed_iteration.txt`, say."""
+    """Whether a file of the run names it as its newest: `latest`, `latest_checkpointed_iteration.txt`."""
     refused: bool = False
     """Whether it is of a layout that is not read."""
-
-    @property
-    def belongs_to_run(self) -> bool:
-        """Whether it is one of a run's saves: `checkpoint-N`, verl's `global_step_N`, Megatron's `iter_N`."""
-        return is_step(self.root.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,29 +71,35 @@ class Inventory:
     """The checkpoints of one folder in the order of the run; `metric` is the one that `best` compares."""
 
     root: Path
+    """The run's folder, where there is a run."""
     metric: str | None
     checkpoints: tuple[Listed, ...]
+
+    @property
+    def saves(self) -> tuple[Listed, ...]:
+        """Those that are saves of a run, each in a folder of its own: `checkpoint-N`, `global_stepN`, `iter_N`."""
+        return tuple(item for item in self.checkpoints if item.root != self.root)
 
 
 def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
     """Yield the checkpoints under `root`, run by run; `criteria` judge each of them as `validate` judges its run.
 
-    Reads names, JSON, headers and adapters' weights. Links are not followed. A run's `checkpoint-N` folders come
-    together, finished weights beside them last; every other folder with weights is listed by itself. Raises
+    Reads names, JSON, headers and adapters' weights. Links are not followed. The saves of a run, `checkpoint-N` say,
+    come together, finished weights beside them last; every other folder with weights is listed by itself. Raises
     `NotACheckpoint` where `root` is not a folder, `UnknownRule` for criteria that select no rule.
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
-    for folder in _checkpoints_under(root):
-        run = runs[folder.parent if is_step(folder.name) else folder]
+    for folder in checkpoints_under(root):
+        run = runs[folder.parent if is_save(folder) else folder]
         one = _judged(folder, run, criteria)
         if one is not None:
             run.add(*one)
     pointed_at = set(_link_targets(root))
     for parent, run in runs.items():
-        found = sorted(run.found, key=lambda each: each[0].root == parent)
+        found = sorted(run.found, key=lambda each: (each[0].root == parent, step_of(each[0].root.name)[0]))
         if not found:
             continue
-        newest = _newest_of(parent)
+        named = _named_by(parent) if any(not is_numbered(item.root.name) for item, _ in found) else frozenset()
         table = run_table(parent, [item for item, _ in found], log=run.furthest)
         yield Inventory(
             root=parent,
@@ -110,7 +112,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                     sizes=sizes_of(item.root),
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
-                    newest=item.root.name == newest,
+                    newest=item.root.name in named,
                     refused=item.refused,
                 )
                 for row, (item, kind) in zip(table.checkpoints, found, strict=True)
@@ -145,33 +147,42 @@ class _Run:
         self.found.append((item if state is None else replace(item, state=without_history(state)), kind))
 
 
-def _checkpoints_under(root: Path) -> Iterator[Path]:
-    """Yield every folder that may be a checkpoint, those of a run by step; what lies inside one is part of it."""
+def checkpoints_under(root: Path, *, signs: Container[str] = (), links: bool = False) -> Iterator[Path]:
+    """Yield every folder that may be a checkpoint, those of a run by step; what lies inside one is part of it.
+
+    A folder with a file of `signs` may be one, too, besides those with weights. Of `links` only those that are called
+    like a run's saves are yielded without; none is followed. Raises `NotACheckpoint` where `root` is not a folder.
+    """
     if not root.is_dir():
         open_checkpoint(root)  # says what it is instead
-    if _may_be_one(root):
+    if _may_be_one(root, signs):
         yield root
-    if is_step(root.name) and not is_numbered(root.name):
+    if is_save(root) and not is_numbered(root.name):
         return
     for where, folders, _ in os.walk(root):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
-        inside = [
-            Path(where, name)
-            for name in folders
-            if (is_step(name) or not holds_pieces(name)) and _may_be_one(Path(where, name))
-        ]
-        yield from (path for path in inside if is_step(path.name) or not path.is_symlink())
+        saves = _saves_in(where, folders)
+        inside = [name for name in folders if name in saves or not holds_pieces(name)]
+        paths = [path for name in inside if _may_be_one(path := Path(where, name), signs)]
+        yield from (path for path in paths if links or path.name in saves or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
-        folders[:] = [name for name in folders if not (is_step(name) or holds_pieces(name))]
+        folders[:] = [name for name in inside if name not in saves]
 
 
-def _newest_of(run: Path) -> str | None:
-    """Return the name of the save that the files of a run point at, where its framework writes such files."""
+def _saves_in(where: str, folders: Iterable[str]) -> set[str]:
+    """Return which of the folders in `where` are saves of a run: not DeepSpeed's tag in a save of the HF Trainer."""
+    saves = {name for name in folders if is_save(Path(where, name))}
+    is_trainers = is_numbered(Path(where).name) or is_file(Path(where, TRAINER_STATE))
+    return {name for name in saves if not holds_pieces(name)} if is_trainers else saves
+
+
+def _named_by(run: Path) -> frozenset[str]:
+    """Return the names of the saves that the files of a run point at, where its framework writes such files."""
     try:
-        opened = open_checkpoint(run)
+        opened = open_sharded(run)
     except (LoraToolError, PermissionError):
-        return None
-    return opened.latest.partition("/")[0] if isinstance(opened, ShardedDir) and opened.latest else None
+        return frozenset()
+    return frozenset(tag.partition("/")[0] for tag in (opened.latest, opened.latest_universal) if tag)
 
 
 def _link_targets(root: Path) -> Iterator[Path]:
@@ -185,13 +196,16 @@ def _by_step(name: str) -> tuple[str, int]:
     return (name.rstrip(string.digits), number) if number else (name, 0)
 
 
-def _may_be_one(folder: Path) -> bool:
-    if is_step(folder.name):
+def _may_be_one(folder: Path, signs: Container[str] = ()) -> bool:
+    if is_save(folder):
         return True
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
-        return any(_content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name)) for name in names)
+        return any(
+            name in signs or _content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name))
+            for name in names
+        )
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:
@@ -199,7 +213,7 @@ def _may_be_one(folder: Path) -> bool:
 
 
 def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] | None:
-    if is_step(folder.name):
+    if is_save(folder):
         item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
         if not is_numbered(folder.name):
             item = replace(item, step=step_of(folder.name)[0])
@@ -207,7 +221,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
     name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
         whole: Checkpoint = open_checkpoint(folder)
-        if isinstance(whole, RunDir):
+        if isinstance(whole, RunDir) or _is_root_of_saves(whole):
             return None
         report = validate(
             whole, select=criteria.select, ignore=criteria.ignore, deep=criteria.deep, servers=criteria.servers
@@ -220,11 +234,20 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
     return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
 
 
+def _is_root_of_saves(opened: Checkpoint) -> bool:
+    """Return whether a checkpoint is nothing but saves, which are listed one by one."""
+    if not isinstance(opened, ShardedDir):
+        return False
+    folders = {tag.partition("/")[0] for tag in opened.rank_files}
+    return folders <= _saves_in(str(opened.root), folders)
+
+
 def sizes_of(folder: Path) -> dict[FileRole, int]:
     """Return the bytes in the folder by kind of content, other runs' folders in it left out. Links are not followed."""
     sizes = dict.fromkeys(FileRole, 0)
     for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not is_step(name)]
+        others = _saves_in(where, folders)
+        folders[:] = [name for name in folders if name not in others]
         for name in names:
             try:
                 nbytes = os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118 - half the time of Path
@@ -284,10 +307,10 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
     """Yield for each save of a run whether it is kept and why: the last and the best valid ones of every run.
 
     A checkpoint is valid if it has no errors. A run without a valid checkpoint keeps all of them; any other keeps its
-    last valid one unless a better one stays. Only the saves of runs are chosen, by the names of their folders.
+    last valid one unless a better one stays. Only the saves of runs are chosen.
     """
     for run in runs:
-        listed = [item for item in run.checkpoints if item.belongs_to_run]
+        listed = run.saves
         valid = [item for item in listed if item.row.whole and not item.root.is_symlink()]
         best = _by_metric(valid)[:keep_best]
         last = valid[max(0, len(valid) - keep_last) :]

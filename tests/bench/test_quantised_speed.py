@@ -1,4 +1,4 @@
-"""Merging into an FP8 base against `cp` of what is written: `pytest -m bench -s tests/bench/test_quantised_speed.py`.
+"""Merging into quantised bases against `cp` of what is written: `pytest -m bench -s tests/bench/test_quantised_speed.py`.
 
 The base is a Llama of `GIGABYTES` in FP8 with a scale for each 128 by 128 weights, as DeepSeek's and Qwen's are; the
 merged model in bfloat16 is twice as large. The copy is synced because our output is.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,28 +57,98 @@ def make_fp8(folder: Path, *, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def copy(of: Path, out: Path) -> list[str]:
+    return ["sh", "-c", f"cp -r {of} {out} && sync {out}/* {out}"]
+
+
+def merge(folder: Path, adapter: str, *options: str, out: Path, base: str = "base") -> list[str]:
+    places = [str(folder / adapter), "--base", str(folder / base), "-o", str(out)]
+    return [sys.executable, "-m", "lora_tool", "merge", *places, "-q", *options]
+
+
 def test_fp8_against_cp(tmp_path: Path) -> None:
+    """Print the merge to bfloat16 against a copy of what it writes, and against the same merge of a bfloat16 base."""
     layers = max(1, round((GIGABYTES - 0.26) / 0.0445))
     make_fp8(tmp_path / "base", layers=layers)
+    make_base(tmp_path / "plain", layers=layers, shards=1)
     make_adapter(tmp_path / "all", layers=layers, rank=16)
     make_adapter(tmp_path / "attention", layers=layers, rank=16, targets=("self_attn.q_proj", "self_attn.v_proj"))
     out, whole = tmp_path / "out", tmp_path / "whole"
-
-    def merge(adapter: str, *options: str) -> list[str]:
-        return [sys.executable, "-m", "lora_tool", "merge", str(tmp_path / adapter), "-o", str(out), "-q", *options]
-
-    def copy(of: Path) -> list[str]:
-        return ["sh", "-c", f"cp -r {of} {out} && sync {out}/* {out}"]
-
-    runs = interleaved({"once": [*merge("all")[:-3], "-o", str(whole), "-q"]}, out=out, rounds=1)
+    interleaved({"once": merge(tmp_path, "all", out=whole)}, out=out, rounds=1)
     commands = {
-        "cp -r; sync of the bf16": copy(whole),
-        "merge all to bf16": merge("all"),
-        "merge q, v to bf16": merge("attention"),
-        "the same in numpy": ["env", "LORA_TOOL_KERNEL=off", *merge("all")],
+        "cp -r; sync of the bf16": copy(whole, out),
+        "merge all to bf16": merge(tmp_path, "all", out=out),
+        "merge q, v to bf16": merge(tmp_path, "attention", out=out),
+        "merge all, base in bf16": merge(tmp_path, "all", out=out, base="plain"),
+        "merge all in numpy": ["env", "LORA_TOOL_KERNEL=off", *merge(tmp_path, "all", out=out)],
     }
     runs = interleaved(commands, out=out, rounds=ROUNDS)
     print(
         f"\n{open_model(tmp_path / 'base').weights.nbytes / 1e9:.2f} GB of FP8\n"
         + table(runs, against="cp -r; sync of the bf16")
     )
+
+
+def test_fp8_again_against_cp(tmp_path: Path) -> None:
+    """Print the merge that stores FP8 again against a copy of what it writes."""
+    layers = max(1, round((GIGABYTES - 0.26) / 0.0445))
+    make_fp8(tmp_path / "base", layers=layers)
+    make_adapter(tmp_path / "all", layers=layers, rank=16)
+    out, again = tmp_path / "out", ("--store", "as-base", "--allow-loss")
+    commands = {
+        "cp -r; sync of the fp8": copy(tmp_path / "base", out),
+        "merge all as-base": merge(tmp_path, "all", *again, out=out),
+        "the same, numpy": ["env", "LORA_TOOL_KERNEL=off", *merge(tmp_path, "all", *again, out=out)],
+    }
+    runs = interleaved(commands, out=out, rounds=ROUNDS)
+    print(
+        f"\n{open_model(tmp_path / 'base').weights.nbytes / 1e9:.2f} GB of FP8\n"
+        + table(runs, against="cp -r; sync of the fp8")
+    )
+
+
+_COUNTED = """
+import atexit, sys
+from lora_tool.formats.open_files import OpenFiles
+read, done = OpenFiles.read_exactly, []
+def counted(self, path, offset, buffer):
+    done.append(len(buffer))
+    read(self, path, offset, buffer)
+OpenFiles.read_exactly = counted
+atexit.register(lambda: print(f"{sum(done) / 1e6:.0f} MB in {len(done)} reads", file=sys.stderr))
+from lora_tool.cli import main
+main()
+"""
+
+
+def test_a_wide_gptq_matrix(tmp_path: Path) -> None:
+    """Print peak memory, and what is read, where a weight of 8192 by 28672 is packed along its inputs."""
+    base, inside, outside = tmp_path / "base", SMALL.hidden, 8192
+    sizes = replace(SMALL, hidden=outside, intermediate=28672, heads=64, vocabulary=256)
+    make_base(base, layers=1, shards=1, sizes=sizes)
+    make_adapter(tmp_path / "down", layers=1, rank=16, targets=("mlp.down_proj",), sizes=sizes)
+    name, random = "model.layers.0.mlp.down_proj", np.random.default_rng(inside)
+    kept = {each: each_of.spec for each, each_of in open_model(base).tensors.items() if not each.startswith(name)}
+    groups = sizes.intermediate // TILE
+    shapes = {
+        "qweight": (DType.I32, (sizes.intermediate // 8, outside)),
+        "qzeros": (DType.I32, (groups, outside // 8)),
+        "scales": (DType.F16, (groups, outside)),
+    }
+    specs = [TensorSpec(name=f"{name}.{end}", dtype=of, shape=shape) for end, (of, shape) in shapes.items()]
+    for old in base.glob("model*"):
+        old.unlink()
+    with (base / "model.safetensors").open("wb") as file:
+        file.write(build_header([*kept.values(), *specs], {"format": "pt"}))
+        for spec in kept.values():
+            file.write(np.resize(np.array([0x3C00, 0xBC01, 0x3B02], np.uint16), spec.numel).tobytes())
+        for spec in specs:
+            raw = random.integers(0, 2**32, spec.numel, dtype=np.uint32)
+            file.write((raw & 0x1FFF).astype(np.uint16).tobytes() if spec.dtype is DType.F16 else raw.tobytes())
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": TILE, "desc_act": False}
+    (base / "config.json").write_text(json.dumps(config))
+    out, packed = tmp_path / "out", sum(spec.nbytes for spec in specs)
+    options = merge(tmp_path, "down", "--no-verify", out=out)[3:]
+    runs = interleaved({"merge down_proj": [sys.executable, "-c", _COUNTED, *options]}, out=out, rounds=1)
+    print(f"\n{packed / 1e6:.0f} MB packed\n" + table(runs, against="merge down_proj"))

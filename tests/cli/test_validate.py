@@ -409,3 +409,22 @@ def test_a_configuration_that_is_given_must_be_there(call: Caller, project: Path
     assert call("validate", "reward/adapter", "--config", "nowhere.toml").code == 2
     (project / "pyproject.toml").write_text("[project]\n")
     assert call("validate", "reward/adapter", "--config", "pyproject.toml").code == 2
+
+
+def test_several_end_with_a_table_and_the_worst_exit_code(call: Caller, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", broken)
+    weights = broken / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    good = "fixtures/reward-qwen2/adapter"
+    done = call("validate", tmp_path / "nowhere", broken, good)
+    assert done.code == 3
+    assert "no such folder" in done.err
+    folder, *rows = [line.split() for line in done.out.splitlines()[-4:]]
+    assert folder[:3] == ["folder", "kind", "verdict"]
+    assert rows[0][:3] == [str(tmp_path / "nowhere"), "not", "read"]
+    assert rows[1][:4] == [str(broken), "adapter", "failed", "1"]
+    assert rows[2] == [good, "adapter", "passed"]
+    assert call("validate", broken, good).code == 1
+    assert call("validate", good, good, "--quiet").out == ""
+    assert len(call("validate", broken, good, "--json").json["subjects"]) == 2

@@ -67,6 +67,20 @@ class Lacking:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lingering:
+    """A task that takes its time."""
+
+    folder: Path
+    seconds: float
+    name: str = "lingering"
+    nbytes: int = 0
+
+    def run(self, _: Progress) -> None:
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slow:
     """A task that waits before it works, and says where it is at work."""
 

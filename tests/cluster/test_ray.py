@@ -18,11 +18,11 @@ from peft import LoraConfig, get_peft_model
 
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
 from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings
+from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.errors import ExecutionError, MissingDependency
 from lora_tool.execution.ray_engine import RayEngine
 from tests.cluster.conftest import Cluster
-from tests.cluster.tasks import Dying, Lacking, Stale
+from tests.cluster.tasks import Dying, Lacking, Lingering, Stale
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, left_behind
 from tests.hostile.test_output import content
 from tests.quantised_models import quantise
@@ -175,6 +175,25 @@ def test_ci_does_all_of_it_on_the_cluster(cluster: Cluster, tmp_path: Path) -> N
     assert "passed" in done.stdout
 
 
+def test_a_sweep_goes_the_way_of_ci_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path, "reward-qwen2")
+    for name in ("lr1", "lr2", "broken"):
+        shutil.copytree(pair.adapter, tmp_path / "runs" / name)
+    weights = tmp_path / "runs" / "broken" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    asked = ("ci", "runs", "--each", "--base", "base", "--json", *MANY_FILES)
+    done = typed(cluster, *asked, "-o", "there", *cluster.options, folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert [run["exit_code"] for run in json.loads(done.stdout)["runs"]] == [1, 0, 0], done.stdout
+    here = typed(cluster, *asked, "-o", "here", folder=tmp_path)
+    assert here.returncode == 1, here.stderr
+    for name in ("lr1", "lr2"):
+        found = [content(tmp_path / where / name) for where in ("here", "there")]
+        for each in found:
+            each.pop(".lora-tool-ci.json")  # it holds the times of the files
+        assert found[0] == found[1]
+
+
 def test_an_error_of_the_work_is_the_one_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import load_file, save_file
@@ -205,26 +224,47 @@ def test_a_task_whose_process_is_killed_is_done_again(
     folders = [tmp_path / name for name in ("killed", "stale", "always", "gone")]
     for folder in folders:
         folder.mkdir()
-    tasks = (Dying(folder=folders[0], times=2), Stale(folder=folders[1], times=2))
+
+    def group(*tasks: Task) -> TaskGroup:
+        return TaskGroup(tasks=tasks, surroundings=NOTHING, done=results.__setitem__)
+
     with RayCluster(address=cluster.address).connected() as connection:
-        connection.map(tasks, NOTHING, progress=reported.append, done=results.__setitem__)
+        two = group(Dying(folder=folders[0], times=2), Stale(folder=folders[1], times=2))
+        connection.map(two, progress=reported.append)
         assert results == {0: 2, 1: 2}
         assert sum(reported) == 3, "what a lost try had reported is not reported twice"
         with pytest.raises(ExecutionError, match=r"dying was started 4 times.*lost each time"):
-            connection.map(
-                [Dying(folder=folders[2], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
-            )
+            connection.map(group(Dying(folder=folders[2], times=99)), progress=reported.append)
         with pytest.raises(ExecutionError, match=r"stale was started 4 times.*Stale file handle"):
-            connection.map(
-                [Stale(folder=folders[3], times=99)], NOTHING, progress=reported.append, done=results.__setitem__
-            )
+            connection.map(group(Stale(folder=folders[3], times=99)), progress=reported.append)
         with pytest.raises(MissingDependency, match=r"torch is not installed \(on node ") as raised:
-            connection.map([Lacking()], NOTHING, progress=reported.append, done=results.__setitem__)
+            connection.map(group(Lacking()), progress=reported.append)
         assert raised.value.package == "torch"
         with pytest.raises(ExecutionError, match=r"node .* has numpy .*, and this machine 0\.1"):
             connection.require_nodes(Surroundings(directory=None, inputs=(), versions={"numpy": "0.1"}))
         with pytest.raises(ExecutionError, match="the output must be on storage that all nodes share"):
             connection.require_nodes(Surroundings(directory=None, inputs=(), versions={}, mark=tmp_path / "a" / "b"))
+
+
+def test_an_error_cancels_the_other_tasks_of_its_group_alone(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    results: dict[int, object] = {}
+    (tmp_path / "tries").mkdir()
+    (tmp_path / "other").mkdir()
+    lingering = Lingering(folder=tmp_path / "tries", seconds=60)
+    failing = TaskGroup(tasks=(lingering, Lacking(), lingering, lingering), surroundings=NOTHING, done=lambda *_: None)
+    other = TaskGroup(
+        tasks=(Dying(folder=tmp_path / "other", times=0),), surroundings=NOTHING, done=results.__setitem__
+    )
+    began = time.monotonic()
+    with RayCluster(address=cluster.address, workers=2).connected() as connection:
+        errors = connection.map_each([failing, other], progress=lambda _: None)
+    assert [type(error) for error in errors] == [MissingDependency, type(None)]
+    assert results == {0: 0}
+    assert len(list((tmp_path / "tries").iterdir())) <= 1
+    assert time.monotonic() - began < 40
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

@@ -10,7 +10,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
     **dict.fromkeys(
-        ("errors", "keys", "display", "cores", "float_mode", "progress", "version", "actions", "exhaustive"), 0
+        ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "actions", "exhaustive"),
+        0,
     ),
     "choices": 0.1,
     "tensors": 0.2,

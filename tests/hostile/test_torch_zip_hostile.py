@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
+import shutil
 import subprocess
 import sys
 import time
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.errors import CorruptFile
+from lora_tool.errors import CorruptFile, UnsupportedCheckpoint
 from lora_tool.formats.dcp import read_dcp
 from lora_tool.formats.distributed_tensors import KNOWN
+from lora_tool.formats.rank_files import RankFolder, read_rank_files
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.tensors import DType
+from tests.hostile.test_rank_files import repickled
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
 """The pickle of the storage `data/0` of four floats."""
@@ -268,6 +272,36 @@ def test_the_classes_of_distributed_tensors_are_names_alone(name: str) -> None:
     subprocess.run([sys.executable, "-c", script, str(RANK_FILES / name)], check=True)
 
 
+def globals_of(path: Path) -> list[tuple[str, str]]:
+    """Return the file and each name in its pickle."""
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    names = dict.fromkeys(str(arg) for op, arg, _ in pickletools.genops(pickled) if op.name == "GLOBAL")
+    return [(path.name, name) for name in names]
+
+
+def places(found: RankFolder) -> dict[str, tuple[object, ...]]:
+    return {name: (each.dtype, each.shape, [part.place for part in each.parts]) for name, each in found.tensors.items()}
+
+
+@pytest.mark.parametrize(("file", "name"), [each for path in sorted(RANK_FILES.iterdir()) for each in globals_of(path)])
+def test_no_other_name_is_taken_for_one_of_a_distributed_tensors(file: str, name: str, tmp_path: Path) -> None:
+    """Each name in a real rank file in turn becomes that of a harmful function: refused by that name, or of no meaning."""
+    path = Path(shutil.copy(RANK_FILES / file, tmp_path / "rank_0.pt"))
+    good = places(read_rank_files(tmp_path, {0: path}))
+    module, attribute = name.split(" ")
+    old = f"c{module}\n{attribute}\n".encode()
+    repickled(path, lambda pickled: pickled.replace(old, b"cos\nsystem\n"))
+    try:
+        found = read_rank_files(tmp_path, {0: path})
+    except UnsupportedCheckpoint as error:
+        said = str(error)
+    else:
+        said = " ".join(map(str, found.problems))
+        assert said or places(found) == good
+    assert "system" in said or not said, said
+
+
 GETATTR = b"c__builtin__\ngetattr\n"
 
 
@@ -285,3 +319,20 @@ GETATTR = b"c__builtin__\ngetattr\n"
 def test_no_other_class_and_no_other_attribute_is_taken(tmp_path: Path, pickled: bytes) -> None:
     with pytest.raises(CorruptFile):
         read_torch_file(write(tmp_path / "file.pt", b"\x80\x02" + pickled))
+
+
+@pytest.mark.parametrize(
+    "built",
+    [
+        b"ctorch._utils\n_rebuild_sparse_tensor\n)R",
+        b"cnumpy._core.multiarray\n_reconstruct\n)R",
+        b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R",
+        b"cos\nsystem\n",
+    ],
+    ids=["a sparse tensor", "an array", "a command", "a function"],
+)
+def test_what_stands_for_a_parameter_and_is_no_tensor_is_never_left_out(tmp_path: Path, built: bytes) -> None:
+    name = b"X\x08\x00\x00\x00a.weight"
+    path = write(tmp_path / "rank_0.pt", b"\x80\x02}" + name + built + b"s.")
+    with pytest.raises(UnsupportedCheckpoint, match=r"`a\.weight` is made by (torch|numpy|os)\."):
+        read_rank_files(tmp_path, {0: path})

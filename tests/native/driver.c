@@ -1,12 +1,15 @@
 /* Runs cases of `cases.py` through the kernel without Python: under another processor's emulator, or under sanitizers,
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
- * whether it was flagged, one byte, and the result. */
+ * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
+ * extremes and its codes. */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "merge.c"
 
 enum head { LEVEL_NUMBER, SOURCE_TYPE, OUT_TYPE, ROW_COUNT, COLUMN_COUNT, TERM_COUNT, HEAD };
+enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, CODED };
+#define OF_CODES 16 /* instead of the type of W */
 enum factor { FACTOR_TYPE, HELD, BEGIN, LENGTH, DEPTH, ALONG, DOWN, FACTOR };
 
 static void *memory_of(size_t count) {
@@ -23,27 +26,68 @@ static void read_into(void *data, size_t count) {
     }
 }
 
-static size_t size_of(int64_t type) { return type == F32 ? 4 : 2; }
-
 /* Return the factor that comes next, packed in panels of `width`, and its depth. */
 static float *read_factor(int64_t width, int64_t *depth) {
     int64_t n[FACTOR];
     read_into(n, sizeof n);
-    size_t held = (size_t)n[HELD] * size_of(n[FACTOR_TYPE]);
+    size_t held = (size_t)n[HELD] * size_of((int)n[FACTOR_TYPE]);
     char *memory = memory_of(held);
     read_into(memory, held);
     float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * n[DEPTH]) * sizeof *packed);
-    lora_tool_pack(packed, width, memory + (size_t)n[BEGIN] * size_of(n[FACTOR_TYPE]), (int)n[FACTOR_TYPE], n[LENGTH],
+    lora_tool_pack(packed, width, memory + (size_t)n[BEGIN] * size_of((int)n[FACTOR_TYPE]), (int)n[FACTOR_TYPE], n[LENGTH],
                    n[DEPTH], n[ALONG], n[DOWN]);
     free(memory);
     *depth = n[DEPTH];
     return packed;
 }
 
+/* Return the codes that come next. */
+static struct codes read_codes(int64_t rows) {
+    int64_t n[CODED];
+    double again;
+    read_into(n, sizeof n);
+    read_into(&again, sizeof again);
+    const size_t sizes[] = {512 * sizeof(float), (size_t)(n[SCALE_ROWS] * n[ACROSS]) * sizeof(float),
+                            (size_t)(rows * n[STRIDE])};
+    void *parts[3];
+    for (int at = 0; at < 3; at++) {
+        parts[at] = memory_of(sizes[at]);
+        read_into(parts[at], sizes[at]);
+    }
+    struct codes codes = {.bytes = parts[2], .table = parts[0], .scales = parts[1], .stride = n[STRIDE],
+                          .apart = n[ACROSS], .group = n[GROUP], .tall = n[TALL], .above = n[ABOVE],
+                          .again = (float)again, .kind = (int32_t)n[KIND], .type = (int32_t)n[TYPE]};
+    return codes;
+}
+
+/* Write the extremes of each scale's numbers, and the numbers as codes. */
+static void requantise(int level, const struct codes *codes, const float *numbers, int64_t rows, int64_t columns) {
+    const int64_t scales = ((rows - 1 + codes->above) / codes->tall + 1) * codes->apart;
+    float *low = memory_of((size_t)scales * sizeof *low), *high = memory_of((size_t)scales * sizeof *high);
+    for (int64_t at = 0; at < scales; at++) {
+        low[at] = INFINITY;
+        high[at] = -INFINITY;
+    }
+    uint8_t *out = memory_of((size_t)(rows * columns));
+    lora_tool_extremes(level, codes, numbers, rows, columns, low, high);
+    lora_tool_quantise(level, codes, out, numbers, rows, columns, 1, -128.0f);
+    fwrite(low, sizeof *low, (size_t)scales, stdout);
+    fwrite(high, sizeof *high, (size_t)scales, stdout);
+    fwrite(out, 1, (size_t)(rows * columns), stdout);
+    free(low);
+    free(high);
+    free(out);
+}
+
 static void run(const int64_t *head) {
     int level = (int)head[LEVEL_NUMBER], source_type = (int)head[SOURCE_TYPE], out_type = (int)head[OUT_TYPE];
+    int is_coded = source_type == OF_CODES;
     size_t count = (size_t)(head[ROW_COUNT] * head[COLUMN_COUNT]), terms_count = (size_t)head[TERM_COUNT];
-    size_t source_bytes = count * size_of(source_type), out_bytes = count * size_of(out_type);
+    size_t source_bytes = is_coded ? 0 : count * size_of(source_type), out_bytes = count * size_of(out_type);
+    struct codes codes = {0};
+    if (is_coded) {
+        codes = read_codes(head[ROW_COUNT]);
+    }
     void *source = memory_of(source_bytes);
     read_into(source, source_bytes);
     void *out = source_bytes == out_bytes ? source : memory_of(out_bytes);
@@ -55,16 +99,30 @@ static void run(const int64_t *head) {
         terms[t].left = read_factor(lora_tool_rows(level), &terms[t].depth);
         terms[t].right = read_factor(lora_tool_columns(level), &terms[t].depth);
     }
-    int flagged = terms_count ? lora_tool_merge(level, source, source_type, out, out_type, head[ROW_COUNT],
-                                                head[COLUMN_COUNT], terms, (int64_t)terms_count)
-                              : lora_tool_convert(level, source, source_type, out, out_type, (int64_t)count);
+    int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
+    int flagged;
+    if (is_coded) {
+        flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count);
+    } else if (terms_count) {
+        flagged = lora_tool_merge(level, source, source_type, out, out_type, rows, columns, terms, (int64_t)terms_count);
+    } else {
+        flagged = lora_tool_convert(level, source, source_type, out, out_type, (int64_t)count);
+    }
     putchar(flagged);
     fwrite(out, 1, out_bytes, stdout);
+    if (is_coded && codes.kind != HALVES && out_type == F32) {
+        requantise(level, &codes, out, rows, columns);
+    }
     for (size_t t = 0; t < terms_count; t++) {
         free((void *)terms[t].left);
         free((void *)terms[t].right);
     }
     free(terms);
+    if (is_coded) {
+        free((void *)codes.bytes);
+        free((void *)codes.table);
+        free((void *)codes.scales);
+    }
     if (out != source) {
         free(out);
     }

@@ -1,7 +1,8 @@
-"""Quantised weights have the bits of numpy when the kernel decodes them, whatever their format, size and place."""
+"""Codes become the numbers of numpy, and numbers its codes, when the kernel makes them: whatever their format and size."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +10,15 @@ from hypothesis import strategies as st
 
 from lora_tool.execution.native.dequantising import KernelArithmetic, arithmetic
 from lora_tool.execution.native.library import VARIABLE, Kernel, kernel
-from lora_tool.formats.quantised.decoding import Arithmetic, Scaled, decoded
+from lora_tool.execution.native.requantising import KernelRounding
+from lora_tool.formats.quantised.decoding import Arithmetic, decoded
 from lora_tool.formats.quantised.encodings import dequantised
+from lora_tool.formats.quantised.grids import grid_of
 from lora_tool.formats.quantised.layouts import read_quantised
-from lora_tool.tensors import StoredTensor
+from lora_tool.formats.quantised.requantising import Rounding
+from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
+from tests.native.coded_cases import CodedCase, coded_cases, weight_of
 from tests.quantised_samples import config_of
 from tests.unit.test_quantised_weights import NAMES, stored
 
@@ -38,33 +43,65 @@ def test_every_format_has_the_bits_of_numpy(sample: str, kernels: tuple[Kernel, 
                 )
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.booleans()
-)
-def test_codes_of_every_size_and_stride(
-    kernels: tuple[Kernel, ...], seed: int, rows: int, columns: int, group: int, halves: bool, shared: bool
-) -> None:
-    random = np.random.default_rng(seed)
-    group = 2 * group if halves else group
-    width = -(-columns // 2) if halves else columns
-    table = random.integers(0, 2**32, (256, 1 + halves), dtype=np.uint32).view(np.float32)  # of all kinds, NaN too
-    part = Scaled(
-        codes=random.integers(0, 256, (rows, width + 3), dtype=np.uint8)[:, 1 : 1 + width],
-        table=table,
-        scales=random.standard_normal((1 if shared else rows, -(-columns // group)), np.float32),
-        group=group,
-        columns=columns,
-        again=np.float32(random.choice([1, 1 / 127])),
-    )
-    expected = np.empty((rows, columns), np.float32)
-    with np.errstate(all="ignore"):
-        Arithmetic().scale(part, expected)
+@settings(deadline=None, max_examples=80)
+@given(coded_cases())
+def test_codes_of_every_size_and_place(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
+    expected = case.numbers()
     for one in kernels:
         found = np.empty_like(expected)
-        KernelArithmetic(one).scale(part, found)
-        np.testing.assert_array_equal(found, expected)
-        assert np.array_equal(np.signbit(found), np.signbit(expected)) or np.isnan(expected).any()
+        KernelArithmetic(one).scale(case.part, found)
+        assert found.tobytes() == expected.tobytes()
+
+
+@settings(deadline=None, max_examples=80)
+@given(coded_cases())
+def test_what_is_added_to_codes_is_added_to_their_numbers(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
+    for one in kernels:
+        case.assert_right(*case.run(one))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 20), st.integers(1, 40),
+    st.sampled_from([DType.F8_E4M3, DType.I8, None]),
+)  # fmt: skip
+def test_numbers_become_the_codes_of_numpy(
+    kernels: tuple[Kernel, ...], seed: int, rows: int, columns: int, tall: int, wide: int, dtype: DType | None
+) -> None:
+    random = np.random.default_rng(seed)
+    encoding = weight_of(rows, columns, (min(tall, rows), min(wide, columns)), dtype)
+    grid = grid_of(encoding)
+    first = int(random.integers(0, rows))
+    of = grid.scales_at(first), grid.scales_at(rows - 1) + 1
+    stored = np.abs(random.standard_normal((of[1] - of[0], grid.across), np.float32)) + np.float32(0.01)
+    stored[random.random(stored.shape) < 0.1] = 0
+    # the grid's own numbers, what lies in the middle between two, and what no code reaches
+    values = random.integers(-1024, 1025, (rows - first, columns)).astype(np.float32) * np.float32(2.0) ** (
+        random.integers(-12, 1, (rows - first, columns)).astype(np.float32)
+    )
+    expected = (
+        Rounding().extremes(encoding, values, first, of),
+        Rounding().codes(encoding, values.copy(), stored, first, of[0]),
+    )
+    for one in kernels:
+        rounding = KernelRounding(one)
+        low, high = rounding.extremes(encoding, values, first, of)
+        assert np.array_equal(low, expected[0][0])
+        assert np.array_equal(high, expected[0][1])
+        codes = rounding.codes(encoding, values.copy(), stored, first, of[0])
+        assert (codes.dtype, codes.tobytes()) == (expected[1].dtype, expected[1].tobytes())
+
+
+def test_every_code_and_every_tie_of_e4m3(kernels: tuple[Kernel, ...]) -> None:
+    numbers = np.sort(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))[:254]
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    near = [np.nextafter(ties, np.float32(side)) for side in (-1000, 1000)]
+    values = np.concatenate([numbers, ties, *near])[None]
+    encoding = weight_of(1, values.shape[1], (1, values.shape[1]), DType.F8_E4M3)
+    expected = values.astype(ml_dtypes.float8_e4m3fn)
+    for one in (Rounding(), *map(KernelRounding, kernels)):
+        codes = one.codes(encoding, values.copy(), np.ones((1, 1), np.float32), 0, 0)
+        assert codes.tobytes() == expected.tobytes()
 
 
 def test_without_the_kernel_numpy_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,19 @@ import pytest
 import build_kernel
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.native.library import TYPES, Kernel, Level
+from lora_tool.formats.quantised.arrays import STORED
+from lora_tool.formats.quantised.coded import Code
+from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.tensors import DType
-from tests.native.cases import KINDS, Case, assert_right, drawn_case
+from tests.native.cases import KINDS, Array, Case, assert_right, drawn_case
+from tests.native.coded_cases import CodedCase, drawn, weight_of
 
 DRIVER = Path(__file__).with_name("driver.c")
 FLAGS = [flag for flag in build_kernel.FLAGS if flag not in ("-shared", "-fPIC")]
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def cases() -> list[Case]:
+def cases() -> list[Case | CodedCase]:
     """Return a few of every kind and type, with sizes around those of a tile."""
     rng = np.random.default_rng(0)
     types = list(TYPES)
@@ -35,7 +39,11 @@ def cases() -> list[Case]:
         ranks = tuple(int(rank) for rank in rng.integers(0, 9, int(rng.integers(0, 4))))
         found.append(drawn_case(number, size=size, ranks=ranks, kind=KINDS[number % 5], types=(source, factor, out)))
     deep = drawn_case(1, size=(25, 600), ranks=(300,), kind="plain", types=(DType.BF16, DType.BF16, DType.BF16))
-    return [*found, deep]
+    coded = [
+        drawn(number, list(Code)[number % 3], 1 + number % 27, 1 + 37 * number % 1100, 1 + number % 19)
+        for number in range(45)
+    ]
+    return [*found, deep, *coded]
 
 
 def compile_driver(folder: Path, compiler: Sequence[str], *flags: str) -> Path:
@@ -58,11 +66,35 @@ def check(command: Sequence[str], level: Level) -> None:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     at = 0
     for case in all_cases:
+        plain = case.merged() if isinstance(case, CodedCase) else case
         flagged, storage = done.stdout[at], STORAGE[case.out_type]
-        end = at + 1 + case.source.size * storage.itemsize
-        assert_right(case, np.frombuffer(done.stdout[at + 1 : end], storage).reshape(case.source.shape), flagged == 0)
+        end = at + 1 + plain.source.size * storage.itemsize
+        found = np.frombuffer(done.stdout[at + 1 : end], storage).reshape(plain.source.shape)
+        assert_right(plain, found, flagged == 0)
         at = end
+        if isinstance(case, CodedCase):
+            expected = requantised(case, found.astype(np.float32)) if case.out_type is DType.F32 else b""
+            assert done.stdout[at : at + len(expected)] == expected
+            at += len(expected)
     assert at == len(done.stdout)
+
+
+def requantised(case: CodedCase, numbers: Array) -> bytes:
+    """Return the extremes of the numbers of each scale, and the codes that they are with the case's scales."""
+    part = case.part
+    if part.table.code is Code.HALVES:
+        return b""
+    dtype = DType.I8 if part.table.code is Code.INT8 else DType.F8_E4M3
+    rows, columns = numbers.shape
+    # the rows above the first are there, and have no numbers
+    encoding = weight_of(part.above + rows, columns, (part.tall, part.group), dtype)
+    of = 0, len(part.scales)
+    low, high = Rounding().extremes(encoding, numbers, part.above, of)
+    codes = Rounding()._codes
+    made = np.empty(numbers.shape, STORED[dtype])
+    with np.errstate(all="ignore"):
+        codes(encoding, numbers.copy(), part.scales, (part.above, 0), made)
+    return low.tobytes() + high.tobytes() + made.tobytes()
 
 
 def program(*names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool import merge, validate
+from lora_tool import merge, validate, verify
 from lora_tool.formats.files import read_json
 from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
@@ -119,3 +120,29 @@ def test_what_has_no_other_layout_is_refused_by_name(call: Caller, tmp_path: Pat
     assert called.code in (1, 3)
     assert "experts" in called.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # as above
+def test_scalings_by_the_names_of_parameters_are_those_of_their_experts(call: Caller, tmp_path: Path) -> None:
+    patterns = {"alpha_pattern": {"experts.gate_up_proj": 5}, "rank_pattern": {"experts.down_proj": 4}}
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED | patterns)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    one, other = (
+        saved_tensors(merge(each, base=base, out=tmp_path / each.name / "merged").path) for each in (adapter, single)
+    )
+    assert all(torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-6) for name in one)
+    assert not verify(single).report.findings
+
+
+def test_columns_in_an_order_that_nothing_tells_are_refused(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    path = adapter / "adapter_config.json"
+    config = read_json(path)
+    path.write_text(json.dumps({**config, "auto_mapping": {"unsloth_fixed": True}}))
+    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "out")
+    assert (called.code, "lora_B_layout" in called.err) == (3, True)
+    path.write_text(json.dumps({**config, "lora_B_layout": "grouped_by_expert"}))
+    called = call("prepare", adapter, "--for", "vllm", "-o", tmp_path / "out")
+    assert (called.code, "columns in turn" in called.err) == (3, True)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    assert not verify(single).report.findings

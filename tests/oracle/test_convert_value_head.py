@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
 from lora_tool.errors import BrokenFile, UnsupportedAdapter
-from lora_tool.pipeline.converting import convertible, planned
+from lora_tool.pipeline.converting import planned
+from lora_tool.plan.convert.convertible import convertible
 from lora_tool.plan.convert.forms import AdapterForm
 from tests.cli.calling import Caller
 from tests.judging import codes, judge

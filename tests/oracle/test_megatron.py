@@ -116,7 +116,7 @@ def test_a_flipped_bit_in_factors_that_several_modules_share(run: Path) -> None:
         for each in pieces
         if each.record.path == path
     ]
-    data[piece.data_at()] ^= 1
+    data[piece.offset] ^= 1
     path.write_bytes(data)
     assert [finding.code for finding in validate(run).at_least(Severity.WARNING)] == ["LT411"]
 

@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import open_model
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
+from lora_tool.formats import stored
+from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.quantised import encodings
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -354,3 +358,39 @@ def test_lora_on_single_experts_of_a_quantised_model(store: str, tmp_path: Path)
         else:
             assert_rounded(after[name], exact)
     assert not verify(merged).report.findings
+
+
+@pytest.mark.parametrize("form", ["gptq", "mxfp4"])
+def test_what_lies_in_columns_is_read_once(
+    form: str,
+    plain: Path,
+    gpt_oss: tuple[Path, Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if form == "gptq":
+        base, lora = quantise(plain, tmp_path / "base", form, is_linear)[0], ALL_LINEAR
+    else:
+        base, lora = gpt_oss[1], {"r": 4, "lora_alpha": 6, "target_modules": [], "target_parameters": FUSED}
+    adapter = save_adapter(tmp_path / "adapter", plain if form == "gptq" else gpt_oss[0], "causal-lm", lora)
+    whole = saved_tensors(merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="all-16bit"))
+    monkeypatch.setattr(encodings, "_STRIP_WEIGHTS", 1)  # 32 rows
+    monkeypatch.setattr(stored, "_DECODED_WEIGHTS", 5 * 64)
+    monkeypatch.setattr(numpy_backend, "BLOCK_WEIGHTS", 16 * 64)
+    read: list[int] = []
+    exactly = OpenFiles.read_exactly
+
+    def counted(self: OpenFiles, path: Path, offset: int, buffer: memoryview) -> None:
+        read.append(len(buffer) if path.parent == base else 0)
+        exactly(self, path, offset, buffer)
+
+    monkeypatch.setattr(OpenFiles, "read_exactly", counted)
+    merged = tmp_path / "merged"
+    plan = plan_merge(base, adapter, store="all-16bit")
+    execute(plan, merged, jobs=1)
+    assert not different(saved_tensors(merged), whole)
+    packed = open_model(base).weights.nbytes
+    assert sum(read) < 1.1 * packed
+    read.clear()
+    assert not verify(merged).report.findings
+    assert sum(read) < 2.2 * packed  # once for the values, once for samples

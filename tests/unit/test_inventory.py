@@ -53,10 +53,14 @@ def test_lists_each_checkpoint_once_with_its_bytes() -> None:
         assert item.sizes[FileRole.OPTIMIZER] == sum((item.root / name).stat().st_size for name in names)
 
 
-def test_parts_of_a_sharded_checkpoint_are_no_checkpoints_of_their_own() -> None:
+def test_deepspeeds_tags_are_saves_of_a_run_but_in_a_save_of_the_trainer() -> None:
     zero = RUN.parent / "zero"
-    names = sorted(str(item.root.relative_to(zero)) for run in inventory(zero) for item in run.checkpoints)
-    assert names == sorted(path.name for path in zero.iterdir() if path.is_dir())
+    found = {str(item.root.relative_to(zero)): item.kind for run in inventory(zero) for item in run.checkpoints}
+    tags = {str(path.relative_to(zero)): "DeepSpeed checkpoint" for path in zero.glob("*/global_step*")}
+    del tags["stage3-frozen-head/global_step2"]
+    assert found.pop("stage3-frozen-head") == "trainer checkpoint"
+    beside = {path.parent.name for path in zero.glob("*/adapter_config.json")} - {"stage3-frozen-head"}
+    assert found == {**tags, **dict.fromkeys(beside, "adapter")}
 
 
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:

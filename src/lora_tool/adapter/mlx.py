@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool import keys
+from lora_tool.adapter.experts import PROJECTIONS
 from lora_tool.architectures.ends import MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.adapters import ADAPTER, ADAPTER_PICKLE, ADAPTER_WEIGHTS
@@ -31,11 +32,8 @@ MLX_WEIGHTS = "adapters.safetensors"
 _STACK = 3
 _NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _STACKED = re.compile(r"(?P<before>.+)\.switch_mlp\.(?P<projection>gate_proj|up_proj|down_proj)")
-EXPERTS = (
-    {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"},
-    {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-)
-"""MLX-LM's names of an expert's three matrices → those that checkpoints have: most models', and Mixtral's."""
+EXPERTS = tuple(dict(zip(PROJECTIONS[0], theirs, strict=True)) for theirs in PROJECTIONS)
+"""MLX-LM's names of an expert's three matrices → those that checkpoints have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

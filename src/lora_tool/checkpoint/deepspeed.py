@@ -10,6 +10,7 @@ from lora_tool.formats import universal
 
 _LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
+_TAG = re.compile(r"global_step\d+(?:_universal)?\Z")
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
 
 
@@ -23,11 +24,17 @@ def _open(folder: Folder) -> ShardedDir:
     tags = (".",) if is_tag else sorted(folder.folders, key=step_of)
     names = {tag: tuple(sorted(filter(_RANK_FILE.match, folder.names_in(tag)))) for tag in tags}
     found = {tag: files for tag, files in names.items() if files}
-    latest = None if is_tag else _latest(folder, _LATEST)
-    if latest not in found:  # a universal checkpoint may be all that is left
-        other = None if is_tag else _latest(folder, _LATEST_UNIVERSAL)
-        latest = other if other in found else latest
-    return ShardedDir(kind=ZERO, folder=folder, rank_files=found, latest=latest, problems=folder.problems)
+    latest, universal = (None if is_tag else _latest(folder, name) for name in (_LATEST, _LATEST_UNIVERSAL))
+    if latest not in found and universal in found:  # a universal checkpoint may be all that is left
+        latest = universal
+    return ShardedDir(
+        kind=ZERO,
+        folder=folder,
+        rank_files=found,
+        latest=latest,
+        latest_universal=universal,
+        problems=folder.problems,
+    )
 
 
 def _latest(folder: Folder, name: str) -> str | None:
@@ -42,6 +49,8 @@ ZERO = ShardedKind(
     optimizer=("*_optim_states.pt", "exp_avg.pt", "exp_avg_sq.pt"),
     others=(_LATEST, _LATEST_UNIVERSAL, "zero_to_fp32.py"),
     folders=("global_step*",),
+    steps=_TAG,
+    resumed_by_trainer=True,
     state="lora_tool.sharded.zero_state:zero_state",
     recognise=_recognise,
     open=_open,

@@ -31,6 +31,7 @@ FSDP_FULL: ShardedKind = ShardedKind(
     landmarks=("pytorch_model_fsdp.bin",),
     weights=("pytorch_model_fsdp.bin", "pytorch_model_fsdp_[0-9].bin"),
     optimizer=("optimizer.bin",),
+    resumed_by_trainer=True,
     state="lora_tool.sharded.rank_state:fsdp_full_state",
     recognise=partial(lies_here, FULL_FILE),
     open=lambda folder: open_here(FSDP_FULL, FULL_FILE, folder),

@@ -79,6 +79,10 @@ class ShardedKind(Kind):
     """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
     steps: re.Pattern[str] | None = None
     """Names of the folders in a run, of which each is a save of its own: they are listed and pruned one by one."""
+    common_steps: re.Pattern[str] | None = None
+    """The same for names that other folders have, too: one of them is a save only where pieces lie in it."""
+    resumed_by_trainer: bool = False
+    """Whether transformers' Trainer, and so `train`, can resume from it."""
     state: str
     """The function that reads its training state, as `module:function`: imported only when needed, being slow to import.
 
@@ -164,6 +168,8 @@ class ShardedDir(_Opened):
     """Tag → names of its rank files: the folder that they lie in, "." where that is `root` itself."""
     latest: str | None = None
     """The tag that a file of the checkpoint names as the latest; None without such a file, or where `root` is a tag."""
+    latest_universal: str | None = None
+    """The tag that DeepSpeed's file for universal checkpoints names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and one or more `.distcp` files a process.
+"""Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and `.distcp` files of each process.
 
 Megatron-LM, Megatron-Bridge and Megatron-SWIFT write them; NeMo-RL has them below `step_N/policy/weights`.
 """
@@ -92,6 +92,7 @@ MEGATRON = ShardedKind(
     weights=("*.distcp",),
     others=("common.pt", "run_config.yaml", _METADATA, POINTER, _TRAIN_STATE, "train_state.pt"),
     steps=_ITERATION,
+    common_steps=_STEP,
     state="lora_tool.sharded.megatron_state:iteration_state",
     recognise=_recognise,
     open=_open,

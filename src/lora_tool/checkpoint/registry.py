@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from lora_tool.checkpoint.adapters import ADAPTER
 from lora_tool.checkpoint.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoint.deepspeed import ZERO
-from lora_tool.checkpoint.folders import Folder, is_numbered
+from lora_tool.checkpoint.folders import Folder, is_numbered, read_folder
 from lora_tool.checkpoint.fsdp import DCP
 from lora_tool.checkpoint.fsdp_ranks import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
@@ -16,6 +17,7 @@ from lora_tool.checkpoint.models import BASE_MODEL
 from lora_tool.checkpoint.runs import RUN
 from lora_tool.checkpoint.state_file import STATE_FILE
 from lora_tool.checkpoint.verl import VERL
+from lora_tool.errors import CheckpointError
 
 KINDS: list[Kind] = [
     ADAPTER,
@@ -67,5 +69,19 @@ def holds_pieces(name: str) -> bool:
 
 
 def is_step(name: str) -> bool:
-    """Return whether a folder of this name is one of the saves of a run: `checkpoint-N`, or as its framework calls them."""
+    """Return whether a folder of this name is a save of a run: `checkpoint-N`, or as its framework calls them."""
     return is_numbered(name) or any(kind.steps and kind.steps.match(name) for kind in sharded_kinds())
+
+
+def is_save(path: Path) -> bool:
+    """Return whether the folder `path` is a save of a run: by its name, or by a common name and the pieces in it."""
+    if is_step(path.name):
+        return True
+    kinds = [kind for kind in sharded_kinds() if kind.common_steps and kind.common_steps.match(path.name)]
+    if not kinds:
+        return False
+    try:
+        folder = read_folder(path)
+    except CheckpointError:  # it cannot be listed
+        return False
+    return recognised(folder, kinds) is not None

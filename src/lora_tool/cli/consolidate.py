@@ -20,7 +20,7 @@ from lora_tool.cli.writing import (
     spread_options,
     writing_options,
 )
-from lora_tool.cluster.spread import EngineName, Spread
+from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
@@ -80,8 +80,7 @@ def command(
     CKPT is the folder that training wrote; it holds global_step… folders or .metadata. Code in its pickles is never
     run.
     """
-    spread = Spread(engine=engine, address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading

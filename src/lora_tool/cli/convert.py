@@ -11,7 +11,8 @@ from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_opti
 from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.converting import convertible, default_output, planned
+from lora_tool.pipeline.converting import default_output, planned
+from lora_tool.plan.convert.convertible import convertible
 from lora_tool.plan.convert.forms import AdapterForm
 
 

@@ -48,7 +48,7 @@ def carry_out_each(
 
 
 class _Told:
-    """What is said on stderr while the work goes on: what all adapters have in common once."""
+    """Prints to stderr while the work goes on. A finding or warning that several adapters share is printed once."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet

@@ -65,7 +65,10 @@ def command(
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite, inputs=(opened.root,))
     if reward_base is not None and server is not Server.VLLM:
-        raise click.UsageError(f"--reward-base is only for vLLM: {server} does not serve heads")
+        raise click.UsageError(
+            f"--reward-base is only for vLLM: {server} does not serve an adapter's head; merge the adapter instead: "
+            "lora-tool merge --rm ADAPTER"
+        )
     from lora_tool.pipeline.algebra import plan_reward_base, preparation  # noqa: PLC0415 - after the options
 
     asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}

@@ -39,9 +39,10 @@ from lora_tool.display import printable
 def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
     """Show which saves of runs under ROOT (by default this folder) could go, and with --apply remove them.
 
-    Every run keeps its last and its best valid checkpoints, the one that verl's or Megatron's pointer names, all that are
-    newer than the last valid one, and everything if none is valid. A checkpoint is valid if `validate` finds no error in it with the same lora-tool.toml. Finished
-    weights, adapters and models are never touched, nor are links and their targets.
+    Every run keeps its last and its best valid checkpoints, the one that DeepSpeed's, verl's or Megatron's pointer
+    names, all that are newer than the last valid one, and everything if none is valid. A checkpoint is valid if
+    `validate` finds no error in it with the same lora-tool.toml. Finished weights, adapters and models are never
+    touched, nor are links and their targets.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
     from lora_tool.execution.folder import remove, require_room  # noqa: PLC0415

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +27,7 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
-from lora_tool.display import as_options, json_text
+from lora_tool.display import as_options, json_text, shortened
 from lora_tool.errors import LoraToolError
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 30
 """Bytes that take half a second to read from the page cache, and long from a disk."""
+_LONGEST = 90
+"""Letters of a finding in the table of several folders: all of it stands above."""
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -90,7 +93,8 @@ _LONG = 1 << 30
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
-    PATH is this folder by default. Only --fix --apply changes files, and code in them is never run. An adapter on the
+    PATH is this folder by default; of several, each is checked on its own, a table ends the output, and the exit code is
+    the largest of all. Only --fix --apply changes files, and code in them is never run. An adapter on the
     Hub, owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache
     (adapters are small); the base model never is.
     """
@@ -112,36 +116,47 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
         "deep": True if told.strict and options["deep"] is None else options["deep"],
         "servers": options["servers"] or configured.servers,
     }
-    report, errors = _all_judged(paths, asked, quiet=options["quiet"])
+    looked = _all_judged(paths, asked, quiet=options["quiet"])
     fixed = None
     if options["fix"]:
         from lora_tool.cli.fixing import fixes  # noqa: PLC0415 - only where asked for
 
-        fixed = fixes(report, task=asked["task"], apply=options["apply"])
+        fixed = fixes(joined(each.report for each in looked), task=asked["task"], apply=options["apply"])
         if fixed.kept:
-            report, errors = _all_judged(paths, asked, quiet=options["quiet"])
-    report = replace(report, ignored=rules.ignored)
+            looked = _all_judged(paths, asked, quiet=options["quiet"])
+    report = replace(joined(each.report for each in looked), ignored=rules.ignored)
     _show(report, told, fixed, quiet=options["quiet"])
+    errors = [each.error for each in looked if each.error is not None]
     for error in errors:
         show_error(error)
+    if len(looked) > 1 and told.form is Form.TEXT and not (options["quiet"] and not report.findings):
+        _show_table(looked, told)
     return max(map(exit_code, errors), default=FINDINGS if told.fails(report) else DONE)
 
 
-def _all_judged(paths: Sequence[str], asked: Mapping[str, Any], *, quiet: bool) -> tuple[Report, list[LoraToolError]]:
-    """Return one report of all the folders, and why some could not be opened."""
-    reports: list[Report] = []
-    errors: list[LoraToolError] = []
-    for path in paths:
-        try:
-            reports.append(_judged(path, asked, quiet=quiet))
-            continue
-        except LoraToolError as refused:
-            errors.append(refused)
-        except OSError as failed:
-            errors.append(LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}"))
-        message, hint = str(errors[-1]), errors[-1].hint
-        reports.append(Report(unread=(Unread(path=path, message=as_options(message), hint=hint and as_options(hint)),)))
-    return joined(reports), errors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """One of the folders, as it was given: its report, and the `error` where it could not be opened."""
+
+    path: str
+    report: Report
+    error: LoraToolError | None = None
+
+
+def _all_judged(paths: Sequence[str], asked: Mapping[str, Any], *, quiet: bool) -> list[_Looked]:
+    """Return what was found in each of the folders. One that cannot be opened stops no other."""
+    return [_looked_at(path, asked, quiet=quiet) for path in paths]
+
+
+def _looked_at(path: str, asked: Mapping[str, Any], *, quiet: bool) -> _Looked:
+    try:
+        return _Looked(path=path, report=_judged(path, asked, quiet=quiet))
+    except LoraToolError as refused:
+        error = refused
+    except OSError as failed:
+        error = LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}")
+    message, hint = as_options(str(error)), error.hint and as_options(error.hint)
+    return _Looked(path=path, report=Report(unread=(Unread(path=path, message=message, hint=hint),)), error=error)
 
 
 def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
@@ -202,3 +217,25 @@ def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) 
     if fixed is not None and not fixed.kept and told.form is not Form.JSON and not nothing:
         click.echo(f"\n{shown}", err=not text)
     told.write_files(lambda form: report_text(report, form, told.least))
+
+
+def _show_table(looked: Sequence[_Looked], told: Reporting) -> None:
+    """Print a line for each of several folders."""
+    from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+
+    columns = ("folder", "kind", "verdict", "errors>", "warnings>", "first")
+    click.echo()
+    print_all([new_table(columns, [tuple(_row(each, told)) for each in looked])], sys.stdout)
+
+
+def _row(looked: _Looked, told: Reporting) -> Iterator[str]:
+    report = looked.report
+    yield looked.path
+    yield report.subjects[0].kind if report.subjects else ""
+    if looked.error is not None:
+        yield from ("not read", "", "", shortened(as_options(str(looked.error)), _LONGEST))
+        return
+    yield "failed" if told.fails(report) else "passed"
+    yield from (str(report.count(severity) or "") for severity in (Severity.ERROR, Severity.WARNING))
+    found = sorted(report.at_least(Severity.WARNING), key=lambda finding: -finding.severity.weight)
+    yield shortened(str(found[0]), _LONGEST) if found else ""

@@ -32,7 +32,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.cli.writing import spread_options
-from lora_tool.cluster.spread import EngineName, Spread
+from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
@@ -112,9 +112,9 @@ def command(
     """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
-    computed again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was
-    computed from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
-    in the [verify] table of lora-tool.toml.
+    computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
+    it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a
+    tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set in the [verify] table of lora-tool.toml.
     """
     from lora_tool.checkpoint import open_model  # noqa: PLC0415
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
@@ -122,8 +122,7 @@ def command(
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
-    spread = Spread(engine=engine, address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
     told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
@@ -206,19 +205,16 @@ def _of_computed(
     **how: Any,  # noqa: ANN401 - level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
-    from lora_tool.plan.algebra.provenance import find_extracted, find_sum  # noqa: PLC0415
-    from lora_tool.verification.verifying import verify_extracted, verify_sum  # noqa: PLC0415
+    from lora_tool.plan.computed import find_computed  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_computed  # noqa: PLC0415
 
-    computed, extracted = find_sum(folder, adapters, base=base), find_extracted(folder, base)
-    if computed is None and extracted is None:
+    computed = find_computed(folder, adapters, base=base)
+    if computed is None:
         return None
     of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
     if of_models:
         raise click.UsageError(f"--{of_models[0]} is for merged models, but {folder} is an adapter")
-    rules = {name: asked[name] for name in ("select", "ignore", "jobs")}
-    if extracted is not None:
-        return verify_extracted(extracted, **rules, **how)
-    return None if computed is None else verify_sum(computed, **rules, **how)
+    return verify_computed(computed, **{name: asked[name] for name in ("select", "ignore", "jobs")}, **how)
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lora_tool.cluster.task import Surroundings, Task
+from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
 from lora_tool.progress import Progress, decided, told
@@ -39,11 +39,11 @@ _REPORT_BYTES = 32 << 20
 _LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN})
 """What network storage answers for a moment, and not when it is asked again."""
 
-Done = Callable[[int, Any], None]
-"""Called with a task's number and its result."""
+GroupError = LoraToolError | OSError
+"""What ends the tasks of a group."""
 
-Failed = Callable[[int, LoraToolError], None]
-"""Called with a task's number and the error that it ended with."""
+_Place = tuple[int, int]
+"""Where a task is: the place of its group, and its own in that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +117,9 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """A task that is handed out: its number, and which try it is."""
+    """A task that is handed out, and which try it is."""
 
-    number: int
+    place: _Place
     count: int
 
 
@@ -167,72 +167,81 @@ class Connection:
                 f"{who}: {_told_by(cause)}", hint="lora-tool must be installed on all nodes, in the same version"
             ) from error
 
-    def map(
-        self,
-        tasks: Sequence[Task],
-        surroundings: Surroundings,
-        *,
-        progress: Progress,
-        done: Done,
-        failed: Failed | None = None,
-    ) -> None:
-        """Do all tasks, wherever; call `done` with each result as it comes, and `progress` with the bytes.
+    def map(self, group: TaskGroup, *, progress: Progress) -> None:
+        """Do the tasks, wherever; `progress` is called with the bytes. Raises what `map_each` returns."""
+        [error] = self.map_each([group], progress=progress)
+        if error is not None:
+            raise error
 
-        Raises the first error of a task once all others have stopped, with the node's name after its words, and
-        `ExecutionError` where the process of a task was lost again and again. `failed` takes such an error instead,
-        with the task's number, and the others go on.
+    def map_each(self, groups: Sequence[TaskGroup], *, progress: Progress) -> list[GroupError | None]:
+        """Do the tasks of all groups, wherever; return the error that each group ended with, None for one that is done.
+
+        The first error of a task ends its group, whose other tasks are cancelled, and no other. Its words are followed
+        by the node's name. A task whose process was lost again and again is an `ExecutionError`. `progress` is called
+        with the bytes of all groups.
         """
-        _Run(self._ray, tasks, surroundings, progress, done, failed, self._workers, self._result).all()
+        return _Run(self._ray, groups, progress, self._workers, self._result).all()
 
 
 @dataclass(slots=True)
 class _Run:
-    """The tasks of one `map`: waiting, running, done."""
+    """The tasks of one `map_each`: waiting, running, done."""
 
     ray: Any
-    tasks: Sequence[Task]
-    surroundings: Surroundings
+    groups: Sequence[TaskGroup]
     progress: Progress
-    done: Done
-    failed: Failed | None
     workers: int
     result: Callable[[Any, str], Any]
+    waiting: deque[_Try] = field(default_factory=deque)
     running: dict[Any, _Try] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, GroupError] = field(default_factory=dict)
+    """The error of each group that failed, by its place."""
+    seen: dict[_Place, int] = field(default_factory=dict)
     """Task → bytes that were done of it; all of a finished one's."""
     shown: int = 0
 
-    def all(self) -> None:
-        waiting = deque(_Try(number, 1) for number in range(len(self.tasks)))
+    def all(self) -> list[GroupError | None]:
+        self.waiting += [
+            _Try((number, place), 1) for number, group in enumerate(self.groups) for place in range(len(group.tasks))
+        ]
         mine = self.ray.get_runtime_context().get_node_id()
         near = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(mine, soft=True)
         meter = self.ray.remote(Meter).options(num_cpus=0, scheduling_strategy=near).remote()
         carry_out = self.ray.remote(_carry_out).options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
         try:
-            while waiting or self.running:
-                while waiting and len(self.running) < self.workers:
-                    one = waiting.popleft()
-                    reference = carry_out.remote(self.tasks[one.number], self.surroundings, meter, one.number)
-                    self.running[reference] = one
+            while self.waiting or self.running:
+                while self.waiting and len(self.running) < self.workers:
+                    one = self.waiting.popleft()
+                    group, task = self._task(one)
+                    self.running[carry_out.remote(task, group.surroundings, meter, one.place)] = one
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_S)
                 for reference in ready:
-                    one = self.running.pop(reference)
-                    try:
-                        again = self._ended(reference, one)
-                    except LoraToolError as error:
-                        if self.failed is None:
-                            raise
-                        self.failed(one.number, error)
-                        continue
-                    if again is not None:
-                        waiting.append(again)
+                    self._end(reference, self.running.pop(reference))
                 self._show(meter)
         finally:
-            self._cancel()
+            self._cancel(list(self.running))
+        return [self.errors.get(number) for number in range(len(self.groups))]
+
+    def _task(self, one: _Try) -> tuple[TaskGroup, Task]:
+        number, place = one.place
+        return self.groups[number], self.groups[number].tasks[place]
+
+    def _end(self, reference: Any, one: _Try) -> None:  # noqa: ANN401
+        """Take in how a task ended. One that failed ends its group; one that was lost is begun again."""
+        try:
+            again = self._ended(reference, one)
+        except (LoraToolError, OSError) as error:
+            failed = one.place[0]
+            self.errors[failed] = error
+            self.waiting = deque(each for each in self.waiting if each.place[0] != failed)
+            self._cancel([running for running, each in self.running.items() if each.place[0] == failed])
+            return
+        if again is not None:
+            self.waiting.append(again)
 
     def _ended(self, reference: Any, one: _Try) -> _Try | None:  # noqa: ANN401
         """Take in how a task ended; return it where it has to be begun again."""
-        task = self.tasks[one.number]
+        group, task = self._task(one)
         try:
             node, result, lost = self.result(reference, task.name)
         except self.ray.exceptions.RayError as error:
@@ -241,10 +250,10 @@ class _Run:
             result.args = (f"{result} (on node {node})", *result.args[1:])
             raise result
         if not lost:
-            self.seen[one.number] = task.nbytes
-            self.done(one.number, result)
+            self.seen[one.place] = task.nbytes
+            group.done(one.place[1], result)
             return None
-        self.seen.pop(one.number, None)
+        self.seen.pop(one.place, None)
         if one.count == MOST_TRIES:
             where = f" on node {node}" if node else ""
             raise ExecutionError(
@@ -252,44 +261,45 @@ class _Run:
                 hint="`resume=True` takes over the finished files",
             )
         decided(f"{task.name} is started again: {lost}")
-        return _Try(one.number, one.count + 1)
+        return _Try(one.place, one.count + 1)
 
     def _show(self, meter: Any) -> None:  # noqa: ANN401
         """Report the bytes of all tasks: those of a lost try are not reported twice."""
         with contextlib.suppress(self.ray.exceptions.RayError):  # its node may be lost, too
             now = self.ray.get(meter.read.remote(), timeout=_POLL_S)
-            running = {one.number for one in self.running.values()}
-            self.seen.update({number: nbytes for number, nbytes in now.items() if number in running})
+            running = {one.place for one in self.running.values()}
+            self.seen.update({place: nbytes for place, nbytes in now.items() if place in running})
         total = sum(self.seen.values())
         if total > self.shown:
             self.progress(total - self.shown)
             self.shown = total
 
-    def _cancel(self) -> None:
-        """End what still runs, and wait for that: the folder that it writes to may be about to be removed."""
-        for reference in self.running:
+    def _cancel(self, references: Sequence[Any]) -> None:
+        """End these tasks, and wait for that: the folder that they write to may be about to be removed."""
+        for reference in references:
+            del self.running[reference]
             with contextlib.suppress(Exception):
                 self.ray.cancel(reference, force=True)
-        if self.running:
+        if references:
             with contextlib.suppress(Exception):
-                self.ray.wait(list(self.running), num_returns=len(self.running), timeout=_CANCEL_S)
+                self.ray.wait(references, num_returns=len(references), timeout=_CANCEL_S)
 
 
 class Meter:
     """Adds up what the tasks report: an actor beside the one who waits for them."""
 
     def __init__(self) -> None:
-        self._done: dict[int, int] = {}
+        self._done: dict[_Place, int] = {}
 
-    def begin(self, number: int) -> None:
+    def begin(self, place: _Place) -> None:
         """Start a task from nothing, be it again."""
-        self._done[number] = 0
+        self._done[place] = 0
 
-    def add(self, number: int, nbytes: int) -> None:
+    def add(self, place: _Place, nbytes: int) -> None:
         """Add bytes of a task."""
-        self._done[number] = self._done.get(number, 0) + nbytes
+        self._done[place] = self._done.get(place, 0) + nbytes
 
-    def read(self) -> dict[int, int]:
+    def read(self) -> dict[_Place, int]:
         """Return the bytes of each task."""
         return self._done
 
@@ -314,7 +324,7 @@ def _carry_out(
     task: Task,
     surroundings: Surroundings,
     meter: ray.actor.ActorHandle[Meter],
-    number: int,
+    place: _Place,
 ) -> tuple[str, Any, str]:
     """Return this node's name, the task's result or what it raised of ours, and why it has to be done again."""
     node = _this_node()
@@ -325,10 +335,10 @@ def _carry_out(
         nonlocal waiting, last
         waiting += nbytes
         if waiting >= _REPORT_BYTES or time.monotonic() - last > 1:
-            meter.add.remote(number, waiting)
+            meter.add.remote(place, waiting)
             waiting, last = 0, time.monotonic()
 
-    meter.begin.remote(number)
+    meter.begin.remote(place)
     try:
         surroundings.enter(node)
         return node, task.run(report), ""

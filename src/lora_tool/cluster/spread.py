@@ -60,3 +60,10 @@ class Spread:
 
 HERE = Spread()
 """This machine."""
+
+
+def spread_over(engine: EngineName | str, address: str | None, workers: int | None) -> Spread:
+    """Return where the work is done, once its engine is known to be there. Raises as `Spread` and `Spread.require`."""
+    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
+    spread.require()
+    return spread

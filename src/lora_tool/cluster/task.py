@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,6 +70,27 @@ class Surroundings:
             )
         for stamp in self.inputs:
             _require_same(stamp, node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGroup:
+    """Tasks of one result: as soon as one of them fails, the others are not needed."""
+
+    tasks: Sequence[Task]
+    surroundings: Surroundings
+    """What a machine must have for each of them."""
+    done: Callable[[int, Any], None]
+    """Called with a task's place among them and its result, as it comes."""
+
+
+def directory_for(paths: Iterable[Path]) -> Path | None:
+    """Return the working directory, None where no path is relative to it."""
+    return None if all(path.is_absolute() for path in paths) else Path.cwd()
+
+
+def versions_here(*packages: str) -> dict[str, str]:
+    """Return the versions of lora-tool, of Python and of the packages on this machine."""
+    return {package: installed_version(package) or "" for package in ("lora-tool", "python", *packages)}
 
 
 def _require_same(stamp: FileStamp, node: str) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
@@ -36,25 +36,29 @@ from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
 
+if TYPE_CHECKING:
+    from lora_tool.cluster.ray_cluster import RayCluster
+    from lora_tool.execution.ray_engine import RayEngine
+
 
 def engine_of(spread: Spread, *, jobs: int | None) -> Engine:
     """Return the engine that was asked for; on this machine it has `jobs` workers."""
-    if spread.cluster is None:
-        return LocalEngine(jobs=jobs)
-    from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
-
-    return RayEngine(cluster=spread.cluster)
+    return LocalEngine(jobs=jobs) if spread.cluster is None else _engine_on(spread.cluster)
 
 
 def engine_of_several(spread: Spread, *, jobs: int | None) -> EngineOfSeveral:
     """Return the engine that was asked for, for plans that read the same files."""
-    if spread.cluster is None:
-        from lora_tool.execution.one_pass import OnePassEngine  # noqa: PLC0415 - only where several are written
+    if spread.cluster is not None:
+        return _engine_on(spread.cluster)
+    from lora_tool.execution.one_pass import OnePassEngine  # noqa: PLC0415 - only where several are written
 
-        return OnePassEngine(jobs=jobs)
+    return OnePassEngine(jobs=jobs)
+
+
+def _engine_on(cluster: RayCluster) -> RayEngine:
     from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
 
-    return RayEngine(cluster=spread.cluster)
+    return RayEngine(cluster=cluster)
 
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]

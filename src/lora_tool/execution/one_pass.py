@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lora_tool.batches import batches_of_bytes
 from lora_tool.cores import available_cores
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
@@ -210,14 +211,7 @@ def _batches(plans: Sequence[Sequence[Shard]], units: Callable[[Shard], Iterable
     by_name = [{shard.filename: shard for shard in shards} for shards in plans]
     for name in names:
         listed = [list(units(shards[name])) if name in shards else [] for shards in by_name]
-        batch: list[Piece] = []
-        for piece in _pieces(name, listed):
-            batch.append(piece)
-            if sum(each.nbytes for each in batch) >= _BATCH_BYTES:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
+        yield from batches_of_bytes(_pieces(name, listed), _BATCH_BYTES)
 
 
 def _pieces(name: str, plans: Sequence[Sequence[Unit]]) -> Iterator[Piece]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings, installed_version
+from lora_tool.cluster.ray_cluster import Connection, RayCluster
+from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.attempts import Part, parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of
@@ -16,7 +17,6 @@ from lora_tool.execution.journal import Journal, versions_of
 from lora_tool.execution.work import Ended, Finished, Unfinished, Work, WorkDone
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
@@ -32,68 +32,75 @@ class RayEngine:
 
         Raises `UnsupportedAdapter` for a plan that repeats PEFT's decomposition of base weights.
         """
-        plan = work.plan
-        require_divisible(plan)
-        parts = tuple(parts_of(work))
-        findings: dict[int, Sequence[Finding]] = {}
-
-        def done(number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
-            retained, findings[number] = result
-            for shard in parts[number].work.shards:
-                finished(shard, retained)
-
-        with self.cluster.connected() as connection:
-            surroundings = surroundings_of(work)
-            connection.require_nodes(surroundings)
-            connection.map(parts, replace(surroundings, inputs=()), progress=progress, done=done)
-        return _done(plan, findings)
+        [ended] = self.run_each([Unfinished(work=work, finished=finished, progress=progress)])
+        if isinstance(ended, Exception):
+            raise ended
+        return ended
 
     def run_each(self, folders: Sequence[Unfinished]) -> list[Ended]:
         """Write the weight files of all folders, each a task, and return how each folder ended.
 
-        An error of one folder stops no other.
+        An error of one folder stops no other; its own tasks are cancelled.
         """
-        errors: dict[int, LoraToolError] = {}
-        parts: list[tuple[int, Part]] = []
-        findings: list[dict[int, Sequence[Finding]]] = [{} for _ in folders]
-
-        def done(number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
-            whose, part = parts[number]
-            retained, findings[whose][number] = result
-            for shard in part.work.shards:
-                folders[whose].finished(shard, retained)
-
-        def failed(number: int, error: LoraToolError) -> None:
-            errors.setdefault(parts[number][0], error)
-
-        with self.cluster.connected() as connection:
-            surroundings = [surroundings_of(each.work) for each in folders]
-            for number, each in enumerate(folders):
-                try:
-                    require_divisible(each.work.plan)
-                    connection.require_nodes(surroundings[number])
-                    parts += [(number, part) for part in parts_of(each.work)]
-                except LoraToolError as error:
-                    errors[number] = error
-            # where each task enters: inputs and folder were looked for on every node, and a part stamps what it reads
-            entered = next((each for each in surroundings if each.formula), surroundings[0])
-            directory = next((each.directory for each in surroundings if each.directory), None)
-            connection.map(
-                [part for _, part in parts],
-                replace(entered, inputs=(), mark=None, directory=directory),
-                progress=folders[0].progress,  # that of all
-                done=done,
-                failed=failed,
-            )
-        return [
-            errors[number] if number in errors else _done(each.work.plan, findings[number])
-            for number, each in enumerate(folders)
-        ]
+        shared = [_Shared(each) for each in folders]
+        for each in shared:
+            with each.tried():
+                require_divisible(each.folder.work.plan)
+        if any(each.error is None for each in shared):
+            with self.cluster.connected() as connection:
+                _write(shared, connection, folders[0].progress)  # which is that of all
+        return [each.ended() for each in shared]
 
 
-def _done(plan: Plan, findings: Mapping[int, Sequence[Finding]]) -> WorkDone:
-    hashes = {path: sha256_of(path) for path in plan.hashed}
-    return WorkDone(hashes=hashes, findings=[each for number in sorted(findings) for each in findings[number]])
+def _write(shared: Sequence[_Shared], connection: Connection, progress: Progress) -> None:
+    groups: list[tuple[_Shared, TaskGroup]] = []
+    for each in shared:
+        if each.error is None:
+            with each.tried():
+                groups.append((each, each.tasks(connection)))
+    errors = connection.map_each([group for _, group in groups], progress=progress)
+    for (each, _), error in zip(groups, errors, strict=True):
+        each.error = error
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A folder whose files the nodes write: its parts, what they found, and the error that it ended with."""
+
+    folder: Unfinished
+    parts: Sequence[Part] = ()
+    findings: dict[int, Sequence[Finding]] = field(default_factory=dict)
+    error: LoraToolError | OSError | None = None
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """Do a part of its work inside: an error ends this folder alone."""
+        try:
+            yield
+        except (LoraToolError, OSError) as error:
+            self.error = error
+
+    def tasks(self, connection: Connection) -> TaskGroup:
+        """Return its parts, once every node is known to have what they need. Raises as `Connection.require_nodes`."""
+        surroundings = surroundings_of(self.folder.work)
+        connection.require_nodes(surroundings)
+        self.parts = tuple(parts_of(self.folder.work))
+        # inputs were looked for on every node, and a part stamps those that it reads
+        return TaskGroup(tasks=self.parts, surroundings=replace(surroundings, inputs=()), done=self._done)
+
+    def _done(self, number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
+        retained, self.findings[number] = result
+        for shard in self.parts[number].work.shards:
+            self.folder.finished(shard, retained)
+
+    def ended(self) -> Ended:
+        """Return how it ended, once all tasks have."""
+        hashes: dict[Path, str] = {}
+        with self.tried():
+            if self.error is None:
+                hashes = {path: sha256_of(path) for path in self.folder.work.plan.hashed}
+        findings = [each for number in sorted(self.findings) for each in self.findings[number]]
+        return self.error or WorkDone(hashes=hashes, findings=findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +125,10 @@ def surroundings_of(work: Work) -> PlanSurroundings:
     """Return what every node must have to do parts of the work."""
     plan = work.plan
     paths = [work.folder, *(stamp.path for stamp in plan.inputs)]
-    packages = ("lora-tool", "python", *versions_of(plan))
     return PlanSurroundings(
-        directory=None if all(path.is_absolute() for path in paths) else Path.cwd(),
+        directory=directory_for(paths),
         inputs=tuple(stamp.for_another_machine() for stamp in plan.inputs),
-        versions={package: installed_version(package) or "" for package in packages},
+        versions=versions_here(*versions_of(plan)),
         mark=Journal(work.folder, work.digest).mark,
         precision=plan.precision,
         formula=formula_of(plan),

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.quantised.encodings import rows_within
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import FileStamp, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lora_tool.formats.quantised.decoding import Array, Read
+    from lora_tool.formats.quantised.arrays import Array, Bytes, Read
+    from lora_tool.formats.quantised.coded import Scaled
     from lora_tool.formats.quantised.encodings import Encoding
+    from lora_tool.formats.quantised.strips import Strips
 
 
 class Sources(OpenFiles):
@@ -25,6 +28,7 @@ class Sources(OpenFiles):
     def __init__(self, stamps: Iterable[FileStamp]) -> None:
         super().__init__(self._opened)
         self._stamps = {stamp.path: stamp for stamp in stamps}
+        self._strips: Strips | None = None
 
     def __enter__(self) -> Self:
         self.check_unchanged()
@@ -56,16 +60,35 @@ class Sources(OpenFiles):
 
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
-        fill(buffer, tensor, start, self.read_exactly, _decoded)
+        fill(buffer, tensor, start, self.read_exactly, self._decoded)
+
+    def bytes_of(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
+        """Return the tensor's bytes from its byte `start`, as a new array."""
+        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+
+        raw = np.empty(nbytes, np.uint8)
+        self.read_into(tensor, start, raw.data)
+        return raw
+
+    def coded(self, tensor: StoredTensor, first: int, last: int) -> Scaled | None:
+        """Return rows of a matrix as codes with their scales; None where they are not quantised, or not only that."""
+        found = rows_within(tensor, first, last)
+        if found is None:
+            return None
+        from lora_tool.formats.quantised.coded import coded  # noqa: PLC0415 - for quantised weights alone
+
+        parts = coded(*found, self.bytes_of) or ()
+        return parts[0] if len(parts) == 1 else None
+
+    def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
+        """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
+        from lora_tool.execution.native.dequantising import arithmetic  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
+        from lora_tool.formats.quantised.strips import Strips  # noqa: PLC0415 - see above
+
+        self._strips = self._strips or Strips()
+        return decoded(encoding, first, last, read, arithmetic(), self._strips)
 
     def held_bytes(self, path: Path, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002 - see `SharedSources`
         """Return these bytes of a file if they are in memory already, else None."""
         return None
-
-
-def _decoded(encoding: Encoding, first: int, last: int, read: Read) -> Array:
-    """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
-    from lora_tool.execution.native.dequantising import arithmetic  # noqa: PLC0415 - for quantised weights alone
-    from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
-
-    return decoded(encoding, first, last, read, arithmetic())

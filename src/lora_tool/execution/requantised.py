@@ -11,17 +11,18 @@ from lora_tool.execution.backends.choosing import backend_for
 from lora_tool.execution.backends.numpy_backend import NumpyBackend, bytes_of, retention
 from lora_tool.execution.kernels import CACHE_BLOCK, STORAGE
 from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, RequantiseUnit
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, grid_of
-from lora_tool.formats.quantised.requantising import codes, extremes, numbers_of, raised, stored_scales
+from lora_tool.formats.quantised.requantising import numbers_of, raised, stored_scales
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import Precision, RowOp, row_ops
 from lora_tool.plan.core.requantise import QuantisedPart
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, TensorSpec
 
 _BLOCK_WEIGHTS = 1 << 19
 """Weights that are computed together, where a row of tiles has no more."""
@@ -37,6 +38,7 @@ class Requantiser:
         self._precision = precision
         self._stopped = stopped
         self._backends: dict[object, NumpyBackend] = {}
+        self._rounding = rounding()
 
     def run(self, unit: RequantiseUnit, out: int) -> DeltaRetention | None:
         """Write the unit to the descriptor `out`; return what rounding left of the change, on a sample of codes.
@@ -61,21 +63,23 @@ class Requantiser:
         top, bottom = grid.rows_of(*of)
         strips = list(_strips(grid, top, bottom))
         values = self._numbers(unit, *strips[0])
-        low, high = extremes(encoding, values, top, of)
+        low, high = self._rounding.extremes(encoding, values, top, of)
         for first, last in strips[1:]:
             values = self._numbers(unit, first, last)
-            less, more = extremes(encoding, values, first, of)
+            less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
-        scales = raised(encoding, stored_scales(encoding, *of, self._read), low, high)
+        scales = raised(encoding, stored_scales(encoding, *of, self._sources.bytes_of), low, high)
         begin, _ = unit.place(*of)
         if unit.op.part is QuantisedPart.SCALES:
             write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
             return None
+        if unit.scales_at is not None:
+            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), unit.place_of_scales(*of)[0])
         for first, last in strips:
             values = values if len(strips) == 1 else self._numbers(unit, first, last)
             some = min(len(values), max(1, CACHE_BLOCK // grid.width)) if sampled and first == top else 0
             meant = values[:some].copy()
-            made = codes(encoding, values, scales, first, of[0])
+            made = self._rounding.codes(encoding, values, scales, first, of[0])
             write_exactly(out, bytes_of(made), begin + (first - top) * grid.width)
             if some:
                 now = numbers_of(encoding, made[:some], scales, first, of[0])
@@ -112,11 +116,6 @@ class Requantiser:
         if chosen not in self._backends:
             self._backends[chosen] = chosen(self._sources, self._precision, self._stopped)
         return self._backends[chosen]
-
-    def _read(self, tensor: StoredTensor, start: int, nbytes: int) -> Array:
-        raw = np.empty(nbytes, np.uint8)
-        self._sources.read_into(tensor, start, raw.data)
-        return raw
 
 
 def _strips(grid: Grid, top: int, bottom: int) -> Iterator[tuple[int, int]]:

@@ -7,10 +7,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.reading import Sources
 from lora_tool.tensors import FileStamp, Span, StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.formats.quantised.coded import Scaled
 
 MOST_HELD = 32 << 20
 """Bytes of a block. What is larger, a whole tensor that torch computes say, is read for each plan."""
@@ -87,6 +91,10 @@ class SharedSources(Sources):
             super().read_into(tensor, start, buffer)
         else:
             buffer[:] = found
+
+    def coded(self, tensor: StoredTensor, first: int, last: int) -> Scaled | None:
+        """See `Sources`: what is held is decoded already."""
+        return None if self._block.block is not None else super().coded(tensor, first, last)
 
     def held_bytes(self, path: Path, offset: int, nbytes: int) -> memoryview | None:
         """See `Sources`."""

@@ -81,7 +81,8 @@ def execute_share(
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
     and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
-    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` and `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
+    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` and
+    `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
     """
     require_divisible(plan)
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
@@ -95,12 +96,15 @@ def execute_share(
             )
         journal.begin()
         with _at_work(journal, share):
+            advance = progress or (lambda _: None)
             finished = journal.finished(shards)
-            check_space(target, sum(shard.data_bytes for shard in shards if shard.filename not in finished))
+            missing = tuple(shard for shard in shards if shard.filename not in finished)
+            check_space(target, sum(shard.data_bytes for shard in missing))
+            advance(sum(shard.data_bytes for shard in shards if shard.filename in finished))
             looks = share.among(recorded_looks(plan, journal))
             unhashed = replace(plan, hashed=())  # the manifest is written by the run that finishes the folder
-            work = Work(plan=unhashed, folder=folder, digest=journal.digest, shards=shards, checks=looks)
-            done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=progress or (lambda _: None))
+            work = Work(plan=unhashed, folder=folder, digest=journal.digest, shards=missing, checks=looks)
+            done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=advance)
             refuse_errors(done.findings, plan.values.ignored if plan.values else ())
             sources.check_unchanged()
             finished = journal.finished(plan.shards)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.actions import NEW
-from lora_tool.formats.quantised.grids import grid_of
-from lora_tool.plan.core.ops import Computed, RowOp, row_ops
+from lora_tool.formats.quantised.encodings import encoding_of, rows_together
+from lora_tool.formats.quantised.grids import grid_of, scales_of
+from lora_tool.plan.core.factor_ops import FactorOp
+from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Shard
 from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
@@ -16,9 +18,10 @@ from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
 
-_BATCH_BYTES = 4 << 20
 _GATHER_BYTES = 1 << 20
 """Bytes per gathering unit: what lies side by side in pieces is put into its rows in the second-level cache."""
+
+_STACK = 3
 
 UNIT_WEIGHTS = 1 << 22
 """Weights per computing unit, a multiple of what a block holds."""
@@ -75,6 +78,8 @@ class ComputeUnit:
 class RequantiseUnit:
     """Rows `first` to `last` of scales, or the codes that have those scales, of `out`, which begins at byte `at` of the
     shard file.
+
+    With codes the scales are written, too, where they are in the same file: both are made of the same numbers.
     """
 
     out: TensorSpec
@@ -82,6 +87,8 @@ class RequantiseUnit:
     first: int
     last: int
     at: int
+    scales_at: int | None = None
+    """Where the scales begin in the file, if they are written, too."""
 
     def place(self, first: int, last: int) -> tuple[int, int]:
         """Return where in the shard file what belongs to these rows of scales begins, and its size in bytes."""
@@ -90,6 +97,13 @@ class RequantiseUnit:
         row_bytes = self.out.nbytes // self.op.shape[0]
         return self.at + first * row_bytes, (last - first) * row_bytes
 
+    def place_of_scales(self, first: int, last: int) -> tuple[int, int]:
+        """Return where these rows of scales begin that are written with codes, and their size in bytes: 0 elsewhere."""
+        if self.scales_at is None:
+            return 0, 0
+        row_bytes = scales_of(self.op.encoding).nbytes // grid_of(self.op.encoding).down
+        return self.scales_at + first * row_bytes, (last - first) * row_bytes
+
     @property
     def begin(self) -> int:
         """Where in the shard file its bytes begin."""
@@ -97,7 +111,7 @@ class RequantiseUnit:
 
     @property
     def nbytes(self) -> int:
-        return self.place(self.first, self.last)[1]
+        return self.place(self.first, self.last)[1] + self.place_of_scales(self.first, self.last)[1]
 
 
 Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
@@ -122,17 +136,19 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     no other code checks its values.
     """
     pending: list[CopyUnit] = []
+    together = _scales_beside_codes(shard)
     at = len(shard.header)
     for step in shard.steps:
         if isinstance(step.op, Requantise):
             yield from _joined(pending)
             pending = []
-            grid = grid_of(step.op.encoding)
-            for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
-                yield RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at)
+            if step.op.part is QuantisedPart.CODES or step.out.name not in together:
+                grid, beside = grid_of(step.op.encoding), together.get(scales_of(step.op.encoding).name)
+                for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
+                    yield RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at, scales_at=beside)
             at += step.out.nbytes
             continue
-        for op in row_ops(step.op):
+        for op in _matrices(step.op):
             # a stack of experts is worked on row by row
             out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
             is_new = step.action in NEW
@@ -152,18 +168,27 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     yield from _joined(pending)
 
 
-def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
-    """Yield neighbouring units together until they make a few MB: thousands of tiny ones cost more to hand out."""
-    batch: list[Unit] = []
-    held = 0
-    for unit in units:
-        batch.append(unit)
-        held += unit.nbytes
-        if held >= _BATCH_BYTES:
-            yield tuple(batch)
-            batch, held = [], 0
-    if batch:
-        yield tuple(batch)
+def _matrices(made: Op) -> Iterator[RowOp]:
+    """Yield the operations that make the output's rows; those that change the type of a stack for each of its matrices."""
+    for op in row_ops(made):
+        if isinstance(op, Cast | Dequantise) and len(op.shape) == _STACK:
+            matrices, rows, _ = op.shape
+            yield from (part for at in range(matrices) for part in op.cut(at * rows, rows))
+        else:
+            yield op
+
+
+def _scales_beside_codes(shard: Shard) -> dict[str, int]:
+    """Return scales that are in the file of their codes, by name, and where they begin in it."""
+    at, scales, codes = len(shard.header), {}, set()
+    for step in shard.steps:
+        if isinstance(step.op, Requantise):
+            if step.op.part is QuantisedPart.CODES:
+                codes.add(scales_of(step.op.encoding).name)
+            else:
+                scales[step.out.name] = at
+        at += step.out.nbytes
+    return {name: begin for name, begin in scales.items() if name in codes}
 
 
 def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
@@ -207,6 +232,8 @@ def _computes(out: TensorSpec, op: RowOp, at: int, *, is_new: bool, whole: bool)
     if out.numel == 0:
         return
     rows = out.shape[0] if out.shape else 1
-    per_unit = rows if whole else max(1, UNIT_WEIGHTS // (out.numel // rows))
+    encoding = None if isinstance(op, FactorOp) else encoding_of(op.source)
+    together = encoding and rows_together(encoding)
+    per_unit = rows if whole else together or max(1, UNIT_WEIGHTS // (out.numel // rows))
     for first in range(0, rows, per_unit):
         yield ComputeUnit(out=out, op=op, is_new=is_new, first=first, last=min(first + per_unit, rows), at=at)

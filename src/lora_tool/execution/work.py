@@ -1,7 +1,7 @@
 """What an engine is: it writes the weight files of a plan, on any machine and with any number of workers.
 
-Everything that it is given is plain data, which can be pickled and sent to any machine that sees the same files: the plan, its units
-(`units_of`) and the parts of the check of values. `Worker` carries out units.
+Everything that it is given is plain data, which can be pickled and sent to any machine that sees the same files: the
+plan, its units (`units_of`) and the parts of the check of values. `Worker` carries out units.
 """
 
 from __future__ import annotations

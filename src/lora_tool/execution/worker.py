@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lora_tool.batches import batches_of_bytes
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, batches, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.ops import Precision
@@ -19,12 +20,15 @@ from lora_tool.plan.core.steps import Shard
 if TYPE_CHECKING:
     from lora_tool.execution.requantised import Requantiser
 
+_BATCH_BYTES = 4 << 20
+
 
 def batches_of(
     shard: Shard, precision: Precision, *, choose: ChooseBackend = backend_for
 ) -> tuple[tuple[Unit, ...], ...]:
     """Return the units that write a file's data, in batches worth handing out, as its arithmetic needs them."""
-    return tuple(batches(units_of(shard, whole=lambda op: choose(precision, op).whole_tensors)))
+    units = units_of(shard, whole=lambda op: choose(precision, op).whole_tensors)
+    return tuple(batches_of_bytes(units, _BATCH_BYTES))
 
 
 class Worker:

@@ -1,7 +1,7 @@
-"""How DeepSpeed's AutoTP cut each parameter, as its model files say it: rectangles of the whole and of each rank's slice.
+"""How DeepSpeed's AutoTP cut each parameter: rectangles of the whole and of each rank's slice, by its model files.
 
-`universal_checkpoint_info.affine_map` is written by `module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`);
-what it means is in `checkpoint/affine.py` (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
+`module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`, and
+`checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
 `torch.as_strided` takes them, on both sides. All that DeepSpeed makes are rectangles; another block is not understood.
 """
 
@@ -43,9 +43,9 @@ class Cut(NamedTuple):
 
 
 def read_cuts(info: object) -> dict[str, Cut] | None:
-    """Return parameter → its cut from what a model file has under `universal_checkpoint_info`, None where it has no map.
+    """Return parameter → its cut from a model file's `universal_checkpoint_info`, None where that has no map.
 
-    Left out is what is not understood: a newer version, a pattern of names, blocks that are no rectangles.
+    What is not understood is left out: a newer version, a pattern of names, blocks that are no rectangles.
     """
     table = info.get("affine_map") if isinstance(info, dict) else None
     if not isinstance(table, dict) or not isinstance(table.get("params"), dict):
@@ -88,7 +88,7 @@ def _block(piece: Any, whole: Shape, part: Shape) -> Block:  # noqa: ANN401
 
 
 def _corner(place: Any, sizes: Shape, around: Shape) -> Shape:  # noqa: ANN401
-    """Return where a block begins in a tensor of the shape `around`. Raises ValueError where it is no rectangle of it."""
+    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for one that is no rectangle."""
     offset, strides = place
     usual = [math.prod(around[at + 1 :]) for at in range(len(around))]
     same = all(size == 1 or stride == row for size, stride, row in zip(sizes, strides, usual, strict=True))

@@ -16,7 +16,7 @@ from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.safetensors import WeightsFile, scan_file
-from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
 _INFO = "DCP_SHARDING_INFO"
 
@@ -109,12 +109,17 @@ def assemble_cut(model: CutModel, wanted: Container[str]) -> dict[str, StoredTen
     for name, parts in model.parts.items():
         if name not in wanted:
             continue
-        gap = model.gap(name)
-        types = {part.stored.dtype for part in parts}
-        if gap is not None or len(types) > 1:
-            why = gap or f"its parts are of {len(types)} types"
+        try:
+            spec = TensorSpec(name=name, dtype=_common_type(parts), shape=model.shape(name))
+            tensors[name] = assembled(spec, [part.piece for part in parts])
+        except ValueError as error:
             hint = "copy each rank's file from the machine that wrote it"
-            raise IncompleteCheckpoint(f"{model.folder}: `{name}` is incomplete: {why}", hint=hint)
-        spec = TensorSpec(name=name, dtype=types.pop(), shape=model.shape(name))
-        tensors[name] = assembled(spec, [part.piece for part in parts])
+            raise IncompleteCheckpoint(f"{model.folder}: `{name}` is incomplete: {error}", hint=hint) from error
     return tensors
+
+
+def _common_type(parts: Iterable[CutPart]) -> DType:
+    types = {part.stored.dtype for part in parts}
+    if len(types) > 1:
+        raise ValueError(f"its parts are of {len(types)} types")
+    return types.pop()

@@ -1,4 +1,6 @@
-"""Torch's distributed checkpoints, as FSDP1, FSDP2 and tensor parallelism write them: `.metadata` and `.distcp` files. No tensor is read, no torch.
+"""Torch's distributed checkpoints, as FSDP1, FSDP2 and tensor parallelism write them: `.metadata`, `.distcp` files.
+
+No tensor is read, and torch is not needed.
 
 Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
 MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).
@@ -21,7 +23,7 @@ from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.state_dicts import module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
-from lora_tool.formats.torch_zip import Record, read_torch_file
+from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
@@ -86,8 +88,8 @@ class DcpFolder:
 def read_dcp(folder: Path) -> DcpFolder:
     """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
 
-    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and compressed
-    chunks.
+    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
+    compressed chunks.
     """
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
@@ -199,14 +201,14 @@ def _placed(chunk: Chunk, span: Span) -> Piece:
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     held: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing = set(found.missing)
+    missing, memory = set(found.missing), PickleMemory()
     for name, tensor in found.tensors.items():
         read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
             try:
-                read.append(_piece(found.folder, name, tensor, chunk))
+                read.append(_piece(found.folder, name, tensor, chunk, memory))
             except CorruptFile as error:
                 problems[chunk.filename] = error.problem
                 break
@@ -215,10 +217,10 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return held, tuple(problems.values())
 
 
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory) -> StoredChunk:
     path = folder / chunk.filename
     require_inside(folder, path)
-    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
+    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=memory)
     lazy = file.value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"

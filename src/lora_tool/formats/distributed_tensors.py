@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, stub_class
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, name_of, stub_class
 from lora_tool.formats.torch_objects import PLAIN, LazyTensor, is_sizes
 
 Shape = tuple[int, ...]
@@ -51,16 +51,15 @@ class _Wrapper(NamedTuple):
 
 def _wrapper(kind: Any, _dtype: Any, shape: Any, *_: Any) -> _Wrapper:  # noqa: ANN401
     """`torch._utils._rebuild_wrapper_subclass`."""
-    name = kind.qualified_name if isinstance(kind, type) and issubclass(kind, Stub) else ""
     if not _is_shape(shape):
         raise ValueError("a tensor subclass has no shape")
-    return _Wrapper(name, shape)
+    return _Wrapper(name_of(kind), shape)
 
 
 def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | DistributedTensor:  # noqa: ANN401
     """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
     if not isinstance(build, Known) or type(args) is not tuple:
-        raise ValueError("a tensor subclass is built by an unknown function")
+        raise ValueError(f"a tensor subclass is built by {name_of(build) or 'no function'}, which no checkpoint needs")
     built = build.build(*args[: 2 * MOST_DIMENSIONS])
     if isinstance(built, LazyTensor):
         return built
@@ -74,6 +73,20 @@ def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | Dist
             f"holds a tensor of the class {built.kind:.80}, which is neither a DTensor nor a ShardedTensor"
         )
     raise ValueError("a tensor subclass is built of something that is not a tensor")
+
+
+def _of_torch(value: object, name: str, lacking: str) -> Stub:
+    """Return the object, of torch.distributed's class of this name, wherever that was. Raises ValueError: `lacking`."""
+    of = name_of(type(value))
+    if not isinstance(value, Stub) or not of.startswith(_OF_TORCH) or of.rpartition(".")[2] != name:
+        raise ValueError(f"{lacking}{_instead(value)}")
+    return value
+
+
+def _instead(value: object) -> str:
+    """Return which class a pickle names where torch's is needed, as the end of a sentence."""
+    of = name_of(type(value))
+    return f", but an object of {of[:80]}" if of else ""
 
 
 def _is_shape(values: object) -> TypeGuard[Shape]:
@@ -102,9 +115,10 @@ def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
     # the attributes, and those in slots
     tables = [table for table in (state if isinstance(state, tuple) else (state,))[:2] if isinstance(table, dict)]
     local, spec = (next((t[name] for t in tables if name in t), None) for name in ("_local_tensor", "_spec"))
-    if not isinstance(local, LazyTensor) or not isinstance(spec, Stub):
-        raise ValueError("a DTensor has no local tensor or no spec")  # noqa: TRY004 - of the file, not of Python
-    mesh = _mesh(spec.get("mesh"))
+    if not isinstance(local, LazyTensor):
+        raise ValueError(f"a DTensor has no local tensor{_instead(local)}")  # noqa: TRY004 - of the file, not of Python
+    spec = _of_torch(spec, "DTensorSpec", "a DTensor has no spec")
+    mesh = _mesh(_of_torch(spec.get("mesh"), "DeviceMesh", "a DTensor has no mesh"))
     found = spec.get("placements", (tuple, list)) or ()
     try:
         placements = [_placement(placement) for placement in found[:MOST_DIMENSIONS]]
@@ -117,14 +131,11 @@ def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
     return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank, is_cut)
 
 
-def _mesh(mesh: Any) -> _Mesh:  # noqa: ANN401
-    coordinate, sizes = None, None
-    if isinstance(mesh, Stub):
-        coordinate = mesh.get("_coordinate_on_dim", (tuple, list))
-        sizes = _mesh_sizes(mesh)
+def _mesh(mesh: Stub) -> _Mesh:
+    coordinate, sizes = mesh.get("_coordinate_on_dim", (tuple, list)), _mesh_sizes(mesh)
     coordinate = tuple(coordinate) if coordinate is not None else None
     if not _is_shape(coordinate) or not _is_shape(sizes) or len(sizes) != len(coordinate):
-        raise ValueError("a DTensor has no mesh, or its rank no place in it")
+        raise ValueError("a DTensor's mesh has no sizes, or its rank no place in it")
     if any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
         raise ValueError("a DTensor's rank lies outside of its mesh")
     rank = mesh.get("_rank", int)
@@ -135,12 +146,13 @@ def _mesh_sizes(mesh: Stub) -> Shape | None:
     tensor = mesh.get("mesh", LazyTensor)
     if isinstance(tensor, LazyTensor):  # before torch 2.9
         return tensor.shape
-    layout = mesh.get("_layout", Stub)
-    axes = layout.get("axes", (tuple, list)) if layout else None
+    layout = _of_torch(mesh.get("_layout"), "_MeshLayout", "a DTensor's mesh has no layout")
+    axes = layout.get("axes", (tuple, list))
     if axes is not None:
-        return tuple(_total(axis.get("shape") if isinstance(axis, Stub) else None) for axis in axes[:MOST_DIMENSIONS])
-    shape = layout.get("shape") if layout else None
-    if shape is None and layout and layout.args:  # a named tuple
+        flat = (_of_torch(axis, "_FlatLayout", "a DTensor's mesh has no axes") for axis in axes[:MOST_DIMENSIONS])
+        return tuple(_total(axis.get("shape")) for axis in flat)
+    shape = layout.get("shape")
+    if shape is None and layout.args:  # a named tuple
         shape = layout.args[0]
     if type(shape) is int:
         return (shape,)
@@ -157,9 +169,9 @@ def _total(sizes: object) -> int:
 
 
 def _placement(placement: object) -> _Placement:
-    module, _, name = placement.qualified_name.rpartition(".") if isinstance(placement, Stub) else ("", "", "")
+    module, _, name = name_of(type(placement)).rpartition(".")
     if not isinstance(placement, Stub) or not module.startswith(_OF_TORCH):
-        raise ValueError("it has a placement that does not come from torch")
+        raise ValueError(f"it has a placement that does not come from torch{_instead(placement)}")
     dim, factor = placement.get("dim", int), placement.get("split_factor", int)
     match name:
         case "Replicate":
@@ -176,7 +188,8 @@ def _told_order(spec: Stub) -> dict[int, list[int]]:
     """Return in which order the dimensions of the mesh cut each dimension of the tensor, where the spec tells."""
     told = {}
     for entry in (spec.get("shard_order", (tuple, list)) or ())[:MOST_DIMENSIONS]:
-        dim, order = entry.args if isinstance(entry, Stub) and len(entry.args) == 2 else (None, None)  # noqa: PLR2004
+        args = _of_torch(entry, "ShardOrderEntry", "its order of placements is not torch's").args
+        dim, order = args if len(args) == 2 else (None, None)  # noqa: PLR2004
         if type(dim) is not int or not _is_shape(order):
             raise ValueError("its order of placements is not torch's")
         told[dim] = list(order)
@@ -234,21 +247,24 @@ def _order(axes: Sequence[int], sizes: Shape, placements: Sequence[_Placement], 
 def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
     """`ShardedTensor.__getstate__`: its shards here, its metadata, its process group, how it was cut, and a flag."""
     shards, metadata, group = state[:3] if isinstance(state, tuple) and len(state) >= 3 else (None, None, None)  # noqa: PLR2004
-    placed = metadata.get("shards_metadata", list) if isinstance(metadata, Stub) else None
+    metadata = _of_torch(metadata, "ShardedTensorMetadata", "a ShardedTensor has no metadata")
+    placed = metadata.get("shards_metadata", list)
     if not isinstance(shards, list) or placed is None:
-        raise ValueError("a ShardedTensor has no shards or no metadata")
+        raise ValueError("a ShardedTensor has no shards")
     parts = []
-    for shard in shards:
-        local = shard.get("tensor") if isinstance(shard, Stub) else None
-        place = shard.get("metadata", Stub) if isinstance(shard, Stub) else None
-        offsets = tuple(place.get("shard_offsets", list) or ()) if place else None
+    for each in shards:
+        shard = _of_torch(each, "Shard", "a ShardedTensor has no shards")
+        local = shard.get("tensor")
+        place = _of_torch(shard.get("metadata"), "ShardMetadata", "a ShardedTensor has a shard without offsets")
+        offsets = tuple(place.get("shard_offsets", list) or ())
         if not isinstance(local, LazyTensor) or not _is_shape(offsets) or len(offsets) != len(shape):
-            raise ValueError("a ShardedTensor has a shard without a tensor or without offsets")
+            raise ValueError(f"a ShardedTensor has a shard without a tensor or without offsets{_instead(local)}")
         if len(local.shape) != len(shape):
             raise ValueError("a ShardedTensor has a shard with another number of dimensions")
         parts.append(Part(offsets, local))
-    ranks = group.get("global_world_size", int) if isinstance(group, Stub) else None
-    rank = group.get("global_rank", int) if isinstance(group, Stub) else None
+    told = _of_torch(group, "ProcessGroupState", "a ShardedTensor has no process group") if group else None
+    ranks = told.get("global_world_size", int) if told else None
+    rank = told.get("global_rank", int) if told else None
     return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank, len(placed) > 1)
 
 
@@ -257,9 +273,11 @@ _GROUP_STATE = stub_class("torch.distributed._shard.sharded_tensor.api", "Proces
 
 def _attribute(of: Any, name: Any) -> type[Stub]:  # noqa: ANN401
     """`getattr`, by which pickle names a class in a class: the one of ShardedTensor, and nothing else."""
-    kind = of.qualified_name if isinstance(of, type) and issubclass(of, Stub) else ""
+    kind = name_of(of)
     if not kind.startswith(_OF_TORCH) or (kind.rpartition(".")[2], name) != ("ShardedTensor", "ProcessGroupState"):
-        raise ValueError(f"asks for the attribute {name!r:.40} of something, which no checkpoint needs")
+        raise ValueError(
+            f"asks for the attribute {name!r:.40} of {kind[:80] or 'something'}, which no checkpoint needs"
+        )
     return _GROUP_STATE
 
 

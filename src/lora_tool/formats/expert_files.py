@@ -1,8 +1,8 @@
 """The experts of DeepSpeed's own mixtures (`deepspeed.moe`): a file for each, of each layer, in the model's type.
 
-``layer_L_expert_E_mp_rank_00_model_states.pt`` is written by `engine.py` (`_save_moe_checkpoint`, DeepSpeed 0.19.8). L counts
-the mixtures of the module, E the experts of one, over all ranks; so do the names in it. Everything else that a rank says
-of its experts, it numbers as it holds them: the shapes in the model file, which rank 0 wrote, and the flat groups.
+``layer_L_expert_E_mp_rank_00_model_states.pt`` is written by `engine.py` (`_save_moe_checkpoint`, DeepSpeed 0.19.8). L
+counts the mixtures of the module, E the experts of one mixture over all ranks, and the names in the file use the same E.
+The shapes in the model file, which rank 0 wrote, and the flat groups number the experts as each rank holds them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import is_tensor_name
@@ -49,7 +50,7 @@ def file_name(place: Place) -> str:
 
 
 def read_experts(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[Place, ExpertFile]:
-    """Return the experts whose files are among `names`; what is wrong with those that cannot be read is in `problems`."""
+    """Return the experts whose files are among `names`; what is wrong with unreadable ones goes into `problems`."""
     found = {}
     memory = PickleMemory()
     for match in filter(None, map(EXPERT_FILE.match, names)):
@@ -66,9 +67,8 @@ def _expert(file: TorchFile) -> ExpertFile:
     table = file.value
     if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of an expert's weights")
-    return ExpertFile(
-        file=file, tensors={name: value for name, value in table.items() if isinstance(value, LazyTensor)}
-    )
+    tensors = {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
+    return ExpertFile(file=file, tensors=tensors)
 
 
 def number_of(name: str) -> int | None:

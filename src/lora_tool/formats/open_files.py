@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,10 +67,15 @@ class OpenFiles:
 
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `path` from `offset`. Raises `SourceChanged` where it ends before."""
+        self.read_pieces(path, ((offset, buffer),))
+
+    def read_pieces(self, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each buffer with the bytes of `path` from its offset. Raises as `read_exactly`."""
         with self.descriptor(path) as descriptor:
-            done = read_into(path, descriptor, offset, buffer)
-        if done < len(buffer):
-            raise SourceChanged(f"{path} ended at byte {offset + done}: it became shorter while it was read")
+            for offset, buffer in pieces:
+                done = read_into(path, descriptor, offset, buffer)
+                if done < len(buffer):
+                    raise SourceChanged(f"{path} ended at byte {offset + done}: it became shorter while it was read")
 
     def _make_room(self) -> None:
         """Close the files that were read longest ago, as far as nobody reads from them."""

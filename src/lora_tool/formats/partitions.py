@@ -145,7 +145,8 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
     has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
     lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
     if lost:
-        message = f"the files of {'rank' if len(lost) == 1 else 'ranks'} {some(sorted(lost))} are missing or unreadable ({tag.world_size} ranks: 0-{tag.world_size - 1})"
+        files = f"the files of {'rank' if len(lost) == 1 else 'ranks'} {some(sorted(lost))}"
+        message = f"{files} are missing or unreadable ({tag.world_size} ranks: 0-{tag.world_size - 1})"
         hint = "copy them from the machines that trained: every node writes its own ranks"
         raise IncompleteCheckpoint(f"{tag.folder}: {message}", hint=hint)
     return {**_trained(tag, wanted), **_others(tag, known, wanted)}
@@ -204,7 +205,7 @@ def _cut_by_parameter(shapes: Mapping[str, tuple[int, ...]], flats: Sequence[Sto
 
 
 def _by_rank(name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], at: int) -> StoredTensor:
-    """Return the tensor of which each rank holds an equal piece from its element `at` on, filled up on the last ones."""
+    """Return the tensor of which each rank holds an equal piece from its element `at` on; the last ones are padded."""
     numel, piece = math.prod(shape), _piece(shape, len(flats))
     parts = [(flat, at, min(piece, max(0, numel - rank * piece))) for rank, flat in enumerate(flats)]
     return _joined(name, flats[0].dtype, shape, parts)

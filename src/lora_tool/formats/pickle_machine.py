@@ -7,12 +7,23 @@ the same, and what is kept is counted. The instructions are those of CPython's `
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lora_tool.formats.pickle_objects import BUILT_IN, DICT, MOST_DIMENSIONS, SET, Global, Known, Stub, stub_class
+from lora_tool.formats.pickle_objects import (
+    BUILT_IN,
+    DICT,
+    MOST_DIMENSIONS,
+    SET,
+    Global,
+    Known,
+    Stub,
+    name_of,
+    stub_class,
+)
 
 DEEPEST = 200
 MOST_CONTAINERS = 10_000_000
@@ -278,9 +289,14 @@ class Machine:
                 self._new(set())
                 self._add(items)
         elif isinstance(what, Known):
-            self._new(what.build(*args[: 2 * MOST_DIMENSIONS]))
+            try:
+                self._new(what.build(*args[: 2 * MOST_DIMENSIONS]))
+            except ValueError as error:
+                others = filter(None, (name_of(arg) or name_of(type(arg)) for arg in args[: 2 * MOST_DIMENSIONS]))
+                raise ValueError(", not with ".join([str(error), *itertools.islice(others, 1)])) from error
         else:
-            raise Refused("that calls something that is neither a class nor a function")
+            odd = name_of(type(what))
+            raise Refused(f"that calls {f'an object of {odd}' if odd else 'something'}, neither a class nor a function")
 
     def build(self) -> None:
         state = self._stack.pop()

@@ -59,6 +59,11 @@ BUILT_IN: dict[Global, Known] = {
 """Names that every reader knows: no reader distinguishes the sorts of dictionaries and sets."""
 
 
+def name_of(value: object) -> str:
+    """Return the qualified name of a class or function that a pickle names and no reader knows; "" for all else."""
+    return value.qualified_name if isinstance(value, type) and issubclass(value, Stub) else ""
+
+
 def stub_class(module: str, name: str) -> type[Stub]:
     """Return a new class in the place of the one that the pickle names."""
     return cast("type[Stub]", type(name, (Stub,), {"__slots__": (), "qualified_name": f"{module}.{name}"}))

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 def pieces_along(offsets: Shape, sizes: Shape, spans: Iterable[Span], element: int) -> Iterator[Piece]:
-    """Yield the pieces of a rectangle at `offsets` whose elements, of `element` bytes, are the spans one after the other.
+    """Yield the pieces of a rectangle at `offsets`; the spans, one after the other, hold its elements of `element` bytes.
 
     A span that ends within a row makes a piece of its own for what it has of that row.
     """

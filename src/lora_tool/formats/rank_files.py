@@ -174,11 +174,15 @@ def _parts(file: RankFile, tensor: RankTensor) -> Iterator[HeldPart]:
 
 def gap_in(tensor: CutTensor) -> str | None:
     """Return which part of the tensor is in no file, or in two; None where all is there once."""
-    if any(len(part.offsets) != len(tensor.shape) for part in tensor.parts) and not tensor.flat:
+    if _has_odd_dimensions(tensor):
         return "its parts have different numbers of dimensions"
     nowhere = [Span(path=part.holder.path, offset=0, nbytes=0) for part in tensor.parts]
     places = [Piece(*part.place, span) for part, span in zip(tensor.parts, nowhere, strict=True)]
     return uncovered(tensor.shape, places, flat=tensor.flat)
+
+
+def _has_odd_dimensions(tensor: CutTensor) -> bool:
+    return not tensor.flat and any(len(part.offsets) != len(tensor.shape) for part in tensor.parts)
 
 
 def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
@@ -186,21 +190,28 @@ def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, Store
 
     Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
     """
-    tensors = {}
-    for name, tensor in found.tensors.items():
-        if name not in wanted:
-            continue
-        gap = gap_in(tensor)
-        if tensor.flat and len(found.files) < found.ranks:  # slices say nothing of those that are missing
-            gap = f"the files of {found.ranks - len(found.files)} of {found.ranks} ranks are missing or unreadable"
-        types = {part.local.dtype for part in tensor.parts}
-        if gap is None and len(types) > 1:
-            gap = f"its parts are of {len(types)} types"
-        if gap is not None or not tensor.parts:
-            hint = "copy each rank's file from the machine that wrote it"
-            message = f"{found.folder}: `{name}` {list(tensor.shape)} is incomplete: {gap or 'it is in no file'}"
-            raise IncompleteCheckpoint(message, hint=hint)
+    return {name: _whole(found, name, tensor) for name, tensor in found.tensors.items() if name in wanted}
+
+
+def _whole(found: RankFolder, name: str, tensor: CutTensor) -> StoredTensor:
+    try:
+        _require_parts(found, tensor)
         pieces = [Piece(*part.place, part.holder.file.stored(part.local, name).spans[0]) for part in tensor.parts]
-        spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
-        tensors[name] = assembled(spec, pieces, flat=tensor.flat)
-    return tensors
+        return assembled(TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape), pieces, flat=tensor.flat)
+    except ValueError as error:
+        message = f"{found.folder}: `{name}` {list(tensor.shape)} is incomplete: {error}"
+        raise IncompleteCheckpoint(message, hint="copy each rank's file from the machine that wrote it") from error
+
+
+def _require_parts(found: RankFolder, tensor: CutTensor) -> None:
+    """Raise ValueError for parts that cannot be those of one tensor, and for files without which some are missing."""
+    if tensor.flat and len(found.files) < found.ranks:  # slices say nothing of those that are missing
+        lost = found.ranks - len(found.files)
+        raise ValueError(f"the files of {lost} of {found.ranks} ranks are missing or unreadable")
+    if not tensor.parts:
+        raise ValueError("it is in no file")
+    if _has_odd_dimensions(tensor):
+        raise ValueError("its parts have different numbers of dimensions")
+    types = {part.local.dtype for part in tensor.parts}
+    if len(types) > 1:
+        raise ValueError(f"its parts are of {len(types)} types")

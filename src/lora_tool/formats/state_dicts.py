@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
 from lora_tool.formats.distributed_tensors import DistributedTensor
-from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.pickle_objects import Known, Stub, name_of
+from lora_tool.formats.torch_objects import LazyTensor, Storage
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.tensors import is_tensor_name
+
+Value = TypeVar("Value")
 
 _TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
 _OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
 """Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
+_OTHER_TENSORS = ("torch._utils._rebuild_", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 _DEEPEST = 4
 """Keys above the module's names, at most."""
 
@@ -68,15 +72,35 @@ def module_tensors(file: TorchFile) -> dict[str, RankTensor]:
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         message = "gives two tensors the same name, or one tensor an invalid name"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message)
-    return {name: found[number][1] for number, name in names.items()}
+    held = {name: found[number][1] for number, name in names.items()}
+    return {name: require_read(file, name, value) for name, value in held.items()}
 
 
-def _leaves(table: dict[Any, Any], keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], RankTensor]]:
+def require_read(file: TorchFile, name: str, value: Value) -> Value:
+    """Return what is called `name` in the file. Raises `UnsupportedCheckpoint` where that is a tensor that is not read."""
+    other = _unread(name, value)
+    if other is not None:
+        message = (
+            f"{file.path}: `{name}` is made by {other}: lora-tool reads plain tensors, DTensors and ShardedTensors"
+        )
+        raise UnsupportedCheckpoint(message, hint="save it again as a plain tensor, with the program that trained it")
+    return value
+
+
+def _unread(name: object, value: object) -> str | None:
+    """Return what makes a tensor or array of another sort, or anything else that has a parameter's name; else None."""
+    maker = name_of(value) or name_of(type(value))
+    is_named = type(name) is str and "." in name and not name.endswith("_extra_state")
+    of_tensor = isinstance(value, Stub) and any(isinstance(arg, LazyTensor | Storage | Known) for arg in value.args)
+    return maker[:80] if maker and (is_named or of_tensor or maker.startswith(_OTHER_TENSORS)) else None
+
+
+def _leaves(table: dict[Any, Any], keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the tensors in a dict and the dicts in it, with the keys to each; what else is there is no weight."""
     for key, value in table.items():
         if type(key) not in (str, int):
             continue
-        if isinstance(value, LazyTensor | DistributedTensor):
+        if isinstance(value, LazyTensor | DistributedTensor) or _unread(key, value):
             yield (*keys, key), value
         elif isinstance(value, dict) and len(keys) < _DEEPEST:
             yield from _leaves(value, (*keys, key))

@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
+from lora_tool.formats.pickle_objects import name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
@@ -30,36 +31,20 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
+_SMALL = 1 << 16
+"""Bytes that are read at once."""
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, OSError, ValueError, OverflowError)
 """What `zipfile` raises for a broken archive: ValueError for names that are no UTF-8, RuntimeError for odd versions."""
 
 
 class Record(NamedTuple):
-    """One stored member of the archive: where its local header begins, its size and CRC32 by the central directory."""
+    """One stored member of the archive: where its first byte is in the file, its size and CRC32 by the directory."""
 
     path: Path
     name: str
-    header_at: int
+    offset: int
     nbytes: int
     crc: int
-
-    def data_at(self) -> int:
-        """Return the offset of its first byte in the file. Raises `CorruptFile` where the local header disagrees."""
-        # only the local header knows: torch pads each one so that the data is aligned to 64 bytes
-        with open_regular(self.path) as fd:
-            raw = read_at(self.path, fd, self.header_at, _LOCAL_HEADER.size + len(os.fsencode(self.name)))
-            size = os.fstat(fd).st_size
-        if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
-            message = "has no local header where the directory says"
-            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, self.name)
-        fields = _LOCAL_HEADER.unpack_from(raw)
-        if raw[_LOCAL_HEADER.size :] != self.name.encode() or fields[9] != len(self.name.encode()):
-            raise CorruptFile.of(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
-        start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
-        if start + self.nbytes > size:
-            message = f"ends at byte {start + self.nbytes:,}, the file at {size:,}"
-            raise CorruptFile.of(self.path, Defect.TRUNCATED, message, self.name)
-        return start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +74,7 @@ class TorchFile:
             message = f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: lora-tool reads only contiguous tensors"
             raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, name)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
-        offset = self.record(tensor).data_at() + tensor.start * tensor.dtype.bits // 8
+        offset = self.record(tensor).offset + tensor.start * tensor.dtype.bits // 8
         return StoredTensor(spec=spec, spans=(Span(path=self.path, offset=offset, nbytes=spec.nbytes),))
 
 
@@ -113,7 +98,7 @@ class PickleMemory:
         def found(pid: Any) -> Storage:  # noqa: ANN401 - what the pickle says
             kind, of, key, _, numel = pid
             if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
-                raise ValueError("a persistent id is not that of a storage")
+                raise ValueError(f"a persistent id is not that of a storage, but of {name_of(of) or 'something else'}")
             storages[key] = Storage(key, of.dtype, numel)
             _require_record(storages[key], records)
             return storages[key]
@@ -137,20 +122,59 @@ def read_torch_file(
         if offset < 0 or length < 0 or offset + length > stamp.size:
             message = f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
             raise CorruptFile.of(path, Defect.TRUNCATED, message)
-        window = io.BufferedReader(_Window(path, fd, offset, length), 1 << 16)
+        part = _Part(path, fd, offset, length)
         _require_zip(path, read_at(path, fd, offset, max(16, len(_LEGACY_MAGIC))), length)
         try:
-            with zipfile.ZipFile(window) as archive:
-                return _read_archive(archive, stamp, offset, memory or PickleMemory())
+            with zipfile.ZipFile(part.window()) as archive:
+                return _read_archive(archive, part, stamp, memory or PickleMemory())
         except _ZIP_ERRORS as error:
             raise CorruptFile.of(path, Defect.TRUNCATED, f"is not a whole torch file ({error}): truncated?") from error
 
 
-class _Window(io.RawIOBase):
-    """`nbytes` bytes of a descriptor from `offset`, as a file of their own."""
+class _Part(NamedTuple):
+    """`nbytes` bytes of an open file from `offset`, in which an archive lies."""
 
-    def __init__(self, path: Path, fd: int, offset: int, nbytes: int) -> None:
-        self._path, self._fd, self._offset, self._nbytes, self._at = path, fd, offset, nbytes, 0
+    path: Path
+    fd: int
+    offset: int
+    nbytes: int
+
+    def window(self) -> IO[bytes]:
+        """Return the part as a file of its own."""
+        if self.nbytes <= _SMALL:  # one of the thousands in a distributed checkpoint of LoRA
+            return io.BytesIO(read_at(self.path, self.fd, self.offset, self.nbytes))
+        return io.BufferedReader(_Window(self), _SMALL)
+
+    def place(self, info: zipfile.ZipInfo) -> int:
+        """Return the offset in the file of a member's first byte. Raises `CorruptFile` where its header disagrees."""
+        # only the local header knows: torch pads each one so that the data is aligned to 64 bytes
+        header, name = self.offset + info.header_offset, info.filename.encode()
+        raw = read_at(self.path, self.fd, header, _LOCAL_HEADER.size + len(name))
+        if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
+            message = "has no local header where the directory says"
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, info.filename)
+        fields = _LOCAL_HEADER.unpack_from(raw)
+        if raw[_LOCAL_HEADER.size :] != name or fields[9] != len(name):
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, "has another name in its local header", info.filename)
+        start: int = header + _LOCAL_HEADER.size + fields[9] + fields[10]
+        if start + info.file_size > self.offset + self.nbytes:
+            message = f"ends at byte {start + info.file_size:,}, the archive at {self.offset + self.nbytes:,}"
+            raise CorruptFile.of(self.path, Defect.TRUNCATED, message, info.filename)
+        return start
+
+    def content(self, info: zipfile.ZipInfo) -> bytes:
+        """Return the bytes of a member. Raises `CorruptFile`, and BadZipFile where the CRC32 is not theirs."""
+        data = read_at(self.path, self.fd, self.place(info), info.file_size)
+        if zlib.crc32(data) != info.CRC:
+            raise zipfile.BadZipFile(f"bad CRC32 of {info.filename}")
+        return data
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, part: _Part) -> None:
+        self._part, self._at = part, 0
 
     def readable(self) -> bool:
         return True
@@ -159,15 +183,15 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._part.nbytes}[whence]
         if base + offset < 0:
             raise OSError("seek before the start")
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - typeshed's WriteableBuffer
-        wanted = max(0, min(len(buffer), self._nbytes - self._at))
-        data = read_at(self._path, self._fd, self._offset + self._at, wanted)
+        path, fd, offset, nbytes = self._part
+        data = read_at(path, fd, offset + self._at, max(0, min(len(buffer), nbytes - self._at)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -195,7 +219,7 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
     raise CorruptFile.of(path, defect, message)
 
 
-def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memory: PickleMemory) -> TorchFile:
+def _read_archive(archive: zipfile.ZipFile, part: _Part, stamp: FileStamp, memory: PickleMemory) -> TorchFile:
     path, infos = stamp.path, archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) != len(infos):
@@ -212,39 +236,37 @@ def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memor
     root = roots[0]
     if f"{root}/constants.pkl" in members:
         raise CorruptFile.of(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
-    if _text(archive, members, f"{root}/byteorder") not in (None, "little"):
+    if _text(part, members, f"{root}/byteorder") not in (None, "little"):
         raise CorruptFile.of(path, Defect.BAD_HEADER, "was written on a big-endian machine")
     data = f"{root}/data/"
     records = {
-        name[len(data) :]: Record(path, name, offset + info.header_offset, info.file_size, info.CRC)
+        name[len(data) :]: Record(path, name, part.place(info) if info.file_size else 0, info.file_size, info.CRC)
         for name, info in members.items()
         if name.startswith(data)
     }
     return TorchFile(
         stamp=stamp,
         root=root,
-        value=_unpickled(archive, members[f"{root}/data.pkl"], path, records, memory),
+        value=_unpickled(part, members[f"{root}/data.pkl"], records, memory),
         records=records,
-        serialization_id=_text(archive, members, f"{root}/.data/serialization_id"),
+        serialization_id=_text(part, members, f"{root}/.data/serialization_id"),
     )
 
 
-def _text(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], name: str) -> str | None:
+def _text(part: _Part, members: Mapping[str, zipfile.ZipInfo], name: str) -> str | None:
     """Return the content of a small member, None where it is not there or not small."""
     info = members.get(name)
-    return None if info is None or info.file_size > 200 else archive.read(info).decode("latin-1").strip()  # noqa: PLR2004
+    return None if info is None or info.file_size > 200 else part.content(info).decode("latin-1").strip()  # noqa: PLR2004
 
 
-def _unpickled(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record], memory: PickleMemory
-) -> Any:  # noqa: ANN401
+def _unpickled(part: _Part, info: zipfile.ZipInfo, records: Mapping[str, Record], memory: PickleMemory) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
         message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} that lora-tool reads"
-        raise CorruptFile.of(path, Defect.PICKLE, message)
+        raise CorruptFile.of(part.path, Defect.PICKLE, message)
     try:
-        return memory.value(archive.read(info), records)
+        return memory.value(part.content(info), records)
     except ValueError as error:
-        raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
+        raise CorruptFile.of(part.path, Defect.PICKLE, str(error)) from error
 
 
 _DEVICE = re.compile(rb"X[\x05\x06]\0\0\0[a-z]{3,4}:\d")

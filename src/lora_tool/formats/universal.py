@@ -1,7 +1,7 @@
 """DeepSpeed's universal checkpoints: float32 masters with a folder for every parameter, beside the model's rank files.
 
-`ds_to_universal.py` makes ``TAG_universal/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt`` of a tag's optimizer files;
-its model files it copies (DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`). A master of stages 1 and 2 has its shape
+`ds_to_universal.py` makes ``TAG_universal/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt`` of a tag's optimizer files
+and copies its model files (DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`). A master of stages 1 and 2 has its shape
 and lies in a dictionary as ``param``; one of stage 3 is flat, and its shape is in the model files alone.
 """
 
@@ -41,7 +41,7 @@ def is_universal(folder: Path, names: Sequence[str]) -> bool:
 
 
 def read_masters(folder: Path, problems: list[Problem]) -> dict[str, Master]:
-    """Return name → master of every parameter that has a folder in the tag; files that cannot be read are `problems`."""
+    """Return name → master of every parameter with a folder in the tag; unreadable files go into `problems`."""
     found = {}
     for path in sorted(_folders(folder / FOLDER, problems)):
         try:

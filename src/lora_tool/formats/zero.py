@@ -177,9 +177,9 @@ def _read_files(
     interpret: Callable[[TorchFile, int, States | None], States],
     problems: list[Problem],
 ) -> dict[int, States]:
-    """Return rank → what `interpret` makes of its file; what is wrong with those that cannot be read is in `problems`.
+    """Return rank → what `interpret` makes of its file; what is wrong with unreadable ones goes into `problems`.
 
-    It is also given the states of the rank before, where their files say the same.
+    `interpret` also gets the states of the rank before where both files say the same.
     """
     found: dict[int, States] = {}
     memory, before, value = PickleMemory(), None, None

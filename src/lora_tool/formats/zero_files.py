@@ -18,6 +18,7 @@ from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
 from lora_tool.formats.affine_maps import Cut, read_cuts
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.pickle_objects import Stub, as_json
+from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile, read_scalar
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
@@ -139,7 +140,10 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
 
 
 def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
-    """Return how many ranks share each parameter. Raises `UnsupportedCheckpoint` where nothing says which part each has."""
+    """Return how many ranks share each parameter.
+
+    Raises `UnsupportedCheckpoint` where nothing says which part each rank has.
+    """
     # the key is there since 0.19.5
     parallel = file.value.get("checkpoint_parallel_dimensions")
     degrees = {"tp_degree": 1, "pp_degree": 1, **(parallel if isinstance(parallel, dict) else {})}
@@ -193,7 +197,7 @@ def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
     if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
         raise _corrupt(file, "is not a dictionary of names", key)
     # `_extra_state` entries may be anything; only tensors are weights
-    return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
+    return {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
 
 
 def as_in(module: Mapping[str, object], table: Mapping[str, Value]) -> Mapping[str, Value]:

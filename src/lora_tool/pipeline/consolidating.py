@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.choices import number_of_bytes
-from lora_tool.cluster.spread import EngineName, Spread
+from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import DType
@@ -49,8 +49,7 @@ def consolidate(
     `engine` "ray" has a running cluster do the work: `address` is HOST:PORT, `workers` how many tasks it does at a time.
     Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
     """
-    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
-    spread.require()
+    spread = spread_over(engine, address, workers)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     plan = plan_consolidate(
         opened,

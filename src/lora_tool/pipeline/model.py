@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.choices import TextEnum
@@ -12,6 +15,7 @@ from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs
 
 
@@ -41,6 +45,8 @@ class Job:
     """Judge and plan only: nothing is written."""
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
+    sweep: Path | None = None
+    """The folder of all outputs, where this is one job of several."""
 
     @property
     def fail_on(self) -> Severity:
@@ -55,7 +61,7 @@ class Job:
     @property
     def own(self) -> tuple[Path, ...]:
         """What the run itself writes, wherever that lies."""
-        return (self.output, self.consolidated, *self.reports)
+        return (self.output, self.consolidated, *self.reports, *((self.sweep,) if self.sweep else ()))
 
 
 @enum.unique
@@ -72,6 +78,32 @@ class Status(TextEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """How well a reward model ranked the pairs that were given."""
+
+    accuracy: float
+    """Share of pairs whose chosen text got the higher reward; a tie counts half."""
+    margin: float | None
+    """The mean margin; None where no pair has one."""
+
+    @classmethod
+    def of(cls, ranking: Ranking) -> Ranked:
+        """Return what is compared of a model's rewards."""
+        margin = ranking.mean_margin
+        return cls(accuracy=ranking.accuracy, margin=margin if math.isfinite(margin) else None)
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Accuracy and margin, as a table has them."""
+        return f"{self.accuracy:.3f}", "" if self.margin is None else f"{self.margin:+.3f}"
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What sorts the best model first: by accuracy, then by margin."""
+        return -self.accuracy, math.inf if self.margin is None else -self.margin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage that was run, or why it was not. `error` is what stopped the pipeline there."""
 
@@ -82,6 +114,8 @@ class Stage:
     report: Report | None = None
     warnings: tuple[str, ...] = ()
     """What is no finding of a rule, and should be known all the same."""
+    ranking: Ranked | None = None
+    """How the pairs were ranked, where there were any."""
     error: LoraToolError | None = None
 
 
@@ -100,3 +134,45 @@ class Outcome:
     def error(self) -> LoraToolError | None:
         """What stopped the pipeline; None where it passed, or where findings did."""
         return next((stage.error for stage in self.stages if stage.error is not None), None)
+
+    @property
+    def failed(self) -> Stage | None:
+        """The stage that failed, None where the pipeline passed."""
+        return next((stage for stage in self.stages if stage.status is Status.FAILED), None)
+
+    @property
+    def ranking(self) -> Ranked | None:
+        """How the pairs were ranked; None where none were given, or the pipeline stopped before that."""
+        return next((stage.ranking for stage in self.stages if stage.ranking is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What became of one job of several."""
+
+    job: Job
+    outcome: Outcome
+
+    @property
+    def name(self) -> str:
+        """What its output is called."""
+        return self.job.output.name
+
+
+def best_first(swept: Iterable[Swept]) -> tuple[Swept, ...]:
+    """Return those that ranked pairs, the best first: by accuracy, then by mean margin, then by name."""
+    ranked = ((each.outcome.ranking, each) for each in swept)
+    measured = [((*found.order, each.name), each) for found, each in ranked if found is not None]
+    return tuple(each for _, each in sorted(measured, key=itemgetter(0)))
+
+
+def in_order(swept: Iterable[Swept]) -> tuple[Swept, ...]:
+    """Return all of them as a table lists them: the ranked ones, best first, then the others as they are."""
+    listed = tuple(swept)
+    ranked = best_first(listed)
+    return (*ranked, *(each for each in listed if each.outcome.ranking is None))
+
+
+def best_of(swept: Iterable[Swept]) -> Swept | None:
+    """Return the one that passed and ranked the pairs best, None where none did."""
+    return next((each for each in best_first(swept) if each.outcome.passed), None)

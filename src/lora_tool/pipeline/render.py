@@ -1,15 +1,15 @@
-"""A pipeline run in the forms of programs: JSON, and Markdown for a job summary."""
+"""A pipeline run, or several, in the forms of programs: JSON, and Markdown for a job summary."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.display import printable
-from lora_tool.pipeline.model import Outcome, Stage, Status
+from lora_tool.pipeline.model import Outcome, Stage, Status, Swept, best_first, best_of, in_order
 from lora_tool.report.json import report_json
 from lora_tool.report.markdown import code, report_markdown, text
 from lora_tool.report.model import Page, Report
@@ -48,6 +48,49 @@ def outcome_markdown(outcome: Outcome, report: Report, *, pages: Mapping[str, Pa
     """Return the run as Markdown: a line per stage, then what was found."""
     # what stopped a stage stands in its line
     return report_markdown(replace(report, unread=()), pages=pages, heading=tuple(_heading(outcome)))
+
+
+def sweep_json(swept: Sequence[Swept], reports: Sequence[Report], codes: Sequence[int]) -> dict[str, Any]:
+    """Return several runs as JSON data, with the report and the exit code of each. `sweep_schema` describes it."""
+    best = best_of(swept)
+    return {
+        "schema_version": 1,
+        "passed": all(each.outcome.passed for each in swept),
+        "best": None if best is None else printable(best.name),
+        "ranking": [printable(each.name) for each in best_first(swept)],
+        "runs": [
+            {
+                "name": printable(each.name),
+                "checkpoint": printable(str(each.job.checkpoint)),
+                "exit_code": code,
+                "pairs": None if each.outcome.ranking is None else asdict(each.outcome.ranking),
+                "outcome": outcome_json(each.outcome, report),
+            }
+            for each, report, code in zip(swept, reports, codes, strict=True)
+        ],
+    }
+
+
+def sweep_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of `sweep_json`'s form; an outcome in it is described by `outcome_schema`."""
+    parsed: dict[str, Any] = json.loads(Path(__file__).with_name("ci-each.schema.json").read_text(encoding="utf-8"))
+    return parsed
+
+
+def sweep_markdown(swept: Sequence[Swept], report: Report, *, pages: Mapping[str, Page]) -> str:
+    """Return several runs as Markdown: a line for each, the best first, then what was found."""
+    return report_markdown(replace(report, unread=()), pages=pages, heading=tuple(_sweep_heading(swept)))
+
+
+def _sweep_heading(swept: Sequence[Swept]) -> Iterator[str]:
+    passed = sum(each.outcome.passed for each in swept)
+    yield f"### {'✅' if passed == len(swept) else '❌'} lora-tool ci --each: {passed} of {len(swept)} passed"
+    yield from ("", "| | name | pairs right | mean margin | |", "|---|---|--:|--:|---|")
+    for each in in_order(swept):
+        failed, ranking = each.outcome.failed, each.outcome.ranking
+        accuracy, margin = ("", "") if ranking is None else ranking.cells
+        why = "" if failed is None else f"{failed.name}: {_cell(failed)}"
+        yield f"| {'✅' if failed is None else '❌'} | {code(each.name)} | {accuracy} | {margin} | {why} |"
 
 
 def _heading(outcome: Outcome) -> Iterator[str]:

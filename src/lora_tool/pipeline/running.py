@@ -1,52 +1,25 @@
-"""Running a pipeline: each stage in its turn, the first that fails ends it."""
+"""Running pipelines: each stage in its turn, the first that fails ends one; several merge in passes over their base."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
-from lora_tool.architectures.heads import LANGUAGE_MODELS
-from lora_tool.checkpoint import (
-    TRAINED_MODEL,
-    AdapterDir,
-    Checkpoint,
-    ModelDir,
-    RunDir,
-    ShardedDir,
-    open_checkpoint,
-    open_sharded,
-)
-from lora_tool.display import as_options, counted, size
-from lora_tool.errors import (
-    FindingsFound,
-    LoraToolError,
-    NotACheckpoint,
-    OutputExists,
-    UnsupportedAdapter,
-    UnsupportedCheckpoint,
-    VerificationFailed,
-)
-from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.mending import curable, has_rank_files
-from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
-from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.pipeline.stage_cache import StageCache, key_of
-from lora_tool.pipeline.writing import Written, farthest, write
-from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.display import as_options
+from lora_tool.errors import FindingsFound, LoraToolError
+from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
+from lora_tool.pipeline.passes import Passes
+from lora_tool.pipeline.stage_cache import StageCache
+from lora_tool.pipeline.stages import Merging, Stages
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.options import SAME_RESULT
 from lora_tool.progress import StageWatch, unwatched
-from lora_tool.report.findings import Severity
-from lora_tool.report.model import Report
-from lora_tool.rules.shared.heads import head_weight
-from lora_tool.validation.validating import validate
+from lora_tool.sources import opened_model
 
-if TYPE_CHECKING:
-    from lora_tool.verification.verifying import Verification
+BEFORE_MERGE = ("open", "validate", "consolidate")
+AFTER_MERGE = ("verify", "push")
 
 
 def run(
@@ -62,332 +35,139 @@ def run(
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
     stops the pipeline is in the outcome, not raised; an interrupt is.
     """
-    running = _Running(job, watch, on_plan)
-    stages: list[Stage] = []
-    steps = {
-        "open": running.open,
-        "validate": running.validate,
-        "consolidate": running.consolidate,
-        "merge": running.merge,
-        "verify": running.verify,
-        "push": running.push,
-    }
-    for name, step in steps.items():
-        if any(stage.status is Status.FAILED for stage in stages):
-            stages.append(Stage(name=name, status=Status.SKIPPED, summary="not reached"))
-            continue
+    running = _Running(job, Stages(job, watch, on_plan), on_stage)
+    running.do(*BEFORE_MERGE, "merge", *AFTER_MERGE)
+    return running.outcome()
+
+
+def run_each(
+    jobs: Sequence[Job],
+    *,
+    on_stage: Callable[[Job, Stage], None] = lambda *_: None,
+    on_plan: Callable[[Plan], None] = lambda _: None,
+    watch: StageWatch = unwatched,
+) -> tuple[Swept, ...]:
+    """Run the pipeline of every job of a sweep, whose options are the same, and return what became of each.
+
+    What stops one stops no other. All are validated and planned before one is merged, and up to eight are merged in one
+    pass over their base, then verified. Raises `OutOfSpace` before the merges where the disk has no room for all of
+    them, and `CheckpointError` for a base that is given and cannot be read.
+    """
+    options = jobs[0].options
+    if options.base is not None:
+        options = replace(options, base=opened_model(options.base, near=jobs[0].checkpoint))
+    passes = Passes(spread=options.spread, jobs=options.jobs, one_by_one=options.allow_in_memory, watch=watch)
+    open_base = cache(opened_model)
+    all_of_them = []
+    for job in jobs:
+        opened = replace(job, options=replace(job.options, base=options.base))
+        stages = Stages(opened, watch, on_plan, open_base)
+        all_of_them.append(_Running(job, stages, partial(on_stage, job)))
+    with contextlib.ExitStack() as interrupted:
+        for together in passes.planned_together(all_of_them):
+            for one in together:
+                one.do(*BEFORE_MERGE)
+                one.plan_merge()
+                if one.merging is None:
+                    one.do(*AFTER_MERGE)
+                else:
+                    interrupted.push(one.merging.contexts)  # what ends everything closes what was begun
+            _merge([one for one in together if one.merging is not None], passes)
+    return tuple(Swept(job=one.job, outcome=one.outcome()) for one in all_of_them)
+
+
+def _merge(going: Sequence[_Running], passes: Passes) -> None:
+    groups = passes.groups(going)
+    passes.require_room([[one.merging for one in group if one.merging is not None] for group in groups])
+    for group in groups:
+        merges = [one.begin_writing() for one in group]
+        passes.write(merges)
+        for one in group:
+            one.end_merge()
+            one.do(*AFTER_MERGE)
+
+
+@dataclass(slots=True)
+class _Running:
+    """One pipeline on its way: the stages that have ended, and the merge that is planned."""
+
+    job: Job
+    steps: Stages
+    on_stage: Callable[[Stage], None]
+    ended: list[Stage] = field(default_factory=list)
+    merging: Merging | None = None
+
+    def do(self, *names: str) -> None:
+        """Do these stages, unless one has failed before."""
+        for name in names:
+            if self._has_failed:
+                self.ended.append(Stage(name=name, status=Status.SKIPPED, summary="not reached"))
+                continue
+            step: Callable[[], Stage] = getattr(self.steps, name)
+            began = time.monotonic()
+            stage = _tried(name, step)
+            self._end(replace(stage, seconds=time.monotonic() - began))
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(stage.status is Status.FAILED for stage in self.ended)
+
+    def _end(self, stage: Stage) -> None:
+        self.ended.append(stage)
+        self.on_stage(stage)
+
+    def plan_merge(self) -> None:
+        """Plan the merge; where nothing is to be written, that is its stage."""
+        if self._has_failed:
+            self.do("merge")
+            return
         began = time.monotonic()
-        stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
-        on_stage(stages[-1])
-    StageCache(job.output).close()
-    passed = all(stage.status is not Status.FAILED for stage in stages)
-    return Outcome(stages=tuple(stages), output=running.result if passed and not job.dry_run else None)
+        try:
+            found = self.steps.plan_merge()
+        except (LoraToolError, OSError) as error:
+            found = _failed("merge", error)
+        seconds = time.monotonic() - began
+        if isinstance(found, Stage):
+            self._end(replace(found, seconds=seconds))
+        else:
+            found.seconds = seconds
+            self.merging = found
+
+    def begin_writing(self) -> Merging:
+        """Return the merge that is planned, whose writing begins."""
+        if self.merging is None:
+            raise AssertionError("only what is planned is written")
+        with self.merging.tried():
+            self.steps.begin_writing(self.merging)
+        return self.merging
+
+    def end_merge(self) -> None:
+        """Take in how the merge ended."""
+        merging = self.merging
+        if merging is None:
+            raise AssertionError("only what is planned is written")
+        stage = _tried("merge", lambda: self.steps.merged(merging))
+        self._end(replace(stage, seconds=merging.seconds))
+
+    def outcome(self) -> Outcome:
+        """Return what became of every stage, once all have ended."""
+        StageCache(self.job.output).close()
+        passed = not self._has_failed
+        return Outcome(stages=tuple(self.ended), output=self.steps.result if passed and not self.job.dry_run else None)
 
 
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     try:
         return step()
-    except FindingsFound as error:
-        if error.report is None:
-            return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+    except (LoraToolError, OSError) as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: LoraToolError | OSError) -> Stage:
+    """Return the stage that this error ended."""
+    if isinstance(error, OSError):
+        error = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
+    if isinstance(error, FindingsFound) and error.report is not None:
         return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
-    except LoraToolError as error:
-        error.hint = error.hint and as_options(error.hint)
-        return Stage(name=name, status=Status.FAILED, summary=as_options(str(error)), error=error)
-    except OSError as error:
-        reported = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
-        return Stage(name=name, status=Status.FAILED, summary=str(reported), error=reported)
-
-
-class _Running:
-    """The state of one run: what the stages hand on."""
-
-    def __init__(self, job: Job, watch: StageWatch, on_plan: Callable[[Plan], None]) -> None:
-        self._job = job
-        self._watch = watch
-        self._on_plan = on_plan
-        self._cache = StageCache(job.output)
-        self._root = job.checkpoint
-        self._opened: Checkpoint | None = None
-        self._needs_consolidation = False
-        self._merged: FoundInputs | None = None
-        self.result: Path | None = None
-        """The folder that the run has made, or found good as it is."""
-
-    @property
-    def _checkpoint(self) -> Checkpoint:
-        if self._opened is None:
-            raise AssertionError("the first stage opens the checkpoint")
-        return self._opened
-
-    def open(self) -> Stage:
-        """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
-        job = self._job
-        job.options.spread.require()
-        if job.push is not None:
-            from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
-
-            require_client()  # before hours of reading, as everything that can be known then
-        opened = open_checkpoint(job.checkpoint)
-        summary = f"{opened.kind} {job.checkpoint}"
-        if isinstance(opened, RunDir):
-            self._root, why = self._best(opened)
-            opened = open_checkpoint(self._root)
-            summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
-        if not isinstance(opened, ModelDir):
-            ours = job.options.overwrite or bool(self._cache)
-            check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
-        self._opened = opened
-        return Stage(name="open", status=Status.PASSED, summary=summary)
-
-    def _best(self, run: RunDir) -> tuple[Path, str]:
-        """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = self._judged(run).runs
-        if table.best is not None:
-            return Path(table.best), table.why_best or "the only one"
-        for row in reversed(table.checkpoints):
-            opened = open_checkpoint(row.path)
-            if has_rank_files(opened) and curable(self._judged(opened).at_least(Severity.ERROR)):
-                return Path(row.path), "the latest, because its rank files hold what its weights lack"
-        broken = ", ".join(row.name for row in table.checkpoints)
-        raise NotACheckpoint(
-            f"{run.root}: all of its checkpoints have errors: {broken}", hint=f"lora-tool validate {run.root}"
-        )
-
-    def validate(self) -> Stage:
-        """Judge the checkpoint. Faults of an adapter beside its rank files are for `consolidate` to mend."""
-        job, opened = self._job, self._checkpoint
-        report = self._judged(opened)
-        failing = report.at_least(job.fail_on)
-        beside = bool(failing) and has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
-        if failing and not (beside and curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
-        what = "; the rank files beside it will be reassembled" if failing else ""
-        # what is mended is no finding of the run: the adapter that is put together is judged again
-        kept = replace(report, findings=()) if failing else report
-        what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
-        return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
-
-    def _judged(self, opened: Checkpoint) -> Report:
-        job, options = self._job, self._job.options
-        return validate(
-            opened,
-            base=options.base,
-            near=self._root,
-            task=options.task,
-            num_labels=options.num_labels,
-            select=options.select,
-            ignore=options.ignore,
-            deep=job.deep,
-            servers=job.servers,
-        )
-
-    def consolidate(self) -> Stage:
-        """Put rank files together, where there is nothing better, and judge the result."""
-        if not self._needs_consolidation:
-            return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
-        job = self._job
-        options = ("consolidate", job.options.ignore, job.tag, job.lora_alpha)
-        config = [job.adapter_config.parent] if job.adapter_config else []
-        key = key_of(options, [self._root, *config], own=job.own)
-        for folder in (job.consolidated, job.output):
-            done = self._cache.summary("consolidate", key, folder)
-            if done is not None:
-                return self._put_together(folder, Status.REUSED, done)
-        plan = plan_consolidate(
-            open_sharded(self._root),
-            tag=job.tag,
-            adapter_config=job.adapter_config,
-            lora_alpha=job.lora_alpha,
-            ignore=job.options.ignore,
-        )
-        folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
-        if job.dry_run:
-            return self._planned("consolidate", plan, folder)
-        self._write("consolidate", key, plan, folder)
-        summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
-        stage = self._put_together(folder, Status.PASSED, summary)
-        if stage.status is Status.PASSED:
-            self._cache.keep("consolidate", key, folder, stage.summary)
-        return stage
-
-    def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
-        self._opened = open_checkpoint(folder)
-        report = self._judged(self._opened)
-        if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=report.counts(), report=report)
-        return Stage(name="consolidate", status=status, summary=summary, report=report)
-
-    def merge(self) -> Stage:
-        """Merge the adapter into its base; samples are read back before the folder gets its name."""
-        job, opened = self._job, self._checkpoint
-        if job.dry_run and self._needs_consolidation:
-            return Stage(
-                name="merge", status=Status.SKIPPED, summary="to be planned once its rank files are consolidated"
-            )
-        if not isinstance(opened, AdapterDir):
-            self.result = opened.folder.root
-            self._require_task(opened)
-            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
-            whole = "a whole model" if self._needs_consolidation else whole
-            return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
-        inputs = merge_inputs(opened, job.options.base, near=self._root)
-        options = replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
-        key = key_of(("merge", options), inputs.paths, own=job.own)
-        self._merged, self.result = inputs, job.output
-        done = self._cache.summary("merge", key, job.output)
-        if done is not None:
-            kept = self._cache.warnings("merge")
-            return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        notes: list[str] = []
-        with planned(inputs, job.options, job.output, dry_run=job.dry_run, note=notes.append) as plan:
-            if plan is None:
-                return Stage(name="merge", status=Status.PLANNED, summary=notes[-1])
-            if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
-                raise UnsupportedAdapter(
-                    f"{opened.root} is not a reward model: merged, it is a {plan.manifest['task']} model, but --pairs "
-                    "ranks texts by rewards"
-                )
-            if job.dry_run:
-                return self._planned("merge", plan, job.output)
-            written = self._write("merge", key, plan, job.output)
-        summary = _counted(plan, job.output)
-        warnings = tuple(map(as_options, (*notes, *written.warnings)))
-        self._cache.keep("merge", key, job.output, summary, warnings)
-        return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
-
-    def _planned(self, name: str, plan: Plan, folder: Path) -> Stage:
-        self._on_plan(plan)
-        return Stage(name=name, status=Status.PLANNED, summary=_counted(plan, folder), warnings=plan.warnings)
-
-    def _require_task(self, opened: Checkpoint) -> None:
-        """Return unless a model that needs no merge is of another class than was asked for."""
-        if not isinstance(opened, ModelDir):
-            return
-        asked, config = Task(self._job.options.task), opened.config
-        name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(LANGUAGE_MODELS) or not (name or head_weight(opened.tensors))
-        if (asked in CLASSIFIERS and generates) or (asked is Task.CAUSAL_LM and names_classifier((name,))):
-            what = f"is a {name}" if name else "has no classification head"
-            raise UnsupportedCheckpoint(
-                f'{opened.root} {what}, but `task="{asked}"` was requested',
-                hint="omit the task, or give a checkpoint of that task",
-            )
-
-    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
-        """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
-        options = self._job.options
-        overwrite = options.overwrite or self._cache.begun(name, key)
-        if folder.exists() and not overwrite and self._cache:
-            raise OutputExists(
-                f"{folder} was written by an earlier run from other inputs or with other options",
-                hint="replace it with `overwrite=True`, or give another folder",
-            )
-        if not folder.exists():
-            self._cache.begin(name, key)
-        self._on_plan(plan)
-        watch = self._watch
-        return write(
-            plan,
-            folder,
-            jobs=options.jobs,
-            overwrite=overwrite,
-            spread=options.spread,
-            watch=lambda _, nbytes: watch(name, nbytes),
-        )
-
-    def verify(self) -> Stage:
-        """Compare every value of the merged model with base and adapter, and rank the pairs that were given."""
-        job, merged = self._job, self._merged
-        if job.dry_run:
-            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
-        if merged is None or self.result is None:
-            return self._rank_alone()
-        from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
-
-        options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
-        key = key_of(options, [*merged.paths, self.result], own=job.own)
-        done = self._cache.summary("verify", key, self.result)
-        if done is not None:
-            return Stage(name="verify", status=Status.REUSED, summary=done)
-        adapters = [str(each.root) for each in merged.adapters]
-        inputs = find_inputs(self.result, base=str(merged.base_source.path), adapters=adapters)
-        found = verify_inputs(
-            inputs,
-            ignore=job.options.ignore,
-            pairs=job.pairs,
-            jobs=job.options.jobs,
-            spread=job.options.spread,
-            watch=self._watch,
-        )
-        seen = summary_json(found)
-        summary = (
-            f"{seen['right']} of {seen['tensors']} tensors match, every value compared{farthest(seen)}{_ranked(found)}"
-        )
-        stage = self._proven(found, summary)
-        if stage.status is Status.PASSED:
-            self._cache.keep("verify", key, self.result, summary)
-        return stage
-
-    def _rank_alone(self) -> Stage:
-        """Rank the pairs that were given with a model that needed no merge."""
-        job, opened = self._job, self._checkpoint
-        if job.pairs is None:
-            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
-        if not isinstance(opened, ModelDir):
-            raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}, but --pairs needs a reward model")
-        from lora_tool.verification.verifying import judged_alone  # noqa: PLC0415 - numpy, only now
-
-        found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)
-        return self._proven(found, f"nothing was merged{_ranked(found)}")
-
-    def _proven(self, found: Verification, summary: str) -> Stage:
-        """Return the stage that found this, failed where findings say so."""
-        from lora_tool.verification.verifying import written_wrong  # noqa: PLC0415 - numpy, only now
-
-        failing = found.report.at_least(self._job.fail_on)
-        if not failing:
-            return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
-        kind = VerificationFailed if written_wrong(failing) else FindingsFound
-        error = kind(str(failing[0]), hint=failing[0].hint)
-        return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
-
-    def push(self) -> Stage:
-        """Publish the result in one commit; the same content again makes none."""
-        job = self._job
-        if job.push is None or self.result is None or job.dry_run:
-            why = "a dry run" if job.push and job.dry_run else "not asked for"
-            return Stage(name="push", status=Status.SKIPPED, summary=why)
-        from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415 - the Hub's client, only now
-        from lora_tool.hub.model import MAIN  # noqa: PLC0415
-        from lora_tool.hub.planning import plan_push  # noqa: PLC0415
-        from lora_tool.hub.pushing import push  # noqa: PLC0415
-
-        plan = plan_push(
-            self.result,
-            job.push,
-            private=job.private,
-            revision=job.revision or MAIN,
-            create_pr=job.create_pr,
-            **job.options.rules(),
-        )
-        with self._watch("push", plan.sent_bytes) as advance:
-            done = push(with_hashes(plan, advance))
-        status = Status.PASSED if done.changed else Status.REUSED
-        return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
-
-
-def _counted(plan: Plan, folder: Path) -> str:
-    counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
-    return f"{counts}: {folder}, {size(plan.data_bytes)}"
-
-
-def _ranked(found: Verification) -> str:
-    """Return how well the pairs were ranked, where there were any."""
-    pairs = found.pairs
-    if pairs is None:
-        return ""
-    before = "" if pairs.unmerged is None else f", base + adapter {pairs.unmerged.accuracy:.3f}"
-    return f"; {pairs.merged.accuracy:.3f} of {counted(len(pairs.lines), 'pair')} ranked right{before}"
+    error.hint = error.hint and as_options(error.hint)
+    return Stage(name=name, status=Status.FAILED, summary=as_options(str(error)), error=error)

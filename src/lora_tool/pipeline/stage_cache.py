@@ -14,12 +14,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import CorruptFile
 from lora_tool.execution.folder import replace_file
 from lora_tool.formats.files import is_file, read_json
+from lora_tool.pipeline.model import Ranked
 from lora_tool.version import __version__
 
 Stamps = dict[str, list[int]]
@@ -102,6 +104,14 @@ class StageCache:
         found = self._held.get(stage, {}).get("warnings")
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
+    def ranking(self, stage: str) -> Ranked | None:
+        """Return how the pairs were ranked when the stage was done, None where that was not noted."""
+        found = self._held.get(stage, {}).get("ranking")
+        accuracy, margin = (found.get("accuracy"), found.get("margin")) if isinstance(found, dict) else (None, None)
+        if not isinstance(accuracy, float | int) or not isinstance(margin, float | int | None):
+            return None
+        return Ranked(accuracy=accuracy, margin=margin)
+
     def begun(self, stage: str, key: str) -> bool:
         """Return whether a run that was cut off had begun the stage with this key."""
         return self._held.get(stage, {}).get("key") == key
@@ -111,10 +121,19 @@ class StageCache:
         self._held[stage] = {"key": key}
         self._write(_beside(self._output))
 
-    def keep(self, stage: str, key: str, folder: Path, summary: str, warnings: Iterable[str] = ()) -> None:
+    def keep(
+        self,
+        stage: str,
+        key: str,
+        folder: Path,
+        summary: str,
+        warnings: Iterable[str] = (),
+        *,
+        ranking: Ranked | None = None,
+    ) -> None:
         """Note that the stage is done, what it said, and how it left `folder`."""
         entry = {"key": key, "left": stamps_of(folder), "summary": summary, "warnings": list(warnings)}
-        self._held[stage] = entry
+        self._held[stage] = entry if ranking is None else {**entry, "ranking": asdict(ranking)}
         beside = _beside(self._output)
         if os.path.realpath(folder) == os.path.realpath(self._output):
             self._write(folder / FILE_NAME)

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
-from lora_tool.execution.folder import check_output, check_space, errors_of_the_system
+from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import hub_name
 from lora_tool.pipeline.merging import called_with, merge_inputs, planned
-from lora_tool.pipeline.writing import ReadBack, Written, being_written, work_of
+from lora_tool.pipeline.passes import Passes, Underway
+from lora_tool.pipeline.writing import Written
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.progress import Progress, StageWatch, unwatched
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 from lora_tool.sources import Reference, opened_model, several, source_of
 from lora_tool.weighted import weighted
-
-if TYPE_CHECKING:
-    from lora_tool.execution.work import Unfinished
-
-
-_MOST_FOLDERS = 32
-"""Unfinished folders at a time on a cluster: enough tasks for all of its nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +73,9 @@ def merge_each(adapters: Reference | Sequence[Reference], asked: MergeArguments)
 
     NAME is the name of the adapter's folder, with those above it where two are called alike. The folders are those that
     `merge` writes for each alone, byte by byte. The base is read once for up to eight adapters. What refuses one
-    adapter is its `error`, and the others are written. Raises `WrongValue` for an argument, and for two adapters that
-    would be written to one folder.
+    adapter is its `error`, and the others are written. All are planned before one is written, unless PEFT may merge in
+    memory. Raises `WrongValue` for an argument, and for two adapters that would be written to one folder, and
+    `OutOfSpace` where the disk has no room for all of them.
     """
     return merge_several(adapters, asked)
 
@@ -95,7 +89,7 @@ def merge_several(
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
     ended: Callable[[MergedOne], None] = lambda _: None,
 ) -> tuple[MergedOne, ...]:
-    """Do what `merge_each` does, or plan it in a `dry_run`; `ended` is called with each as it ends.
+    """Do what `merge_each` does, or plan it in a `dry_run`; `ended` is called with each as it ends, the refused first.
 
     `watch` is asked for the progress of the writing, `found` hears what the rules say of what was written.
     """
@@ -107,9 +101,21 @@ def merge_several(
     names = names_of(listed)
     if asked.base is not None:
         asked = replace(asked, base=opened_model(asked.base))
-    sweep = _Sweep(asked, dry_run, watch, found, ended)
-    waiting = [_One(each, name, out / name) for each, name in zip(listed, names, strict=True)]
-    return tuple(sweep.all(waiting))
+    passes = Passes(
+        spread=asked.spread,
+        jobs=asked.jobs,
+        one_by_one=asked.allow_in_memory,
+        verify=asked.verify,
+        resume=asked.resume,
+        watch=watch,
+        found=found,
+    )
+    waiting = [
+        _One(adapter=each, name=name, path=out / name, overwrite=asked.overwrite)
+        for each, name in zip(listed, names, strict=True)
+    ]
+    _Sweep(asked=asked, passes=passes, dry_run=dry_run, ended=ended).all(waiting)
+    return tuple(one.ended() for one in waiting)
 
 
 def names_of(adapters: Sequence[Reference]) -> list[str]:
@@ -158,43 +164,13 @@ def _parts(adapter: Reference) -> tuple[str, ...]:
     return Path(os.path.abspath(path)).parts[1:] or ("adapter",)  # noqa: PTH100 - links stay as named
 
 
-@dataclass(slots=True)
-class _One:
-    """An adapter on its way, with what is to be closed when it ends."""
+@dataclass(slots=True, kw_only=True)
+class _One(Underway):
+    """An adapter on its way."""
 
     adapter: Reference
     name: str
-    path: Path
-    contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    plan: Plan | None = None
-    read_back: ReadBack | None = None
-    folder: Unfinished | None = None
-    written: Written | None = None
-    seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    error: LoraToolError | None = None
-
-    @contextlib.contextmanager
-    def tried(self) -> Iterator[None]:
-        """Do a part of its work inside: an error that is ours ends it alone, any other everything."""
-        began = time.monotonic()
-        try:
-            with errors_of_the_system(None, self.path):
-                yield
-        except LoraToolError as error:
-            self.fail(error)
-        finally:
-            self.seconds += time.monotonic() - began
-
-    def fail(self, error: LoraToolError) -> None:
-        """Close what was begun, which leaves nothing of it."""
-        self.error = error
-        with contextlib.suppress(LoraToolError), self.contexts:
-            raise error
-
-    def finish(self) -> None:
-        """Take in what was written, once the folder has its name."""
-        self.written = None if self.read_back is None else self.read_back.written()
 
     def ended(self) -> MergedOne:
         """Return what became of it."""
@@ -209,42 +185,29 @@ class _One:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sweep:
     """What all adapters of one call share."""
 
     asked: MergeArguments
+    passes: Passes
     dry_run: bool
-    watch: StageWatch
-    found: Callable[[tuple[Finding, ...]], None]
-    on_end: Callable[[MergedOne], None]
+    ended: Callable[[MergedOne], None]
 
-    def all(self, waiting: Sequence[_One]) -> Iterator[MergedOne]:
-        """Yield what became of each, in their order."""
+    def all(self, waiting: Sequence[_One]) -> None:
+        """Merge them all, or plan that: all are planned, and their room on the disk is there, before one is written."""
         open_base = cache(opened_model)
-        at_once = self._at_once()
-        for first in range(0, len(waiting), at_once):
-            group = waiting[first : first + at_once]
-            with contextlib.ExitStack() as interrupted:
-                for one in group:
+        with contextlib.ExitStack() as interrupted:
+            for together in self.passes.planned_together(waiting):
+                for one in together:
                     interrupted.push(one.contexts)  # what ends everything closes what others have begun
                     with one.tried():
                         self._plan(one, open_base)
-                self._write([one for one in group if one.error is None])
-            for one in group:
-                done = one.ended()
-                self.on_end(done)
-                yield done
-
-    def _at_once(self) -> int:
-        """Return how many are written in one pass. What PEFT merges takes a copy of the model each."""
-        if self.asked.allow_in_memory or self.dry_run:
-            return 1
-        if self.asked.spread.cluster is not None:
-            return _MOST_FOLDERS
-        from lora_tool.execution.one_pass import most_plans  # noqa: PLC0415 - what computes: no dry run uses it
-
-        return most_plans(self.asked.jobs)
+                    if self.dry_run or one.error is not None:
+                        self.ended(one.ended())
+                going = [one for one in together if one.error is None]
+                if not self.dry_run:
+                    self._write(going)
 
     def _plan(self, one: _One, open_base: Callable[[Path], ModelDir]) -> None:
         asked = self.asked
@@ -253,46 +216,10 @@ class _Sweep:
         planning = planned(inputs, asked, one.path, dry_run=self.dry_run, note=one.notes.append)
         one.plan = one.contexts.enter_context(planning)
 
-    def _write(self, planned: Sequence[_One]) -> None:
-        """Write the planned ones: each ends when it is read back, or with an error."""
-        if self.dry_run or not planned:
-            for one in planned:
-                one.contexts.close()
-            return
-        from lora_tool.execution.engine import engine_of_several  # noqa: PLC0415 - what computes: no dry run uses it
-
-        plans = [one.plan for one in planned if one.plan is not None]
-        with self.watch(*work_of(plans)) as progress:
-            for one in planned:
-                with one.tried():
-                    if not self.asked.resume:
-                        check_space(one.path, sum(plan.data_bytes for plan in plans))
-                    self._begin(one, progress)
-            begun = [(one, one.folder) for one in planned if one.folder is not None and one.error is None]
-            began = time.monotonic()
-            engine = engine_of_several(self.asked.spread, jobs=self.asked.jobs)
-            ended = engine.run_each([folder for _, folder in begun]) if begun else []
-            share = (time.monotonic() - began) / max(1, len(begun))
-            for (one, folder), how in zip(begun, ended, strict=True):
-                one.seconds += share
-                with one.tried():
-                    if isinstance(how, Exception):
-                        raise how
-                    folder.done = how
-                    one.contexts.close()
-                    one.finish()
-
-    def _begin(self, one: _One, progress: Progress) -> None:
-        if one.plan is None:
-            raise AssertionError("only a dry run has no plan")
-        asked = self.asked
-        one.read_back = ReadBack(plan=one.plan, out=one.path, jobs=asked.jobs, found=self.found)
-        one.folder = one.contexts.enter_context(
-            being_written(
-                one.read_back,
-                verify=asked.verify,
-                overwrite=asked.overwrite,
-                resume=asked.resume,
-                progress=progress,
-            )
-        )
+    def _write(self, going: Sequence[_One]) -> None:
+        groups = self.passes.groups(going)
+        self.passes.require_room(groups)
+        for group in groups:
+            self.passes.write(group)
+            for one in group:
+                self.ended(one.ended())

@@ -9,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
+from lora_tool.checkpoint.fsdp import STEP
 from lora_tool.errors import CorruptFile, NotACheckpoint
 from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, assemble_dcp, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
@@ -24,6 +25,7 @@ from lora_tool.sharded.faults import (
     unreadable_files,
 )
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 _Content = tuple[str, int, int]
@@ -45,13 +47,16 @@ class DcpState(TrainingState):
         return frozenset(piece.record for name in tensors for piece in self.found.pieces[name])
 
 
-def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - nothing points at a part
+def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state of the module in a folder of torch distributed checkpoints; see `training_state`.
 
-    `tag` is the sub-folder of the model. Sub-folders have no order, so `or_newest` has no effect.
+    `tag` is the sub-folder of the model. Sub-folders that are not steps have no order, so that none is the newest.
     """
     # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
     parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")] if tag is None else [tag]
+    several = () if tag or not all(map(STEP.match, parts)) else parts
+    if several and or_newest:
+        parts = parts[-1:]
     if len(parts) != 1 or parts[0] not in checkpoint.rank_files:
         listed = ", ".join(checkpoint.rank_files)
         raise NotACheckpoint(
@@ -63,6 +68,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     except CorruptFile as error:
         found = DcpFolder(folder=folder, tensors={}, problems=(error.problem,))
     lost = base_layers_left_out(found.tensors)
+    older = stale_latest(checkpoint.root, None, several, pointer=None)
     return DcpState(
         root=checkpoint.root,
         folder=folder,
@@ -70,7 +76,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
         without_values=lost,
-        faults=(*_faults(found), *frozen_left_out(folder, lost)),
+        faults=(*_faults(found), *frozen_left_out(folder, lost), *older),
         found=found,
         stamps=stamps(found),
         facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
@@ -97,21 +103,23 @@ def copied_files(pieces: Pieces) -> Iterator[Finding]:
 
     The other may have more of them: in files of one layout the first rank's has what was not cut, at its end.
     """
-    held: dict[Path, set[_Content]] = defaultdict(set)
+    held: dict[Path, dict[_Content, StoredTensor]] = defaultdict(dict)
     having: dict[_Content, list[Path]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
-            if _varies(piece.stored):
-                content = name, piece.stored.spans[0].offset, piece.record.crc
-                held[piece.record.path].add(content)
-                having[content].append(piece.record.path)
+            content = name, piece.stored.spans[0].offset, piece.record.crc
+            held[piece.record.path][content] = piece.stored
+            having[content].append(piece.record.path)
     told: set[Path] = set()
     for path, inside in sorted(held.items(), key=itemgetter(0), reverse=True):  # of two that are equal the later one
-        like = (other for other in having[next(iter(inside))] if other != path and other not in told)
-        other = next((other for other in like if inside <= held[other]), None)
-        if other is not None:
-            told.add(path)
-            yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
+        # one piece that varies is nearly always enough: only copies have the same
+        one = next((content for content, stored in inside.items() if _varies(stored)), None)
+        for other in having[one] if one else ():
+            lacking = (stored for content, stored in inside.items() if content not in held[other])
+            if other != path and other not in told and not any(map(_varies, lacking)):
+                told.add(path)
+                yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
+                break
 
 
 def _varies(tensor: StoredTensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,10 +73,9 @@ class FileValues:
 def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
     """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
-        places = ((part.offset if isinstance(part, Span) else part.data_at(), part) for part in records)
-        for start, record in sorted(places, key=itemgetter(0)):
+        for record in sorted(records, key=attrgetter("offset")):
             crc = 0
-            for begin, block, nbytes in _blocks(path, fd, start, record.nbytes):
+            for begin, block, nbytes in _blocks(path, fd, record.offset, record.nbytes):
                 crc = crc32(memoryview(block)[:nbytes], crc)
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)

@@ -80,10 +80,10 @@ class LayerNames:
     shared: str | None = None
     inner: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     unloadable: str | None = None
-    """The experts, by Megatron's word, of which PEFT 0.21 cannot load LoRA: all of one name count as routed, or none."""
+    """The experts, by Megatron's word, whose LoRA PEFT 0.21 cannot load: it takes all of one name as routed, or none."""
 
     def block(self, kind: str | None, expert: int | None) -> str | None:
-        """Return the path of an MLP: of the only one, of the shared experts or of an `expert`; None where there is none."""
+        """Return the path of an MLP: the only one, the shared experts' or that of an `expert`; None for one it lacks."""
         if kind is None:
             return None if self.experts else "mlp"
         return self.shared if kind == "shared_experts" else self.experts and f"{self.experts}.{expert}"

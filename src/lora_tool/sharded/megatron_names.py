@@ -90,7 +90,7 @@ def places(
 
 
 def _require_nothing_else(own: Mapping[str, Any], adapter: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedCheckpoint` where the base was not saved and tensors were that are not LoRA: they were trained."""
+    """Raise `UnsupportedCheckpoint` for tensors that are not LoRA where the base was not saved: they were trained."""
     other = next((name for name in own if name not in adapter), None)
     if other is not None and not any(re.fullmatch(rf"{_MODULE}(?:\.base_layer)?\.weight\d*", name) for name in own):
         text = f"`{other}` was trained whole beside the LoRA, and lora-tool does not know transformers' name of it"
@@ -175,7 +175,8 @@ def _projections(
         geometry = model.geometry
         if fused and rows != geometry.qkv_rows:
             gated = ", with a gate," if geometry.gated else ""
-            text = f"`{name}` has {rows} rows, but {geometry.heads} heads{gated} in {geometry.groups} groups need {geometry.qkv_rows}"
+            needed = f"{geometry.heads} heads{gated} in {geometry.groups} groups need {geometry.qkv_rows}"
+            text = f"`{name}` has {rows} rows, but {needed}"
             raise UnsupportedCheckpoint(text, hint=GIVE)
         for key in _PARTS[linear]:
             yield f"{block}.{called[key]}", geometry.rows(key) if fused else whole

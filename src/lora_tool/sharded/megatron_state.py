@@ -16,8 +16,7 @@ from lora_tool.sharded.faults import base_layers_left_out
 from lora_tool.sharded.megatron_model import model_of
 from lora_tool.sharded.megatron_names import Place, is_megatron, places
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag
-from lora_tool.sharded.zero_checks import stale_latest
+from lora_tool.sharded.tags import choose_tag, stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 
 _NESTS = frozenset({"weights", "policy", "value"})

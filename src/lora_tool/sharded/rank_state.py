@@ -23,8 +23,7 @@ from lora_tool.sharded.flat_slices import flat_shapes
 from lora_tool.sharded.model_sizes import size_near
 from lora_tool.sharded.rank_checks import rank_faults
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag, require_tag_here
-from lora_tool.sharded.zero_checks import stale_latest
+from lora_tool.sharded.tags import choose_tag, require_tag_here, stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters alone: pure generators of findings.
+"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters: pure generators of findings.
 
 `zero_to_fp32` accepts most of these silently. `file_values` and `master_rounding` read the weights.
 """
@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import math
-import re
-import shlex
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from lora_tool.display import counted, some
 from lora_tool.formats.partitions import groups_of, leftover
@@ -28,8 +25,6 @@ from lora_tool.sharded.faults import (
     unreadable_files,
 )
 from lora_tool.sharded.universal_checks import master_faults
-
-_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/actor)?\Z")
 
 
 def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
@@ -51,7 +46,7 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
 
 
 def missing_slices(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
-    """LT401 and LT403: yield the ranks of tensor parallelism of which there is no file, and those that were not there."""
+    """LT401 and LT403: yield the ranks of tensor parallelism that have no file, and those that the run did not have."""
     first = next((tag.first for tag in tags if tag.first), None)
     there = {tag.slice_ for tag in tags}
     lost = [at for at in range(first.slices if first else 1) if at not in there]
@@ -174,24 +169,6 @@ def tag_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
         yield from expert_faults(tag)
         if tag.masters is not None and tag.first is not None:
             yield from master_faults(tag, tag.first, tag.masters)
-
-
-def stale_latest(
-    root: Path, latest: str | None, tags: Collection[str], *, pointer: str = "latest"
-) -> Iterator[Finding]:
-    """LT409: yield a finding if the file `pointer`, which says `latest`, does not name the newest tag that is there."""
-    steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
-    newest = max(steps, key=steps.__getitem__, default=None)
-    choose = f"lora-tool consolidate {shlex.quote(str(root))} --tag"
-    if latest is None and len(tags) > 1:
-        message = f"the folder has several tags and no file `{pointer}`: {', '.join(tags)}"
-        yield fault("LT409", root, message, hint=f"choose one: {choose} T", severity=Severity.WARNING)
-    elif latest is not None and latest not in tags:
-        message = f"`{pointer}` names {latest}, which does not exist; the folder has: {', '.join(tags)}"
-        yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that exists: {choose} T")
-    elif latest in steps and newest is not None and steps[newest] > steps[latest]:
-        message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
-        yield fault("LT409", root, message, hint=f"to use {newest}: {choose} {newest}", severity=Severity.WARNING)
 
 
 def frozen_unknown(tag: ZeroTag) -> Iterator[Finding]:

@@ -10,16 +10,16 @@ from lora_tool.display import counted
 from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.affine_maps import cut_pieces
 from lora_tool.formats.partitions import Role, StateEntry, assemble, entries, unaccounted
-from lora_tool.formats.pieces import assembled, uncovered
+from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
 from lora_tool.formats.zero_files import USE_DEEPSPEED
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag
+from lora_tool.sharded.tags import choose_tag, stale_latest
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.zero_checks import frozen_unknown, stale_latest, tag_faults
+from lora_tool.sharded.zero_checks import frozen_unknown, tag_faults
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 
@@ -90,10 +90,10 @@ class SlicedState(TrainingState):
                 message = f"`{name}` is {part.dtype} {list(part.shape)}, but the map of the cuts says {list(cut.slices.get(at, ()))}"
                 raise IncompleteCheckpoint(f"{part.path}: {message}")
             pieces += [piece for block in cut.blocks[at] if block.owner == at for piece in cut_pieces(block, part)]
-        gap = uncovered(cut.shape, pieces)
-        if gap:
-            raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {gap}")
-        return assembled(TensorSpec(name=name, dtype=held[0].dtype, shape=cut.shape), pieces)
+        try:
+            return assembled(TensorSpec(name=name, dtype=held[0].dtype, shape=cut.shape), pieces)
+        except ValueError as error:
+            raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {error}") from error
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors` in every slice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -10,7 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import open_checkpoint, open_sharded
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    ShardedDir,
+    open_checkpoint,
+    open_sharded,
+)
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, FindingsFound, TrainingFailed, UnsupportedCheckpoint
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
@@ -69,8 +78,7 @@ def named(path: Path) -> ResumeChoice:
     """Return the checkpoint that was named. Raises `TrainingFailed` if no run can go on from it."""
     why = unusable(path) if path.is_dir() else "no such folder"
     if why is not None:
-        hint = "--resume auto takes the last complete checkpoint"
-        raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=hint)
+        raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=_instead_of(path))
     return ResumeChoice(path=path)
 
 
@@ -79,10 +87,9 @@ def unusable(path: Path) -> str | None:
     names = {item.name for item in path.iterdir()}
     if TRAINER_STATE not in names:
         return _without_state(path)
-    try:
-        validate(open_checkpoint(path), deep=True).raise_for_errors()
-    except (CheckpointError, FindingsFound) as error:
-        return str(error)
+    why = _unusable_weights(path)
+    if why is not None:
+        return why
     states = (name for name in sorted(names) if name in _STATES or name.startswith("rng_state"))
     cut = next((name for name in states if not zipfile.is_zipfile(path / name)), None)
     if cut is not None:
@@ -95,13 +102,51 @@ def unusable(path: Path) -> str | None:
     return "has no optimizer state (save_only_model), so resuming would start with a new optimizer"
 
 
+def _unusable_weights(path: Path) -> str | None:
+    try:
+        opened = open_checkpoint(path)
+        validate(opened, deep=True).raise_for_errors()
+    except (CheckpointError, UnsupportedCheckpoint, FindingsFound) as error:
+        return str(error)
+    if isinstance(opened, ShardedDir) and not opened.kind.resumed_by_trainer:
+        return f"is {opened.kind.with_article}, from which transformers' Trainer cannot resume"
+    return None
+
+
 def _without_state(path: Path) -> str:
     """Return what a folder without a Trainer's state is instead of a checkpoint to resume from."""
-    if not read_folder(path).is_numbered:  # not by a Trainer's name
+    opened = _other_kind(path)
+    if opened is None:
+        return f"has no {TRAINER_STATE}, so it was not saved completely"
+    kind = opened.kind.with_article
+    if isinstance(opened, RunDir):
+        return f"is {kind}, not one of its checkpoints"
+    return f"is {kind} without {TRAINER_STATE}: only the program that saved it can resume from it"
+
+
+def _other_kind(path: Path) -> Checkpoint | None:
+    """Return what the folder holds if no Trainer has saved it, by its name; None where that cannot be opened."""
+    if not read_folder(path).is_numbered:
         with contextlib.suppress(CheckpointError, UnsupportedCheckpoint):
-            kind = open_checkpoint(path).kind
-            return f"is {kind.with_article} without {TRAINER_STATE}: only the program that saved it can resume from it"
-    return f"has no {TRAINER_STATE}, so it was not saved completely"
+            return open_checkpoint(path)
+    return None
+
+
+def _instead_of(path: Path) -> str:
+    """Return what to do instead of resuming from `path`."""
+    opened = _other_kind(path) if path.is_dir() else None
+    folder = shlex.quote(str(path))
+    match opened:
+        case RunDir():
+            last = shlex.quote(str(path / opened.folder.checkpoints[-1]))
+            return f"give one of its checkpoints: --resume {last}"
+        case ModelDir():
+            return f"start a new run from it: model_name_or_path: {folder}"
+        case AdapterDir() | ShardedDir():
+            command = "merge" if isinstance(opened, AdapterDir) else "ci"
+            return f"start a new run from the merged model: lora-tool {command} {folder} -o OUT, then model_name_or_path: OUT"
+        case _:
+            return "--resume auto takes the last complete checkpoint"
 
 
 def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:

@@ -62,6 +62,8 @@ def stated_bound(op: RowOp, out: DType, precision: Precision) -> Bound:
     if precision is Precision.PEFT:
         if FLOATS[op.source.dtype].roundoff < result:  # PEFT adds to a base that was rounded when it was loaded
             of_result, of_change = of_result + 2, of_change + result
+            if sums.squares:  # where W and ΔW cancel, W's rounding is of ΔW's size, and DoRA scales it as well
+                of_product += result
         if sums.rounded:
             of_change, of_product = of_change + result, of_product + (sums.deltas - 1) * result
             if (

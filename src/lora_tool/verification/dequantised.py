@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from lora_tool.formats.quantised.encodings import (
     PackedIntegers,
     RoundedAs,
     Tiled,
+    rows_together,
 )
+from lora_tool.formats.quantised.strips import Strips
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.rounded_again import rounded_again
 
@@ -36,8 +39,12 @@ Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
 _MX_BIAS = 127
 
 
-def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> Array:
-    """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values."""
+def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, strips: Strips | None = None) -> Array:
+    """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values.
+
+    Who wants one block of rows after the other gives the same `strips` each time.
+    """
+    strips = strips or Strips(keeps=False)
     width = encoding.spec.shape[-1]
     rows, columns = np.arange(first, last)[:, None], np.arange(width)[None, :]
     match encoding:
@@ -51,9 +58,9 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> 
         case PackedIntegers():
             values = _packed(encoding, rows, columns, read)
         case Fp4():
-            values = _fp4(encoding, rows, columns, read)
+            values = _fp4(encoding, rows, columns, _Turned(encoding, strips, read))
         case ColumnIntegers():
-            values = _columns(encoding, rows, columns, read)
+            values = _columns(encoding, rows, columns, _Turned(encoding, strips, read))
         case RoundedAs():
             values = rounded_again(encoding, rows * width + columns, read)
         case _:
@@ -83,8 +90,12 @@ def _elements(tensor: StoredTensor, at: Array, size: int, read: Read) -> Array:
 
 def _floats(tensor: StoredTensor, at: Array, read: Read) -> Array:
     """Return the numbers at these places, float64."""
+    return _as_floats(tensor, _elements(tensor, at, tensor.dtype.bits // 8, read))
+
+
+def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
+    """Return what the bits of a tensor's elements stand for, float64."""
     size = tensor.dtype.bits // 8
-    bits = _elements(tensor, at, size, read)
     if tensor.dtype in (DType.U8, DType.F8_E8M0):
         return np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS)
     if tensor.dtype is DType.F8_E4M3:
@@ -166,7 +177,34 @@ def _from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int,
     return (code - (1 << (bits - 1))).astype(np.float64)
 
 
-def _fp4(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
+@dataclass(frozen=True, slots=True)
+class _Turned:
+    """Elements of matrices whose columns are rows of the weight: the columns of many rows are read together."""
+
+    encoding: Encoding
+    strips: Strips
+    read: Read
+
+    def elements(self, tensor: StoredTensor, width: int, size: int, place: tuple[Array, Array], each: int = 1) -> Array:
+        """Return elements of `size` bytes, unsigned, at a row and a column of rows of `width` elements.
+
+        A column of elements is `each` rows of the weight.
+        """
+        row, column = place
+        low, high = int(column.min()), int(column.max()) + 1
+        some = low, high
+        together = rows_together(self.encoding)
+        if together is not None:
+            step = together // each
+            low = low // step * step
+            high = max(high, min(low + step, width))
+        rows = int(row.min()), int(row.max()) + 1
+        of, ahead = (slice(first * size, last * size) for first, last in (some, (low, high)))
+        raw = self.strips.columns(tensor, width * size, rows, of, ahead, self.read)
+        return np.asarray(np.ascontiguousarray(raw).view(f"<u{size}")[row - rows[0], column - some[0]])
+
+
+def _fp4(encoding: Fp4, rows: Array, columns: Array, turned: _Turned) -> Array:
     if encoding.transposed:
         inside, outputs = encoding.spec.shape[-2:]
         matrix, column = np.divmod(rows, inside)
@@ -174,30 +212,34 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
         width = inside
     else:
         width = encoding.spec.shape[-1]
-    at = rows * width + columns
-    byte = _elements(encoding.codes, at // 2, 1, read)
-    codes = small_floats(np.where(at % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
-    scales = _floats(encoding.scales, at // encoding.group, read)
+    byte = turned.elements(encoding.codes, width // 2, 1, (rows, columns // 2), 2)
+    codes = small_floats(np.where(columns % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
+    each, size = encoding.group, encoding.scales.dtype.bits // 8
+    stored = turned.elements(encoding.scales, width // each, size, (rows, columns // each), each)
+    scales = _as_floats(encoding.scales, stored)
     if encoding.overall is not None:
-        overall = _floats(encoding.overall, np.zeros(1, np.int64), read)
+        overall = _floats(encoding.overall, np.zeros(1, np.int64), turned.read)
         scales = _single(scales / overall if encoding.divides else scales * overall)
     return codes * scales
 
 
-def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, read: Read) -> Array:
+def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, turned: _Turned) -> Array:
     bits, words, height = encoding.bits, encoding.codes.shape[-1], encoding.spec.shape[0]
     mask, each = (1 << bits) - 1, 32 // bits
     place = np.array([ORDER.index(at) for at in range(each)]) if encoding.across else np.arange(each)
     if encoding.across:
-        word, shift = inputs * words + outputs // each, bits * place[outputs % each]
+        word = turned.elements(encoding.codes, words, 4, (inputs, outputs // each), each)
+        shift = bits * place[outputs % each]
     else:
-        word, shift = inputs // each * words + outputs, bits * (inputs % each)
-    codes = (_elements(encoding.codes, word, 4, read) >> shift.astype(np.uint32)) & np.uint32(mask)
+        word = turned.elements(encoding.codes, words, 4, (inputs // each, outputs))
+        shift = bits * (inputs % each)
+    codes = (word >> shift.astype(np.uint32)) & np.uint32(mask)
     group = inputs // encoding.group
     if encoding.groups is not None:
-        group = _elements(encoding.groups, inputs, 4, read).astype(np.int64)
-    stored = _elements(encoding.zeros, group * encoding.zeros.shape[-1] + outputs // each, 4, read)
+        group = turned.strips.whole(encoding.groups, turned.read).view("<u4")[inputs].astype(np.int64)
+    stored = turned.elements(encoding.zeros, encoding.zeros.shape[-1], 4, (group, outputs // each), each)
     whole = (stored.astype(np.int64) + encoding.added) % (1 << 32)
     zeros = (whole >> bits * place[outputs % each]) & mask
-    scales = _floats(encoding.scales, group * height + outputs, read)
+    size = encoding.scales.dtype.bits // 8
+    scales = _as_floats(encoding.scales, turned.elements(encoding.scales, height, size, (group, outputs)))
     return np.asarray((codes.astype(np.float64) - zeros) * scales)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.quantised.strips import Strips
 from lora_tool.formats.stored import fill
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor
 from lora_tool.verification.dequantised import dequantised_again
 
 if TYPE_CHECKING:
@@ -90,26 +93,31 @@ class Files(OpenFiles):
 
     def __init__(self) -> None:
         super().__init__(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        self._decode = partial(dequantised_again, strips=Strips())
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
         out = np.empty(nbytes, np.uint8)
-        fill(out.data, tensor, start, self.read_exactly, dequantised_again)
+        fill(out.data, tensor, start, self.read_exactly, self._decode)
         return out
 
-    def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode = dequantised_again) -> Bytes:
+    def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode | None = None) -> Bytes:
         """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
         row_bytes = rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8
         out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
-        at = 0
-        for first, last in rows:
-            nbytes = (last - first) * row_bytes
-            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly, decode)
-            at += nbytes
+        sizes = [(last - first) * row_bytes for first, last in rows]
+        places = [out.data[end - nbytes : end] for nbytes, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        starts = (first * row_bytes for first, _ in rows)
+        whole = tensor.spans[0] if len(tensor.spans) == 1 else None
+        if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
+            self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
+        else:
+            for start, place in zip(starts, places, strict=True):
+                fill(place, tensor, start, self.read_exactly, decode or self._decode)
         return out
 
     def matrix(
-        self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any], dequantise: Decode = dequantised_again
+        self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any], dequantise: Decode | None = None
     ) -> Array:
         """Return ranges of rows (all without `rows`) as numbers, [rows, columns]."""
         height, width = rows_and_columns(tensor.shape)

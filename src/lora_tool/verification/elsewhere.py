@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings, installed_version
+from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
@@ -59,20 +59,17 @@ def check_on_cluster(
     tasks = tuple(_comparisons(plan, merged, level, precision))
     evidence: dict[str, TensorEvidence] = {}
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *merged.stamps)}
-    packages = ("lora-tool", "python", "numpy")
     surroundings = Surroundings(
-        directory=None if all(path.is_absolute() for path in stamps) else Path.cwd(),
+        directory=directory_for(stamps),
         inputs=tuple(stamp.for_another_machine() for stamp in stamps.values()),
-        versions={package: installed_version(package) or "" for package in packages},
+        versions=versions_here("numpy"),
+    )
+    comparing = TaskGroup(
+        tasks=tasks, surroundings=replace(surroundings, inputs=()), done=lambda _, found: evidence.update(found)
     )
     with cluster.connected() as connection:
         connection.require_nodes(surroundings)
-        connection.map(
-            tasks,
-            replace(surroundings, inputs=()),
-            progress=progress,
-            done=lambda _, found: evidence.update(found),
-        )
+        connection.map(comparing, progress=progress)
     return {step.out.name: evidence[step.out.name] for step in plan.steps if step.out.name in evidence}
 
 

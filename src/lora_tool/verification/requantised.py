@@ -114,14 +114,16 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    raw = _codes(written, first, last, files)
-    values = raw.view(np.int8).astype(np.float32)
+    every = np.arange(256, dtype=np.uint8)
+    values: Array = every.view(np.int8).astype(np.float32)
     if written.codes.dtype is DType.F8_E4M3:
-        values = small_floats(raw, exponent=4, mantissa=3)
+        values = small_floats(every, exponent=4, mantissa=3)
+    is_full = (values >= most) | (values <= least)
+    raw = _codes(written, first, last, files)
     found = np.zeros((of[1] - of[0], grid.across), np.bool_)
     edges = np.arange(0, grid.width, grid.tile[1])
     for rows, own in grid.parts(first, last, of[0]):
-        full: Array = (values[rows] >= most) | (values[rows] <= least)
+        full: Array = is_full[raw[rows]]
         full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
         found[own] = np.logical_or.reduceat(full, edges, axis=1)
     return found

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import Verdict
-from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.cluster.spread import HERE, EngineName, Spread
+from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs, find_extracted, find_sum
-from lora_tool.plan.algebra.terms import factors_of_sum
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.computed import ComputedInputs, find_computed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
@@ -34,11 +30,9 @@ from lora_tool.rules.merged.expected import Expected
 from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
-from lora_tool.verification.checking import Level, check_steps, check_tensors
-from lora_tool.verification.extracted import check_extracted, copied_steps
-from lora_tool.verification.from_base import check_computed, computed_modules
+from lora_tool.verification.checking import Level, check_tensors
+from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
-from lora_tool.verification.products import check_products
 from lora_tool.verification.texts import LossEvidence, Texts, read_texts
 
 _OWN_RULES = ("LT1", "LT6")
@@ -115,15 +109,11 @@ def verify(
     inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
     anything is compared.
     """
-    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
-    spread.require()
-    if (computed := find_sum(merged, adapters, base=base)) is not None:
-        return verify_sum(
+    spread = spread_over(engine, address, workers)
+    if (computed := find_computed(merged, adapters, base=base)) is not None:
+        return verify_computed(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
-    if (extracted := find_extracted(merged, base)) is not None:
-        how: dict[str, Any] = {"level": level, "select": select, "ignore": ignore, "jobs": jobs}
-        return verify_extracted(extracted, progress=progress, watch=watch, **how)
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
@@ -212,8 +202,8 @@ def verify_inputs(
     return found if reading is None else replace(found, loss=reading(watch))
 
 
-def verify_sum(
-    inputs: SumInputs,
+def verify_computed(
+    inputs: ComputedInputs,
     *,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
@@ -222,70 +212,14 @@ def verify_sum(
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
-    """Return what a computed adapter is, compared with the weighted sum of the adapters that its manifest names.
+    """Return what a computed adapter is, compared with what the inputs give that its manifest names.
 
     ΔW of every module is compared whole at either `level`; what was copied is compared byte by byte. Arguments are
-    those of `verify`. Raises as `factors_of_sum` and `whole_tensors` do for inputs that do not add up.
-    """
-    level = Level(level)
-    views, made = tuple(map(view_of, inputs.adapters)), view_of(inputs.made)
-    sums = factors_of_sum(views, inputs.weights)
-    chosen = None if inputs.head_of is None else views[inputs.head_of]
-    # a server has the frozen weights from its base, and they were not written
-    planned = inputs.manifest.tensors or {}
-    whole = (step for step in whole_tensors(views, head_of=chosen).steps if step.out.name in planned)
-    steps = (*whole, *(step for each in sums for step in bias_steps(each)))
-    written = factors_of_sum((made,), (1.0,))
-    computed = computed_modules(inputs, views[0])
-    with watch("comparing", inputs.made.weights.nbytes) as bar:
-        told = progress or bar
-        evidence = check_steps(
-            steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=told
-        )
-        others = [each for each in sums if each.module not in computed]
-        evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=told)
-        evidence |= check_computed(
-            inputs, views[0], tuple(each for each in written if each.module in computed), progress=told
-        )
-    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    return _computed(inputs, evidence, level, select, ignore, adapters=adapters)
-
-
-def verify_extracted(
-    inputs: ExtractInputs,
-    *,
-    level: Level | str = Level.FULL,
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    jobs: int | None = None,
-    progress: Progress | None = None,
-    watch: StageWatch = unwatched,
-) -> Verification:
-    """Return what an extracted adapter is, compared with the difference of the two models that its manifest names.
-
-    ΔW of every module is compared with all of the difference at either `level`. Arguments are those of `verify`.
+    those of `verify`. Raises as `evidence_of_computed`.
     """
     level = Level(level)
     with watch("comparing", inputs.made.weights.nbytes) as bar:
-        told = progress or bar
-        steps = tuple(copied_steps(inputs))
-        evidence = check_steps(
-            steps, inputs.made.tensors, level=level, precision=Precision.FLOAT32, jobs=jobs, progress=told
-        )
-        evidence |= check_extracted(inputs, factors_of_sum((view_of(inputs.made),), (1.0,)), progress=told)
-    return _computed(inputs, evidence, level, select, ignore, adapters=(str(inputs.model.root), str(inputs.base.root)))
-
-
-def _computed(
-    inputs: SumInputs | ExtractInputs,
-    evidence: Mapping[str, TensorEvidence],
-    level: Level,
-    select: Iterable[str],
-    ignore: Iterable[str],
-    *,
-    adapters: tuple[str, ...],
-) -> Verification:
-    """Return the verification of a computed adapter, by the rules of written files."""
+        evidence = evidence_of_computed(inputs, level=level, jobs=jobs, progress=progress or bar)
     subject = ComputedAdapter(
         checkpoint=ModelDir(
             kind=MERGED_MODEL,
@@ -302,7 +236,9 @@ def _computed(
     )
     rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(_OWN_RULES))
     rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
-    return _by_rules(subject, tuple(rules), level, Precision.FLOAT64, adapters=adapters)
+    return _by_rules(
+        subject, tuple(rules), level, Precision.FLOAT64, adapters=tuple(str(each.root) for each in inputs.sources)
+    )
 
 
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:

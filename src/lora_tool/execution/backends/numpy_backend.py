@@ -44,7 +44,7 @@ last-level cache (measured best of 2^17 … 2^21)."""
 
 _WIDER = 4
 """Blocks of factors are this many times smaller: they are computed in float64, from more values."""
-_STRIP, _TALL = 1 << 11, 1 << 10
+_STRIP, _TALL = 1 << 9, 1 << 9
 """Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
@@ -84,14 +84,14 @@ class NumpyBackend:
             for first, last in _blocks(unit):
                 if self._stopped():
                     break
-                result = self._block(unit, first, last)
+                result = self._block(unit, first, last, sampled=first == unit.first)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
         return self._retained
 
     def numbers(self, unit: ComputeUnit) -> Array:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
         with self._ready_for(unit):
-            return self._block(unit, unit.first, unit.last)
+            return self._block(unit, unit.first, unit.last, sampled=False)
 
     @contextlib.contextmanager
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
@@ -119,8 +119,11 @@ class NumpyBackend:
             squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
-    def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
-        """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
+    def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
+        """Return rows `first` to `last` of the output, flat, in this worker's buffer.
+
+        Where it is `sampled`, what rounding left of the change is kept.
+        """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
         result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
@@ -136,7 +139,7 @@ class NumpyBackend:
             kernels.round_to(total, dtype, result[part])
             if (not small or dtype is DType.F16) and kernels.overflows(total, result[part]):
                 refuse_overflow(unit)
-            if change is not None and first == unit.first and at == 0:
+            if change is not None and sampled and at == 0:
                 self._retained = retention(source[part], total, result[part])
         return result
 
@@ -200,14 +203,23 @@ class NumpyBackend:
             columns = op.matrix.values[:, first:last].T
             stacked = self._stacked(op.parts)
             for at in range(0, op.shape[1], _STRIP):
-                strip = slice(at, at + _STRIP)
-                wide = np.concatenate([part[:, strip] for part in stacked]).astype(self._wide)
-                np.matmul(columns, wide, out=made[:, strip])
+                strip = slice(at, min(at + _STRIP, op.shape[1]))
+                wide = self._buffer("factors", (op.matrix.rows, strip.stop - at), self._wide)
+                np.matmul(
+                    columns,
+                    np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
+                    out=made[:, strip],
+                )
         else:
             for at in range(first, last, _TALL):
                 end = min(at + _TALL, last)
-                wide = np.concatenate([self._rows(part, at, end) for part in op.parts], axis=1).astype(self._wide)
-                np.matmul(wide, op.matrix.values, out=made[at - first : end - first])
+                wide = self._buffer("factors", (end - at, op.matrix.rows), self._wide)
+                rows = [self._rows(part, at, end) for part in op.parts]
+                np.matmul(
+                    np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
+                    op.matrix.values,
+                    out=made[at - first : end - first],
+                )
         return made.reshape(-1)
 
     def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
@@ -283,14 +295,14 @@ class NumpyBackend:
     def _b(self, term: LoraTerm, rows: slice) -> Array:
         return np.ascontiguousarray(self._stored_b(term, rows)).astype(self._wide, copy=False)
 
-    def _stored_a(self, term: LoraTerm) -> Array:
-        """Return the rows of A that are the term's expert's, as they are stored."""
-        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+    def _stored_a(self, term: LoraTerm, place: str = "") -> Array:
+        """Return the rows of A that are the term's expert's, as they are stored; see `_rows`."""
+        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank, place)
 
-    def _stored_b(self, term: LoraTerm, rows: slice) -> Array:
-        """Return these rows of B as they are stored, with the columns of the term's expert."""
+    def _stored_b(self, term: LoraTerm, rows: slice, place: str = "") -> Array:
+        """Return these rows of B as they are stored, with the columns of the term's expert; see `_rows`."""
         if term.experts == 1:
-            return self._rows(term.b, rows.start, rows.stop)
+            return self._rows(term.b, rows.start, rows.stop, place)
         if self._stack is None or self._stack[0] is not term.b:
             # every expert's columns are scattered over all of B, and its experts come one after the other
             self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
@@ -302,9 +314,13 @@ class NumpyBackend:
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._rows(tensor, first, last).astype(self._wide, copy=False)
 
-    def _rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
-        """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
-        out = np.empty((last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype])
+    def _rows(self, tensor: StoredTensor, first: int, last: int, place: str = "") -> Array:
+        """Return rows `first` to `last` of the tensor in its storage type, [last - first, ...].
+
+        The array is new, or this worker's buffer `place` where one is named: the system clears the pages of a new one.
+        """
+        shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
+        out = self._buffer(place, shape, storage) if place else np.empty(shape, storage)
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
         self._sources.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
         return out

@@ -5,9 +5,15 @@
 #define LEVEL avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 
+/* Asked once: a virtual machine takes ten microseconds for the instruction, as long as a small block. */
 static int avx2_runs(void) {
-    unsigned a, b, c, d;
-    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
+    static _Atomic int known; /* 1 if not, 2 if so */
+    if (!known) {
+        unsigned a, b, c, d;
+        int has = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
+        known = 1 + has;
+    }
+    return known == 2;
 }
 
 TARGET static inline void avx2_narrow_bf16(uint16_t *place, __m256 value) {

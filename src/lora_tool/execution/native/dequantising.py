@@ -1,4 +1,4 @@
-"""Quantised weights as numbers, by the compiled kernel: the bits that numpy gives."""
+"""Quantised weights as numbers, and numbers as codes, by the compiled kernel: the bits that numpy gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from lora_tool.execution import kernels
 from lora_tool.execution.native.library import TYPES, Kernel, kernel
-from lora_tool.formats.quantised.decoding import Arithmetic, Scaled
+from lora_tool.execution.native.rows import CodedRows
+from lora_tool.formats.quantised.coded import Scaled
+from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.tensors import DType
 
 F32 = NDArray[np.float32]
@@ -23,17 +25,7 @@ class KernelArithmetic(Arithmetic):
 
     def scale(self, part: Scaled, out: F32) -> None:
         """See `Arithmetic`."""
-        codes, table, scales = part.codes, np.ascontiguousarray(part.table), np.ascontiguousarray(part.scales)
-        stride = scales.shape[1] if len(scales) > 1 else 0
-        self._kernel.dequantise(
-            out.ctypes.data,
-            (codes.ctypes.data, codes.strides[0]),
-            (table.ctypes.data, table.shape[1]),
-            (scales.ctypes.data, stride),
-            (out.shape[0], out.shape[1]),
-            group=part.group,
-            again=float(part.again),
-        )
+        CodedRows(self._kernel, part, DType.F32).write(slice(None), out, DType.F32)
 
     def rounded(self, values: F32, dtype: DType) -> NDArray[Any]:
         """See `Arithmetic`."""

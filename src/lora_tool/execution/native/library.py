@@ -57,6 +57,24 @@ class Term(ctypes.Structure):
     )
 
 
+class Codes(ctypes.Structure):
+    """Rows of codes with their scales: `struct codes` of `merge.c`."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("apart", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("tall", ctypes.c_int64),
+        ("above", ctypes.c_int64),
+        ("again", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
@@ -90,25 +108,25 @@ class Kernel:
         flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
         return flagged == 0
 
-    def dequantise(
-        self,
-        out: int,
-        codes: tuple[int, int],
-        table: tuple[int, int],
-        scales: tuple[int, int],
-        size: tuple[int, int],
-        *,
-        group: int,
-        again: float,
-    ) -> None:
-        """Write what codes stand for at `out`, float32, of `size` rows and columns.
-
-        `codes` and `scales` are addresses with what a row is after the one before; `table` is that of the numbers that
-        a byte stands for, and how many of them it has. Each scale is for `group` columns.
-        """
-        self.library.lora_tool_dequantise(
-            out, codes[0], table[0], table[1] - 1, scales[0], again, *size, group, codes[1], scales[1]
+    def merge_codes(
+        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...] = ()
+    ) -> bool:
+        """Write what codes stand for, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
+        listed = (Term * len(terms))(*terms)
+        flagged: int = self.library.lora_tool_merge_codes(
+            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
         )
+        return flagged == 0
+
+    def extremes(self, codes: Codes, numbers: int, size: tuple[int, int], low: int, high: int) -> None:
+        """Lower the float32 at `low`, and raise those at `high`, to what the numbers of each scale reach."""
+        self.library.lora_tool_extremes(self.level.number, codes, numbers, *size, low, high)
+
+    def quantise(
+        self, codes: Codes, out: int, numbers: int, size: tuple[int, int], *, divided: bool, least: float
+    ) -> None:
+        """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
+        self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
 
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
@@ -188,8 +206,10 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_pack.restype = None
     library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
-    library.lora_tool_dequantise.argtypes = [pointer, pointer, pointer, number, pointer, ctypes.c_float, *[size] * 5]
-    library.lora_tool_dequantise.restype = None
+    codes = ctypes.POINTER(Codes)
+    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
+    library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
+    library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
     return library
 
 

@@ -33,7 +33,9 @@
 enum type { BF16, F16, F32, TYPES };
 enum level { SCALAR, AVX2, AVX512, NEON };
 
-#define TILE_MOST (12 * 32) /* floats of the largest tile */
+#define ROWS_MOST 12
+#define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
+#define STRIP 512                  /* columns of a quantised weight that are decoded together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
 static const uint32_t too_large[TYPES] = {0xFEFF0000u, 0x8EFFE000u, 0xFF000000u};
@@ -44,15 +46,44 @@ struct term {
     float scaling;
 };
 
+/* Rows of codes with their scales, which stand for numbers; see codes.h */
+struct codes {
+    const uint8_t *bytes;
+    const float *table; /* where a byte is two codes: what each byte stands for, 256 times two */
+    const float *scales;
+    int64_t stride, apart; /* bytes from row to row, scales from one row of them to the next */
+    int64_t group;         /* columns with one scale, an even number where a byte is two codes and there are several */
+    int64_t tall, above;   /* rows with one row of scales, and how many of them lie above the first row here */
+    float again;
+    int32_t kind, type; /* and what the numbers are rounded to before anything is added */
+};
+
+enum kind { E4M3, INT8, HALVES };
+
+static inline const float *scales_at(const struct codes *codes, int64_t row) {
+    return codes->scales + (row + codes->above) / codes->tall * codes->apart;
+}
+
 typedef void product_function(float *tile, const float *left, const float *right, int64_t depth, float scaling, int more);
-typedef uint32_t finish_function(const float *tile, int rows, int columns, const void *source, void *out, int64_t stride);
+typedef uint32_t finish_function(const float *tile, int rows, int columns, const void *source, int64_t apart, void *out,
+                                 int64_t stride);
 typedef uint32_t convert_function(const void *source, void *out, int64_t count);
+typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
+typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
+typedef void extremes_function(const float *numbers, int64_t count, float *low, float *high);
+typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
+typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
 struct words {
     int rows, columns; /* of a tile */
     product_function *product;
     finish_function *finish[TYPES][TYPES];
     convert_function *convert[TYPES][TYPES];
+    numbers_function *numbers;
+    e4m3_function *e4m3_of;
+    int8_function *int8_of;
+    ratios_function *ratios;
+    extremes_function *extremes, *column_extremes;
 };
 
 static inline uint32_t bits_of(float value) {
@@ -208,17 +239,29 @@ EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int
 /* Columns whose right factors stay in the second-level cache while the rows go by. */
 #define CACHED_BYTES (256 << 10)
 
-/* Write W + deltas of `rows` by `columns` elements, row after row. `out` may be `source` where both types are of one
- * size. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite, -1 where this
- * processor does not have the level. */
-EXPORT int lora_tool_merge(int level, const void *source, int source_type, void *out, int out_type, int64_t rows,
-                           int64_t columns, const struct term *terms, int64_t count) {
-    const struct words *words = words_of(level);
-    if (!words || source_type < 0 || source_type >= TYPES || out_type < 0 || out_type >= TYPES) {
-        return -1;
+static inline size_t size_of(int type) { return type == F32 ? 4 : 2; }
+
+static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
+
+/* Write some columns of some rows of what codes stand for, rounded to their type, to rows that lie STRIP apart. */
+static void decode_strip(const struct words *words, const struct codes *codes, int64_t row, int some, int64_t column,
+                         int64_t count, void *out) {
+    for (int r = 0; r < some; r++) {
+        if (codes->type == F32) {
+            words->numbers((float *)out + r * STRIP, codes, row + r, column, count);
+        } else {
+            _Alignas(64) float line[STRIP];
+            words->numbers(line, codes, row + r, column, count);
+            words->convert[F32][codes->type](line, (uint16_t *)out + r * STRIP, count);
+        }
     }
+}
+
+/* Write W + deltas; W is `source`, or what `codes` stand for. */
+static uint32_t merged(const struct words *words, const void *source, const struct codes *codes, int source_type,
+                       void *out, int out_type, int64_t rows, int64_t columns, const struct term *terms, int64_t count) {
     const int64_t high = words->rows, wide = words->columns;
-    const size_t source_size = source_type == F32 ? 4 : 2, out_size = out_type == F32 ? 4 : 2;
+    const size_t source_size = size_of(source_type), out_size = size_of(out_type);
     finish_function *finish = words->finish[source_type][out_type];
     int64_t depth = 1;
     for (int64_t t = 0; t < count; t++) {
@@ -227,37 +270,146 @@ EXPORT int lora_tool_merge(int level, const void *source, int source_type, void 
     int64_t cached = CACHED_BYTES / (depth * wide * (int64_t)sizeof(float)) * wide;
     cached = cached < wide ? wide : cached;
     uint32_t largest = 0;
-    mode_type before = ieee_mode();
     for (int64_t from = 0; from < columns; from += cached) {
-        int64_t to = columns - from < cached ? columns : from + cached;
+        int64_t to = least_of(from + cached, columns), strip = codes ? STRIP / wide * wide : to - from;
         for (int64_t row = 0; row < rows; row += high) {
-            int some = (int)(rows - row < high ? rows - row : high);
-            for (int64_t column = from; column < to; column += wide) {
-                _Alignas(64) float tile[TILE_MOST];
-                int64_t at = row * columns + column;
-                const char *read = (const char *)source + (size_t)at * source_size;
-                for (int r = 0; r < some; r++) {
-                    __builtin_prefetch(read + (size_t)(r * columns) * source_size);
+            int some = (int)least_of(rows - row, high);
+            for (int64_t first = from; first < to; first += strip) {
+                _Alignas(64) char numbers[ROWS_MOST * STRIP * sizeof(float)];
+                int64_t last = least_of(first + strip, to);
+                if (codes) {
+                    decode_strip(words, codes, row, some, first, last - first, numbers);
                 }
-                for (int64_t t = 0; t < count; t++) {
-                    const float *left = terms[t].left + row * terms[t].depth;
-                    const float *right = terms[t].right + column * terms[t].depth;
-                    words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
+                for (int64_t column = first; column < last; column += wide) {
+                    _Alignas(64) float tile[TILE_MOST];
+                    const int64_t at = row * columns + column, apart = codes ? STRIP : columns;
+                    const char *read = codes ? numbers + (size_t)(column - first) * source_size
+                                             : (const char *)source + (size_t)at * source_size;
+                    for (int r = 0; r < some && !codes; r++) {
+                        __builtin_prefetch(read + (size_t)(r * columns) * source_size);
+                    }
+                    for (int64_t t = 0; t < count; t++) {
+                        const float *left = terms[t].left + row * terms[t].depth;
+                        const float *right = terms[t].right + column * terms[t].depth;
+                        words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
+                    }
+                    int across = (int)least_of(columns - column, wide);
+                    char *write = (char *)out + (size_t)at * out_size;
+                    uint32_t size = finish(tile, some, across, read, apart, write, columns);
+                    largest = size > largest ? size : largest;
                 }
-                int across = (int)(columns - column < wide ? columns - column : wide);
-                uint32_t size = finish(tile, some, across, read, (char *)out + (size_t)at * out_size, columns);
-                largest = size > largest ? size : largest;
+            }
+        }
+    }
+    return largest;
+}
+
+/* Write what codes stand for, `rows` by `columns` elements, in another type. */
+static uint32_t decoded(const struct words *words, const struct codes *codes, void *out, int out_type, int64_t rows,
+                        int64_t columns) {
+    uint32_t largest = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t column = 0; column < columns; column += STRIP) {
+            _Alignas(64) char numbers[STRIP * sizeof(float)];
+            const int64_t count = least_of(columns - column, STRIP);
+            decode_strip(words, codes, row, 1, column, count, numbers);
+            char *write = (char *)out + (size_t)(row * columns + column) * size_of(out_type);
+            uint32_t size = words->convert[codes->type][out_type](numbers, write, count);
+            largest = size > largest ? size : largest;
+        }
+    }
+    return largest;
+}
+
+static inline int is_type(int type) { return type >= 0 && type < TYPES; }
+
+/* Write W + deltas of `rows` by `columns` elements, row after row. `out` may be `source` where both types are of one
+ * size. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite, -1 where this
+ * processor does not have the level. */
+EXPORT int lora_tool_merge(int level, const void *source, int source_type, void *out, int out_type, int64_t rows,
+                           int64_t columns, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || !is_type(source_type) || !is_type(out_type)) {
+        return -1;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = merged(words, source, 0, source_type, out, out_type, rows, columns, terms, count);
+    restore_mode(before);
+    return largest >= too_large[out_type];
+}
+
+/* As `lora_tool_merge`, where W is what codes stand for; without terms W alone is written. */
+EXPORT int lora_tool_merge_codes(int level, const struct codes *codes, void *out, int out_type, int64_t rows,
+                                 int64_t columns, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || !is_type(codes->type) || !is_type(out_type)) {
+        return -1;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = count ? merged(words, 0, codes, codes->type, out, out_type, rows, columns, terms, count)
+                             : decoded(words, codes, out, out_type, rows, columns);
+    restore_mode(before);
+    return largest >= too_large[out_type];
+}
+
+/* Lower `low` to the least and raise `high` to the largest of the numbers that have one scale, [rows of scales, groups].
+ * The scales themselves are not looked at. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_extremes(int level, const struct codes *codes, const float *numbers, int64_t rows, int64_t columns,
+                              float *low, float *high) {
+    const struct words *words = words_of(level);
+    if (!words) {
+        return -1;
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t at = (row + codes->above) / codes->tall * codes->apart;
+        if (codes->group == 1) {
+            words->column_extremes(numbers + row * columns, columns, low + at, high + at);
+            continue;
+        }
+        for (int64_t column = 0; column < columns; column += codes->group, at++) {
+            int64_t count = least_of(columns - column, codes->group);
+            words->extremes(numbers + row * columns + column, count, low + at, high + at);
+        }
+    }
+    return 0;
+}
+
+/* Write numbers as codes to `out`, row after row. They are `divided` by the scales, or multiplied with them; int8 has no
+ * code below `least`. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_quantise(int level, const struct codes *codes, uint8_t *out, const float *numbers, int64_t rows,
+                              int64_t columns, int divided, float least) {
+    const struct words *words = words_of(level);
+    if (!words || codes->kind == HALVES) {
+        return -1;
+    }
+    const int64_t most = codes->group == 1 ? STRIP : codes->group;
+    mode_type before = ieee_mode();
+    for (int64_t row = 0; row < rows; row++) {
+        const float *scales = scales_at(codes, row);
+        for (int64_t column = 0; column < columns; column += most) {
+            int64_t count = least_of(columns - column, most), at = row * columns + column;
+            float line[STRIP], scale = scales[column / codes->group];
+            const float *from = numbers + at;
+            if (codes->group == 1) { /* divided here, and then by 1 */
+                words->ratios(line, from, scales + column, count, divided);
+                from = line;
+                scale = 1.0f;
+            }
+            if (codes->kind == E4M3) {
+                words->e4m3_of(out + at, from, scale, count);
+            } else {
+                words->int8_of(out + at, from, scale, count, divided, least);
             }
         }
     }
     restore_mode(before);
-    return largest >= too_large[out_type];
+    return 0;
 }
 
 /* Write `count` elements of one type as another, rounded once. In place and returned as by `lora_tool_merge`. */
 EXPORT int lora_tool_convert(int level, const void *source, int source_type, void *out, int out_type, int64_t count) {
     const struct words *words = words_of(level);
-    if (!words || source_type < 0 || source_type >= TYPES || out_type < 0 || out_type >= TYPES) {
+    if (!words || !is_type(source_type) || !is_type(out_type)) {
         return -1;
     }
     mode_type before = ieee_mode();
@@ -265,5 +417,3 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     restore_mode(before);
     return largest >= too_large[out_type];
 }
-
-#include "dequantise.h"

@@ -41,13 +41,15 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
     }
 }
 
+#include "codes.h"
+
 /* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
     TARGET static uint32_t NAME(finish_##in##_##out)(const float *tile, int rows, int columns, const void *source,     \
-                                                     void *to, int64_t stride) {                                       \
+                                                     int64_t apart, void *to, int64_t stride) {                        \
         BITS most = NOTHING();                                                                                         \
         for (int r = 0; r < rows; r++, tile += COLUMNS) {                                                              \
-            const in_type *read = (const in_type *)source + r * stride;                                                \
+            const in_type *read = (const in_type *)source + r * apart;                                                 \
             out_type *write = (out_type *)to + r * stride;                                                             \
             in_type read_line[COLUMNS];                                                                                \
             out_type write_line[COLUMNS];                                                                              \
@@ -105,7 +107,11 @@ STEPS(f32, float, f32, float)
             {NAME(step##_f32_bf16), NAME(step##_f32_f16), NAME(step##_f32_f32)},                                       \
     }
 
-static const struct words NAME(words) = {ROWS, COLUMNS, NAME(product), TABLE(finish), TABLE(convert)};
+static const struct words NAME(words) = {
+    ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
+    NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
+    NAME(column_extremes),
+};
 
 #undef JOINED
 #undef JOIN
@@ -114,6 +120,8 @@ static const struct words NAME(words) = {ROWS, COLUMNS, NAME(product), TABLE(fin
 #undef UNROLLED
 #undef STEPS
 #undef TABLE
+#undef SIDE_BY_SIDE
+#undef CUT_OFF
 #undef WIDEN_f32
 #undef NARROW_f32
 #undef LEVEL

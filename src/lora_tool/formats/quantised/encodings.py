@@ -137,6 +137,9 @@ class RoundedAs(_Stored):
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each part of AWQ's words is, the lowest first."""
 
+_WHOLE = 32
+"""Rows of a weight that are whole words, and whole groups of MX, where they are columns on disk."""
+
 Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | RoundedAs
 """A closed union: whoever decodes one decodes all."""
 
@@ -184,6 +187,37 @@ def dequantised(encoding: Encoding) -> StoredTensor:
     return StoredTensor(spec=encoding.spec, spans=(span,))
 
 
+_STRIP_WEIGHTS = 1 << 24
+
+
+def rows_together(encoding: Encoding) -> int | None:
+    """Return how many rows of a matrix are worth reading together, because they are columns on disk; None elsewhere.
+
+    They are whole words and groups; all codes of them are a few MB.
+    """
+    if not isinstance(encoding, ColumnIntegers) and not (isinstance(encoding, Fp4) and encoding.transposed):
+        return None
+    return max(1, _STRIP_WEIGHTS // encoding.spec.shape[-1] // _WHOLE) * _WHOLE
+
+
 def encoding_of(tensor: StoredTensor) -> Encoding | None:
     """Return how a tensor, or its first rows, are quantised on disk; None where they are not."""
     return next((span.encoding for span in tensor.spans if isinstance(span, QuantisedSpan)), None)
+
+
+def rows_within(tensor: StoredTensor, first: int, last: int) -> tuple[Encoding, int, int] | None:
+    """Return the encoding that rows `first` to `last` of a matrix are decoded from, and which of its rows they are.
+
+    None where they are not quantised, or not rows of one encoding alone.
+    """
+    if len(tensor.shape) != 2 or encoding_of(tensor) is None:  # noqa: PLR2004 - a matrix
+        return None
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    spans = tuple(tensor.part(first * row_bytes, (last - first) * row_bytes))
+    if len(spans) != 1 or not isinstance(spans[0], QuantisedSpan):
+        return None
+    spec = spans[0].encoding.spec
+    row, rest = divmod(spans[0].start, row_bytes)
+    if rest or row_bytes != spec.shape[-1] * spec.dtype.bits // 8:
+        return None
+    return spans[0].encoding, row, row + last - first

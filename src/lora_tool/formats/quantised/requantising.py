@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.decoding import STORED, Array, Read, widened
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, widened
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
 from lora_tool.tensors import DType
 
-F32 = NDArray[np.float32]
 _SEVENTH = np.float32(1 / 127)
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""
@@ -32,21 +31,56 @@ def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) ->
     return read(tensor, first * row, (last - first) * row).view(STORED[tensor.dtype]).reshape(-1, across)
 
 
-def extremes(encoding: Requantisable, values: F32, first: int, scales: tuple[int, int]) -> tuple[F32, F32]:
-    """Return the least and the largest value of each tile, [rows of scales, across], among `values`, rows from `first`.
+class Rounding:
+    """How numbers become codes, in numpy; whoever does it faster gives the same bits."""
 
-    Rows without a value have the neutral ones, infinities.
-    """
-    grid = grid_of(encoding)
-    edges = np.arange(0, grid.width, grid.tile[1])
-    low = np.full((scales[1] - scales[0], grid.across), np.inf, np.float32)
-    high = -low
-    for rows, own in grid.parts(first, first + len(values), scales[0]):
-        for function, found in ((np.minimum, low), (np.maximum, high)):
-            part = values[rows] if grid.tile[0] == 1 else function.reduce(values[rows], axis=0, keepdims=True)
-            one = grid.across == 1
-            found[own] = function.reduce(part, axis=1, keepdims=True) if one else function.reduceat(part, edges, axis=1)
-    return low, high
+    def extremes(self, encoding: Requantisable, values: F32, first: int, scales: tuple[int, int]) -> tuple[F32, F32]:
+        """Return the least and the largest value of each tile, [rows of scales, across], among `values`, rows from `first`.
+
+        Rows without a value have the neutral ones, infinities.
+        """
+        grid = grid_of(encoding)
+        low = np.full((scales[1] - scales[0], grid.across), np.inf, np.float32)
+        high = -low
+        self._extremes(grid, values, first, scales[0], low, high)
+        return low, high
+
+    def codes(self, encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
+        """Return the codes of `values`, rows from `first`, as they are stored; `values` may be lost.
+
+        `stored` are their scales, rows from `scales`.
+        """
+        divided = not isinstance(encoding, BnbInt8)
+        factors: Array = _of_codes(encoding, stored) if divided else stored
+        factors = np.where(factors == 0, np.float32(1), factors)  # of a tile of zeros
+        factors = factors if divided else np.float32(INT8_MOST) / factors
+        out = np.empty(values.shape, STORED[encoding.codes.dtype])
+        self._codes(encoding, values, factors.astype(np.float32, copy=False), (first, scales), out)
+        return out
+
+    def _extremes(self, grid: Grid, values: F32, first: int, scales: int, low: F32, high: F32) -> None:
+        """Write the extremes of tiles that have values to `low` and `high`."""
+        edges = np.arange(0, grid.width, grid.tile[1])
+        for rows, own in grid.parts(first, first + len(values), scales):
+            for function, found in ((np.minimum, low), (np.maximum, high)):
+                part = values[rows] if grid.tile[0] == 1 else function.reduce(values[rows], axis=0, keepdims=True)
+                one = grid.across == 1
+                reduced = (
+                    function.reduce(part, axis=1, keepdims=True) if one else function.reduceat(part, edges, axis=1)
+                )
+                found[own] = reduced
+
+    def _codes(self, encoding: Requantisable, values: F32, factors: F32, at: tuple[int, int], out: Array) -> None:
+        """Write the codes of `values`; `at` are the first row of values and of `factors`, which bnb's are multiplied with."""
+        grid, (least, most) = grid_of(encoding), limits(encoding)
+        for rows, own in _strips(grid, at[0], len(values), at[1]):
+            part, factor = values[rows], _spread(grid, factors[own])
+            (np.multiply if isinstance(encoding, BnbInt8) else np.divide)(part, factor, out=part)
+            np.clip(part, least, most, out=part)
+            if encoding.codes.dtype is DType.I8:
+                np.copyto(out[rows], np.rint(part, out=part), casting="unsafe")
+            else:
+                out[rows] = _e4m3_codes(part).view(out.dtype)
 
 
 def raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array:
@@ -58,28 +92,6 @@ def raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array
         needed = np.maximum(high, -low)  # `SCB` is what the largest code stands for
     too_far = (high > most * room) | (low < least * room)
     return np.asarray(np.where(too_far, _as_scale(needed, scales_of(encoding).dtype), stored))
-
-
-def codes(encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
-    """Return the codes of `values`, rows from `first`, as they are stored; `values` are lost.
-
-    `stored` are their scales, rows from `scales`.
-    """
-    grid, (least, most) = grid_of(encoding), limits(encoding)
-    divided = not isinstance(encoding, BnbInt8)
-    of_code = _of_codes(encoding, stored) if divided else stored
-    of_code = np.where(of_code == 0, np.float32(1), of_code)  # of a tile of zeros
-    of_code = of_code if divided else np.float32(INT8_MOST) / of_code
-    out = np.empty(values.shape, STORED[encoding.codes.dtype])
-    for rows, own in _strips(grid, first, len(values), scales):
-        part, scale = values[rows], _spread(grid, of_code[own])
-        (np.divide if divided else np.multiply)(part, scale, out=part)
-        np.clip(part, least, most, out=part)
-        if encoding.codes.dtype is DType.I8:
-            np.copyto(out[rows], np.rint(part, out=part), casting="unsafe")
-        else:
-            out[rows] = _e4m3_codes(part).view(out.dtype)
-    return out
 
 
 def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int, scales: int) -> F32:

@@ -7,24 +7,14 @@ summed in float64; torch adds it in float32 in an order of its own, which in all
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
+from lora_tool.formats.quantised.arrays import F32, STORED, Read
 from lora_tool.formats.quantised.encodings import RoundedAs
-from lora_tool.tensors import DType, StoredTensor
 
-F32 = NDArray[np.float32]
-Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
-_TYPES: dict[DType, np.dtype[Any]] = {
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.F16: np.dtype("<f2"),
-    DType.F32: np.dtype("<f4"),
-}
 _BLOCK, _OUTER = 64, 64 * 256
 _LEAST = np.float32(1e-38)
 _AT_ONCE = 64 * _OUTER
@@ -55,7 +45,7 @@ def _plain(encoding: RoundedAs, begin: int, end: int, read: Read) -> F32:
     """Return elements of the plain weight, flat."""
     tensor = encoding.codes
     size = tensor.dtype.bits // 8
-    return read(tensor, begin * size, (end - begin) * size).view(_TYPES[tensor.dtype]).astype(np.float32)
+    return read(tensor, begin * size, (end - begin) * size).view(STORED[tensor.dtype]).astype(np.float32)
 
 
 def _largest(values: F32) -> F32:

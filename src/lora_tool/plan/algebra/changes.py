@@ -35,7 +35,7 @@ class Changes:
 
     sums: tuple[Factors, ...]
     ranks: tuple[ModuleRank, ...] = ()
-    """Figures on the modules whose change is no product, and was taken as near as its rank allows."""
+    """Figures on the modules with DoRA, whose change is approximated by a product."""
     records: tuple[InputRecord, ...] = ()
     """Tensors that are in a product, or left out because the server's base has the same."""
     spooled: tuple[FileStamp, ...] = ()

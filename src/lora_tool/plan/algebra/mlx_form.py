@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lora_tool.adapter.experts import EXPERT
 from lora_tool.adapter.mlx import EXPERTS, transposed
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -20,7 +21,6 @@ from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as, row_ops
 from lora_tool.plan.core.steps import SideFile, Step
 from lora_tool.tensors import DType
 
-_EXPERT = re.compile(r"(?P<before>.+)\.experts\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 _ALL_LAYERS = -1
 """MLX-LM puts LoRA on so many layers, counted from the last; a module without factors in the file stays as it is."""
 
@@ -71,7 +71,7 @@ def stacked_steps(
     """
     groups: dict[str, dict[int, Factors]] = {}
     for each in sums:
-        match = _EXPERT.fullmatch(each.module)
+        match = EXPERT.fullmatch(each.module)
         if match is not None:
             groups.setdefault(_stacked_name(match, each.module), {})[int(match["number"])] = each
     for name, held in groups.items():
@@ -87,19 +87,19 @@ def stacked_steps(
 
 def is_of_expert(module: str) -> bool:
     """Return whether a module is a matrix of a single expert."""
-    return _EXPERT.fullmatch(module) is not None
+    return EXPERT.fullmatch(module) is not None
 
 
 def _stacked_name(match: re.Match[str], module: str) -> str:
     ours = next((known for table in EXPERTS for known, theirs in table.items() if theirs == match["projection"]), None)
     if ours is None:
         raise UnsupportedAdapter(f"`{module}` is an expert's matrix that MLX-LM has no name for")
-    return f"{match['before']}.switch_mlp.{ours}"
+    return f"{match['experts'].removesuffix('.experts')}.switch_mlp.{ours}"
 
 
 def mlx_config(sums: Sequence[Factors], rank: int, scale: float) -> SideFile:
     """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on the modules that `keys` names."""
-    matches = {each.module: _EXPERT.fullmatch(each.module) for each in sums}
+    matches = {each.module: EXPERT.fullmatch(each.module) for each in sums}
     keys = sorted({_in_layer(_stacked_name(match, name) if match else name) for name, match in matches.items()})
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     content = {"fine_tune_type": "lora", "num_layers": _ALL_LAYERS, "lora_parameters": parameters}

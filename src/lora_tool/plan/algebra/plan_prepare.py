@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
-from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
@@ -16,6 +15,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.mlx_form import (
     common_scale,
     is_of_expert,
@@ -33,6 +33,7 @@ from lora_tool.plan.algebra.spool import OpenSpool
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile, Step
@@ -65,7 +66,8 @@ def plan_prepare(
     with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
-    codes of rules. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
+    its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)
@@ -74,7 +76,8 @@ def plan_prepare(
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
     view, form = view_of(opened), FORMS[server]
     _require_form(view, server, based=model is not None, approximate=approximate)
-    changes = changes_of(view, form, model, spool, max_rank=max_rank)
+    names = beginnings_of(view, model) if form.whole_models else SAME
+    changes = changes_of(view, form, None if model is None else names.base(model), spool, max_rank=max_rank)
     targets = {layer.module: layer.target for layer in view.layers}
     fused = frozenset(each.module for each in changes.sums if _is_fused(view, each, targets))
     turned = _within(Ranks(rank=max_rank), changes.sums, fused, view, approximate=approximate)
@@ -110,7 +113,9 @@ def plan_prepare(
     return adapter_plan(
         (opened,),
         (1.0,),
-        (*steps, *(step for step in whole.steps if (step.op.source.path, step.op.source.name) not in settled)),
+        names.steps(
+            (*steps, *(step for step in whole.steps if (step.op.source.path, step.op.source.name) not in settled))
+        ),
         mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
@@ -126,6 +131,7 @@ def plan_prepare(
             "rank": max_rank if turned.matrices else None,
             "keep": None,
             "dtype": out.value,
+            **({} if names == SAME else {"renamed": names.as_json()}),
         },
     )
 
@@ -133,8 +139,7 @@ def plan_prepare(
 def _require_form(view: AdapterView, server: Server, *, based: bool, approximate: bool) -> None:
     """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
-    for refusal in refusals_of_config(view):
-        raise UnsupportedAdapter(f"{config.path}: {refusal.text}", hint=refusal.hint)
+    require_known(view)
     found = list(in_the_way(view, form, based=based, approximate=approximate))
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.adapter.mlx import MlxAdapter, is_mlx, read_mlx
 from lora_tool.adapter.view import FACTORS
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model, require_whole
-from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint
-from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.fingerprint import fingerprint
-from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.keys import Part
+from lora_tool.plan.algebra.whole_model import Beginnings
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
 
-Opened = TypeVar("Opened", AdapterDir, ModelDir)
-
-_SUMS = frozenset({"combine", "resize", "prepare"})
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +53,16 @@ class SumInputs:
         return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
 
     @property
+    def names(self) -> Beginnings:
+        """How its module paths begin, and those of the adapter that it was made of."""
+        return Beginnings.of_json(self.manifest.raw.get("renamed"))
+
+    @property
+    def sources(self) -> tuple[AdapterDir, ...]:
+        """The inputs that a report names."""
+        return self.adapters
+
+    @property
     def discarded(self) -> dict[str, float]:
         """Module → the share of ‖ΔW‖ that was said to be left out."""
         return dict(_figures(self.manifest, "error"))
@@ -66,114 +71,6 @@ class SumInputs:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
         own = {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
         return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
-
-
-def find_sum(
-    folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
-) -> SumInputs | None:
-    """Return a computed adapter with its inputs, `adapters` or those that its manifest names; None for anything else.
-
-    `base` is the model that some of it was computed from, if not the one that the manifest names.
-
-    Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
-    """
-    found = _computed(folder, _is_sum)
-    if found is None:
-        return None
-    made, stored, manifest = found
-    recorded = tuple(_recorded(manifest))
-    opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
-    if len(opened) != len(recorded):
-        raise NotACheckpoint(
-            f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
-            hint="give them in their order: --adapter A --adapter B",
-        )
-    named = manifest.input("base")
-    model = (opened_model(base) if base is not None else _model(named, made)) if named else None
-    return SumInputs(
-        made=made,
-        stored=stored,
-        manifest=manifest,
-        adapters=opened,
-        weights=tuple(map(_weight, recorded)),
-        base=model,
-    )
-
-
-def _computed(folder: Reference, wrote: Callable[[Manifest], bool]) -> tuple[AdapterDir, Weights, Manifest] | None:
-    """Return the adapter in the folder, its weights as they are there, and its manifest, where that is one of what `wrote` knows."""
-    mlx = _of_mlx(folder)
-    made = mlx.adapter if mlx else open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
-    path = made.root / manifest_format.FILE_NAME
-    if not isinstance(made, AdapterDir) or not path.is_file():
-        return None
-    manifest = read_manifest(path)
-    if not wrote(manifest):
-        return None
-    require_whole(made)
-    return made, mlx.stored if mlx else made.weights, manifest
-
-
-def _of_mlx(folder: Reference) -> MlxAdapter | None:
-    """Return the adapter of a folder that was written for MLX-LM; None of any other."""
-    path = Path(folder) if isinstance(folder, str | os.PathLike) else None
-    if path is None or not (path / manifest_format.FILE_NAME).is_file() or not is_mlx(read_folder(path)):
-        return None
-    return read_mlx(path)
-
-
-def _is_sum(manifest: Manifest) -> bool:
-    """Return whether it tells of a sum of adapters; `convert --to mlx` writes one of one adapter."""
-    operation = manifest.raw.get("operation")
-    return operation in _SUMS or (operation, manifest.raw.get("to")) == ("convert", "mlx")
-
-
-def _is_extracted(manifest: Manifest) -> bool:
-    return manifest.raw.get("operation") == "extract"
-
-
-def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the modules that a manifest has a figure of, and that figure."""
-    listed = manifest.raw.get("modules")
-    for entry in listed if isinstance(listed, list) else ():
-        if isinstance(entry, dict) and "module" in entry and isinstance(entry.get(name), int | float):
-            yield str(entry["module"]), float(entry[name])
-
-
-def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
-    number = 1
-    while entry := manifest.input(input_name(number)):
-        yield entry
-        number += 1
-
-
-def _weight(entry: Mapping[str, Any]) -> float:
-    weight = entry.get("weight", 1.0)
-    return float(weight) if isinstance(weight, int | float) else 1.0
-
-
-def _adapter(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
-    return _opened(
-        entry, open_adapter_at, made, "computed", f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER"
-    )
-
-
-def _model(entry: Mapping[str, Any], made: AdapterDir) -> ModelDir:
-    return _opened(entry, open_model, made, "extracted", None)
-
-
-def _opened(
-    entry: Mapping[str, Any], opens: Callable[[Path], Opened], made: AdapterDir, how: str, hint: str | None
-) -> Opened:
-    """Return the input that a manifest's entry names. Raises `NotACheckpoint` where it is not there any more."""
-    hub_id, revision = entry.get("hub_id"), entry.get("revision")
-    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
-    try:
-        return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
-    except CheckpointError as error:
-        raise NotACheckpoint(
-            f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +82,11 @@ class ExtractInputs:
     manifest: Manifest
     model: ModelDir
     base: ModelDir
+
+    @property
+    def sources(self) -> tuple[ModelDir, ModelDir]:
+        """The inputs that a report names."""
+        return self.model, self.base
 
     @property
     def residuals(self) -> dict[str, float]:
@@ -211,16 +113,102 @@ class ExtractInputs:
         return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
 
 
-def find_extracted(folder: Reference, base: Reference | None = None) -> ExtractInputs | None:
-    """Return an extracted adapter with the models that its manifest names, or with `base`; None for anything else.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """An adapter that has a manifest."""
 
-    Raises `NotACheckpoint` for a model that is not there any more, and as `open_checkpoint`.
+    made: AdapterDir
+    stored: Weights
+    """Its tensors as they are on the disk."""
+    manifest: Manifest
+
+
+def sum_inputs(written: Written, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
+    """Return the adapters that the manifest says were added up, or `adapters`.
+
+    Raises `NotACheckpoint` for an input that does not exist any more, or where another number of adapters is given.
     """
-    found = _computed(folder, _is_extracted)
-    if found is None:
-        return None
-    made, stored, manifest = found
-    first = _model(manifest.input("base"), made) if base is None else opened_model(base)
-    return ExtractInputs(
-        made=made, stored=stored, manifest=manifest, model=_model(manifest.input("model"), made), base=first
+    made, manifest = written.made, written.manifest
+    recorded = tuple(_recorded(manifest))
+    opened = tuple(map(opened_adapter, adapters)) or tuple(recorded_adapter(entry, made.root) for entry in recorded)
+    if len(opened) != len(recorded):
+        raise NotACheckpoint(
+            f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
+            hint="give them in their order: --adapter A --adapter B",
+        )
+    named = manifest.input("base")
+    model = (
+        (opened_model(base) if base is not None else recorded_model(named, made.root, "computed")) if named else None
     )
+    return SumInputs(
+        made=made,
+        stored=written.stored,
+        manifest=manifest,
+        adapters=opened,
+        weights=tuple(map(_weight, recorded)),
+        base=model,
+    )
+
+
+def extract_inputs(written: Written, base: Reference | None) -> ExtractInputs:
+    """Return the models that the manifest says the adapter is the difference of, or `base` for the second.
+
+    Raises `NotACheckpoint` for a model that does not exist any more.
+    """
+    made, manifest = written.made, written.manifest
+    first = recorded_model(manifest.input("base"), made.root, "extracted") if base is None else opened_model(base)
+    return ExtractInputs(
+        made=made,
+        stored=written.stored,
+        manifest=manifest,
+        model=recorded_model(manifest.input("model"), made.root, "extracted"),
+        base=first,
+    )
+
+
+def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the modules that a manifest has a figure of, and that figure."""
+    listed = manifest.raw.get("modules")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and "module" in entry and isinstance(entry.get(name), int | float):
+            yield str(entry["module"]), float(entry[name])
+
+
+def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
+    number = 1
+    while entry := manifest.input(input_name(number)):
+        yield entry
+        number += 1
+
+
+def _weight(entry: Mapping[str, Any]) -> float:
+    weight = entry.get("weight", 1.0)
+    return float(weight) if isinstance(weight, int | float) else 1.0
+
+
+def recorded_adapter(entry: Mapping[str, Any], root: Path) -> AdapterDir:
+    """Return the adapter that an entry of the manifest in the folder `root` names. Raises as `recorded_input`."""
+    again = f"lora-tool verify {shlex.quote(str(root))} --adapter ADAPTER"
+    return recorded_input(entry, open_adapter_at, root, "computed", again)
+
+
+def recorded_model(entry: Mapping[str, Any], root: Path, how: str) -> ModelDir:
+    """Return the model that an entry of the manifest in the folder `root` names. Raises as `recorded_input`."""
+    return recorded_input(entry, open_model, root, how, None)
+
+
+def recorded_input(
+    entry: Mapping[str, Any], opens: Callable[[Path], Opened], root: Path, how: str, hint: str | None
+) -> Opened:
+    """Return what `opens` makes of the input that an entry of the manifest in the folder `root` names.
+
+    Raises `NotACheckpoint` with the `hint` where it does not exist any more; the message says `how` the folder was made.
+    """
+    hub_id, revision = entry.get("hub_id"), entry.get("revision")
+    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
+    try:
+        return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
+    except CheckpointError as error:
+        raise NotACheckpoint(
+            f"{root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
+        ) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
-from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part
 from lora_tool.rules.engine.subjects import Server
 
@@ -27,13 +27,15 @@ class ServingForm:
     """Whether it takes all modules that were saved whole."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
+    whole_models: bool = False
+    """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
 
 
 FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, fused=True),
-    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True),
+    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang"),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp"),
     Server.MLX: ServingForm(name="MLX-LM", mlx=True),
@@ -71,6 +73,14 @@ def _no_products(view: AdapterView) -> Iterator[Obstacle]:
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
         text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
         yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
+    if config.target_parameters and config.expert_layout != ExpertLayout.RANK_MAJOR.value:
+        if config.expert_layout is not None:
+            yield Obstacle(
+                text=f"`lora_B_layout` {config.expert_layout}: servers and PEFT read the experts' columns in turn"
+            )
+        elif config.by_unsloth:
+            text = "fused experts by Unsloth without `lora_B_layout`: it packed their columns in another order until 2026-09"
+            yield Obstacle(text=text)
 
 
 def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:

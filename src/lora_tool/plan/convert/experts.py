@@ -1,7 +1,7 @@
 """LoRA on experts, in its two layouts: one pair of factors for each expert's matrix, and PEFT's fused factors.
 
-On transformers 5 an expert has no modules of its own: `experts.gate_up_proj` is [experts, 2·inner, hidden] and
-`experts.down_proj` [experts, hidden, inner], and PEFT's LoRA on such a parameter (`target_parameters`) has A of
+transformers 5 keeps the matrices of all experts in two parameters: `experts.gate_up_proj` is [experts, 2·inner, hidden],
+`experts.down_proj` [experts, hidden, inner]. PEFT's LoRA on such a parameter (`target_parameters`) has A of
 [experts·r, in], one expert below the other, and B of [out, r·experts], whose columns are of the experts in turn.
 Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so two
 pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way back.
@@ -14,22 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_tool.actions import TensorAction
+from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.factor_steps import step_of
 from lora_tool.plan.core.factor_ops import Beside, Columns
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Copy, Op, row_ops
+from lora_tool.plan.core.ops import Assemble, Copy, Op
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
+from lora_tool.tensors import StoredTensor
 
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
-_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What checkpoints call an expert's matrices: gate, up, down."""
+_PARAMETERS = ("gate_up_proj", "down_proj")
+"""What transformers 5 calls the matrices of all experts."""
 _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 """How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
 
@@ -75,10 +76,11 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
                 f"{base.root}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-        steps += _each_expert(layer, names, wanted, sizes, view.config.expert_layout)
+        steps += _each_expert(layer, names, wanted, sizes, _layout(view.config, b))
         modules.append(layer.module)
         targets |= set(wanted)
-        forms |= _forms(layer, names, wanted, steps)
+        parameter = _PARAMETERS[len(wanted) == 1]
+        forms |= _forms(view.config.scaling(f"{layer.target}.{parameter}"), names, wanted, steps)
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 
 
@@ -98,7 +100,7 @@ class _Names:
 
 def _names(experts: str, base: ModelDir) -> _Names:
     for path in (experts, experts.replace(_IN_MEMORY[1], _IN_MEMORY[0])):
-        for projections in _PROJECTIONS:
+        for projections in PROJECTIONS:
             if all(f"{path}.0.{name}.weight" in base.tensors for name in projections):
                 count = 0
                 while f"{path}.{count}.{projections[0]}.weight" in base.tensors:
@@ -116,12 +118,24 @@ def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
     return layer.a, layer.b
 
 
+def _layout(config: AdapterConfig, b: StoredTensor) -> ExpertLayout:
+    """Return how the columns of a fused lora_B belong to experts. Raises `UnsupportedAdapter` where nothing tells."""
+    if config.expert_layout is None and config.by_unsloth:
+        raise UnsupportedAdapter(
+            f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
+            "2026-09, and the file does not record which order it has",
+            hint=f'write it into {config.path.name}: "lora_B_layout": "{ExpertLayout.GROUPED_BY_EXPERT}" if it was trained '
+            f'before that, "{ExpertLayout.RANK_MAJOR}" if after',
+        )
+    return ExpertLayout(config.expert_layout) if config.expert_layout else ExpertLayout.RANK_MAJOR
+
+
 def _each_expert(
     layer: LoraLayer,
     names: _Names,
     wanted: Sequence[str],
     sizes: Mapping[str, Sequence[int]],
-    layout: str | None,
+    layout: ExpertLayout,
 ) -> Iterator[Step]:
     a, b = _pair(layer)
     rank, rest = divmod(a.shape[0], names.count)
@@ -129,7 +143,7 @@ def _each_expert(
         raise UnsupportedAdapter(
             f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {names.count} experts"
         )
-    grouped = layout == ExpertLayout.GROUPED_BY_EXPERT.value
+    grouped = layout is ExpertLayout.GROUPED_BY_EXPERT
     halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
     own = rank // 2 if halves else rank
     for expert in range(names.count):
@@ -140,24 +154,24 @@ def _each_expert(
             height = sizes[name][0]
             across = Columns(tensor=rows_of(b, row, height), count=own, first=first, step=1 if grouped else names.count)
             module = f"{PREFIX}{names.experts}.{expert}.{name}"
-            yield _step(
+            yield step_of(
                 f"{module}.lora_A.weight",
                 a.dtype,
                 (own, a.shape[1]),
                 Copy(source=rows_of(a, expert * rank + part, own)),
             )
-            yield _step(f"{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
+            yield step_of(f"{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
             row += height
 
 
 def _forms(
-    layer: LoraLayer, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
+    scaling: float, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
 ) -> Iterator[tuple[str, tuple[int, float]]]:
     """Yield rank and scaling of what was written last."""
     rank = steps[-1].out.shape[1]
     for expert in range(names.count):
         for name in wanted:
-            yield f"{names.experts}.{expert}.{name}", (rank, layer.scaling or 0.0)
+            yield f"{names.experts}.{expert}.{name}", (rank, scaling)
 
 
 def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
@@ -176,7 +190,7 @@ def to_fused(view: AdapterView) -> Converted:
     """
     layers: dict[str, dict[tuple[int, str], LoraLayer]] = {}
     for layer in view.layers:
-        match = _EXPERT.fullmatch(layer.module)
+        match = EXPERT.fullmatch(layer.module)
         if match is not None:
             layers.setdefault(match["experts"], {})[int(match["number"]), match["projection"]] = layer
     steps: list[Step] = []
@@ -186,7 +200,7 @@ def to_fused(view: AdapterView) -> Converted:
     for experts, held in layers.items():
         count = 1 + max(number for number, _ in held)
         found = {name for _, name in held}
-        gate, up, down = next((each for each in _PROJECTIONS if found <= set(each)), (None, None, None))
+        gate, up, down = next((each for each in PROJECTIONS if found <= set(each)), (None, None, None))
         if (
             gate is None
             or up is None
@@ -261,7 +275,9 @@ def _fused(
     count = len(rows[0])
     height = sum(each.shape[0] for each in below)
     copies = tuple(Copy(source=each) for each in below)
-    yield _step(f"{PREFIX}{module}.lora_A.weight", below[0].dtype, (height, below[0].shape[1]), Assemble(parts=copies))
+    yield step_of(
+        f"{PREFIX}{module}.lora_A.weight", below[0].dtype, (height, below[0].shape[1]), Assemble(parts=copies)
+    )
     zeros = rank * count if apart else 0
     parts = tuple(
         Beside(
@@ -274,10 +290,4 @@ def _fused(
     )
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     across: Op = parts[0] if len(parts) == 1 else Assemble(parts=parts)
-    yield _step(f"{PREFIX}{module}.lora_B.weight", rows[0][0].dtype, shape, across)
-
-
-def _step(name: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
-    copied = all(part.is_copy for part in row_ops(op))
-    action = TensorAction.COPIED if copied else TensorAction.COMPUTED
-    return Step(out=TensorSpec(name=name, dtype=dtype, shape=shape), op=op, action=action, reason=str(op))
+    yield step_of(f"{PREFIX}{module}.lora_B.weight", rows[0][0].dtype, shape, across)

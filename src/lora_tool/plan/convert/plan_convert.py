@@ -14,23 +14,20 @@ from lora_tool.architectures.module_names import ModuleNames
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
 from lora_tool.choices import codes
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.algebra.whole_plan import described, stamps_of
 from lora_tool.plan.convert.base_modules import modules_of, way_out
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
 from lora_tool.plan.convert.plan_experts import plan_experts
 from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
-from lora_tool.plan.core.manifest import describe_input
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report import Report, Severity
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import NO_BASE, Judge
-from lora_tool.sources import source_of
-from lora_tool.tensors import FileStamp
 
 _JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
 """The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
@@ -86,11 +83,7 @@ def plan_convert(
             InputRecord(path=adapter.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
             for name, reason in named.dropped
         ),
-        inputs=(
-            *adapter.weights.stamps,
-            *(head.weights.stamps if head else ()),
-            *(FileStamp.of(file.source) for file in side_files if file.source),
-        ),
+        inputs=(*stamps_of((adapter,), side_files), *(head.weights.stamps if head else ())),
         precision=Precision.FLOAT32,
         findings=report.findings,
         notes=(
@@ -104,9 +97,7 @@ def plan_convert(
             **({} if head is None else {"value_head": {"file": head.name, "constant": head.constant}}),
             "merged_adapters": [],
             "ignored": list(ignored),
-            "inputs": {
-                "adapter": describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
-            },
+            "inputs": {"adapter": described(adapter), **({"base": described(base)} if base and model else {})},
         },
         hashed=tuple(file.path for file in adapter.weights.files),
     )

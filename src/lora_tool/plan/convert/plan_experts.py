@@ -65,6 +65,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         findings=report.findings,
         notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
         ranks=(),
+        base=base if to is AdapterForm.PEFT_EXPERTS else None,
         manifest={"operation": "convert", "to": to.value},
     )
 

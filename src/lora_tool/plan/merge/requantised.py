@@ -88,7 +88,7 @@ def kept_share(steps: Sequence[Step]) -> Mapping[str, Any] | None:
 
 
 def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
-    """Return unless what is left of ΔW is next to nothing, and that is not to be allowed. Raises `UnsupportedAdapter`."""
+    """Return if codes keep enough of ΔW, or `allow_loss` accepts less. Raises `UnsupportedAdapter`."""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
             f"{what} would keep only {kept['kept']:.1%} of ΔW: below {LEAST_KEPT:.0%} the merged model behaves like the base",
@@ -97,7 +97,7 @@ def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool)
 
 
 def kept_line(kept: Mapping[str, Any] | None) -> str:
-    """Return the end of a sentence about what is left of ΔW."""
+    """Return how much of ΔW codes keep, as the end of a note; "" where none are made."""
     if kept is None:
         return ""
     name, least = next(iter(kept["weakest"].items()))
@@ -109,15 +109,14 @@ def _kept(op: Requantise[Computed]) -> DeltaRetention:
     import numpy as np  # noqa: PLC0415 - for few plans
 
     from lora_tool.formats.quantised.requantising import (  # noqa: PLC0415 - see above
-        codes,
-        extremes,
+        Rounding,
         numbers_of,
         raised,
         stored_scales,
     )
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
-    weight = dequantised(encoding)
+    weight, rounding = dequantised(encoding), Rounding()
     for place in range(_PLACES):
         row = grid.rows * (2 * place + 1) // (2 * _PLACES)
         at = grid.scales_at(row)
@@ -130,9 +129,9 @@ def _kept(op: Requantise[Computed]) -> DeltaRetention:
         before = _values(rows_of(weight, row, count))
         after = np.concatenate([part.reference(_values) for part in _made(op.made, row, count)])
         values = after.astype(np.float32)
-        scales = raised(encoding, stored_scales(encoding, *of, _bytes), *extremes(encoding, values, row, of))
+        scales = raised(encoding, stored_scales(encoding, *of, _bytes), *rounding.extremes(encoding, values, row, of))
         delta = after - before
-        effect = numbers_of(encoding, codes(encoding, values, scales, row, at), scales, row, at) - before
+        effect = numbers_of(encoding, rounding.codes(encoding, values, scales, row, at), scales, row, at) - before
         if not np.isfinite(delta).all():
             return DeltaRetention()  # refused by name when it is written
         total += DeltaRetention(
@@ -167,7 +166,7 @@ def _narrow(term: LoraTerm, rows: int) -> LoraTerm:
 def _values(tensor: StoredTensor) -> Values:
     import numpy as np  # noqa: PLC0415 - for few plans
 
-    from lora_tool.formats.quantised.decoding import STORED  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
 
     data = np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype])
     return data.astype(np.float64).reshape(tensor.shape)

@@ -7,13 +7,14 @@ whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.batches import batches_of_bytes
 from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
@@ -38,7 +39,7 @@ def scan_all(
         buffer = np.empty(_BLOCK_BYTES, np.uint8)
         return [scan_exactly(tensor, opened, stopped, buffer) for tensor in some]
 
-    together = tuple(_together(tensors.values()))
+    together = tuple(batches_of_bytes(tensors.values(), _TASK_BYTES))
     with ThreadPoolExecutor(min(_WORKERS, available_cores())) as pool:
         try:
             for some, scans in zip(together, pool.map(scanned, together), strict=True):
@@ -51,20 +52,6 @@ def scan_all(
             pool.shutdown(cancel_futures=True)
             raise
     return found
-
-
-def _together(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, ...]]:
-    """Yield neighbouring tensors until they make a few MB: handing out thousands of small ones takes longer than they do."""
-    some: list[StoredTensor] = []
-    held = 0
-    for tensor in tensors:
-        some.append(tensor)
-        held += tensor.nbytes
-        if held >= _TASK_BYTES:
-            yield tuple(some)
-            some, held = [], 0
-    if some:
-        yield tuple(some)
 
 
 def scan_exactly(

@@ -246,6 +246,7 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     What it does: Compares ΔW of every module of an adapter that `combine`, `resize` or `prepare` wrote with the
     weighted sum of its inputs. The writer uses Gram matrices, this check QR in float64; the distance may be that of the
     best approximation of its rank plus rounding. For `extract`, ΔW is compared with the difference of the two models.
+    For `convert`, every module must have the scaled ΔW that it had before, expert by expert where experts were fused.
     Right after writing, samples of both factors are computed again as well.
 
     Why it matters: The adapter does something else than the inputs that it was computed from.

@@ -251,7 +251,8 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and other initialisations that changed the
     base's weights before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats
-    them on every load; those with `niter` give random results each time.
+    them on every load; those with `niter` give random results each time, CorDA does not load, and LoRA-GA is loaded
+    onto the unchanged base.
 
     Why it matters: The adapter was trained on the changed base. The original base still holds the part that the
     initialisation took out, so the result is wrong by that part.
@@ -263,15 +264,21 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     path_initial_model_for_weight_conversion=INITIAL)`.
     """
     init = subject.config.init_lora_weights
-    if init in INITS_THAT_KEEP_THE_BASE or init == "lora_ga":
+    if init in INITS_THAT_KEEP_THE_BASE:
         return
     hint = "save it as a plain LoRA: model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL)"
     for server in _asked(subject, Server.PEFT, *_SERVERS):
-        if server is not Server.PEFT:
+        if init == "lora_ga":
+            message = f"lora_ga subtracted its initial factors from the base, but {NAMES[server]} loads the adapter onto the unchanged base"
+            yield _fault(subject, "init_lora_weights", message, hint=hint)
+        elif server is not Server.PEFT:
             verb = "refuses" if server is Server.VLLM else "ignores"
             message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
             known = init in INITS_RECOMPUTED
             yield _fault(subject, "init_lora_weights", message, hint=with_base(subject, server) if known else hint)
+        elif init == "corda":
+            message = "PEFT cannot load the initialisation corda again without the covariances of the training data"
+            yield _fault(subject, "init_lora_weights", message, hint=hint)
         elif "niter" in init:
             message = f"PEFT repeats the random initialisation {init}, so the base is different on every load"
             yield _fault(subject, "init_lora_weights", message, severity=Severity.WARNING, hint=hint)
@@ -361,14 +368,15 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.language_model.layers.0.mlp.up_proj`.
 
-    What to do: Merge it into the whole model and serve the merged model: `lora-tool merge ADAPTER`.
+    What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
+    merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
     match = subject.matched
     moved = [layer.target for layer in subject.layers if match.outside and match.name(layer.target) != layer.target]
     for _ in _asked(subject, Server.VLLM) if moved else ():
         message = f"vLLM loads the whole of {match.base.root}, where `{moved[0]}` is `{match.name(moved[0])}`"
         message += ": it finds none of the adapter's modules and silently serves the base"
-        yield _fault(subject, moved[0], message)
+        yield _fault(subject, moved[0], message, hint=with_base(subject, Server.VLLM))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)

@@ -1,0 +1,109 @@
+"""`lora-tool ci --each`: every adapter and checkpoint under a folder on its own, with one table at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+import click
+
+from lora_tool.cli.ci_view import (
+    code_of,
+    findings_of,
+    report_of,
+    set_github_output,
+    skipped_of,
+    stage_line,
+    write_reports,
+)
+from lora_tool.cli.reporting import ReportFile, report_text
+from lora_tool.cli.terminal import progress_bar, say, tell
+from lora_tool.display import counted, duration, printable, shortened
+from lora_tool.pipeline.jobs import sweep_of
+from lora_tool.pipeline.model import Job, Stage, Status, Swept, best_of, in_order
+from lora_tool.pipeline.running import run_each
+from lora_tool.report.forms import Form
+from lora_tool.report.model import Ignored, Report, joined
+from lora_tool.rules.engine.registry import RULES
+
+_LONGEST = 90
+"""Letters of a reason in the table: all of it stands above."""
+
+
+def run_all(
+    job: Job, files: tuple[ReportFile, ...], ignored: tuple[Ignored, ...], *, as_json: bool, quiet: bool
+) -> int:
+    """Run the pipeline of every checkpoint under that of `job`, and report; return the largest of their exit codes.
+
+    Raises as `sweep_of` and `run_each` do.
+    """
+    silent = quiet or as_json
+    sweep = sweep_of(job)
+    for folder in () if silent else sweep.left_out:
+        tell("left out", f"{folder}, a model that needs no merge")
+    swept = run_each(
+        sweep.jobs,
+        on_stage=lambda one, stage: None if silent else _say(one, stage),
+        on_plan=lambda plan: None if silent else click.echo(printable(plan.notes[0]), err=True),
+        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=silent),
+    )
+    reports = [report_of(each.outcome, each.job, ignored) for each in swept]
+    codes = [code_of(each.outcome) for each in swept]
+    report = joined(reports)
+    write_reports(files, lambda form: _rendered(swept, report, form))
+    best = best_of(swept)
+    passed = all(each.outcome.passed for each in swept)
+    set_github_output(output=job.output if passed and not job.dry_run else None, best=best.job.output if best else None)
+    if as_json:
+        from lora_tool.pipeline.render import sweep_json  # noqa: PLC0415 - JSON's words, only where asked for
+
+        click.echo(json.dumps(sweep_json(swept, reports, codes), indent=2, allow_nan=False))
+    else:
+        _show(swept, report, job)
+    return max(codes)
+
+
+def _say(job: Job, stage: Stage) -> None:
+    if stage.status is not Status.SKIPPED:
+        say(f"{printable(job.output.name)}: {stage_line(stage)}")
+
+
+def _rendered(swept: Sequence[Swept], report: Report, form: Form) -> str:
+    if form is Form.MARKDOWN:
+        from lora_tool.pipeline.render import sweep_markdown  # noqa: PLC0415
+
+        return sweep_markdown(swept, report, pages=RULES)
+    return report_text(report, form, swept[0].job.fail_on)
+
+
+def _show(swept: Sequence[Swept], report: Report, job: Job) -> None:
+    from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+
+    warnings = dict.fromkeys(warning for each in swept for stage in each.outcome.stages for warning in stage.warnings)
+    lines = [*findings_of(report), *(f"warning: {printable(warning)}" for warning in warnings), *skipped_of(report)]
+    if lines:
+        say("\n".join(lines))
+    columns = ("name", "verdict", "time>", "pairs right>", "mean margin>", "why not")
+    print_all([new_table(columns, [tuple(_row(each)) for each in in_order(swept)])], sys.stdout)
+    passed = sum(each.outcome.passed for each in swept)
+    would = "would pass, nothing was written" if job.dry_run else "passed"
+    say(f"{passed} of {counted(len(swept), 'checkpoint')} {would}: {printable(str(job.output))}")
+    best = best_of(swept)
+    if best is not None:
+        say(f"best: {printable(str(best.outcome.output))}")
+
+
+def _row(each: Swept) -> Iterator[str]:
+    outcome, failed = each.outcome, each.outcome.failed
+    yield each.name
+    yield "passed" if failed is None else f"{failed.name} failed"
+    yield duration(sum(stage.seconds for stage in outcome.stages))
+    yield from ("", "") if outcome.ranking is None else outcome.ranking.cells
+    yield "" if failed is None else shortened(_reason(failed), _LONGEST)
+
+
+def _reason(failed: Stage) -> str:
+    """Return what stopped a run, in a few words."""
+    found = failed.report.findings if failed.report is not None else ()
+    return str(found[0]) if found and failed.error is None else failed.summary

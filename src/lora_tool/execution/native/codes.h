@@ -1,0 +1,132 @@
+/* Codes with their scales as numbers, and numbers as codes: plain loops, which the compiler makes vectors of, once for
+ * each level. `tile.h` includes them; `merge.c` says what `struct codes` holds.
+ *
+ *     number = (what the code stands for·scale)·again        each product rounded to float32
+ *     code   = number / scale, or number·scale, rounded to float32; then cut off at the least and the largest code, and
+ *              rounded to the nearest, ties to even
+ */
+TARGET static void NAME(numbers_of_e4m3)(float *restrict out, const uint8_t *restrict codes, float scale, float again,
+                                         int64_t count) {
+    for (int64_t at = 0; at < count; at++) {
+        const uint32_t size = codes[at] & 0x7Fu, sign = (uint32_t)(codes[at] & 0x80u) << 24;
+        /* below 2^-6 numbers are as far apart as those above it, whose first bit is not stored and taken off again */
+        const uint32_t first = size < 8 ? 121u << 23 : 120u << 23;
+        const float off = size < 8 ? 0x1p-6f : 0.0f, value = float_of((size << 20) + first) - off;
+        const uint32_t bits = size == 0x7F ? 0x7FC00000u : bits_of(value);
+        out[at] = float_of(bits | sign) * scale * again;
+    }
+}
+
+TARGET static void NAME(numbers_of_int8)(float *restrict out, const uint8_t *restrict codes, float scale, float again,
+                                         int64_t count) {
+    for (int64_t at = 0; at < count; at++) {
+        out[at] = (float)(int8_t)codes[at] * scale * again;
+    }
+}
+
+TARGET static void NAME(numbers_of_halves)(float *restrict out, const uint8_t *restrict codes, float scale, float again,
+                                           int64_t count, const float *restrict table) {
+    _Pragma("GCC unroll 8") for (int64_t at = 0; at < count / 2; at++) {
+        const float *two = table + 2 * codes[at];
+        out[2 * at] = two[0] * scale * again;
+        out[2 * at + 1] = two[1] * scale * again;
+    }
+    if (count & 1) {
+        out[count - 1] = table[2 * codes[count / 2]] * scale * again;
+    }
+}
+
+TARGET static void NAME(columns_scaled)(float *restrict out, const float *restrict scales, float again, int64_t count) {
+    for (int64_t at = 0; at < count; at++) {
+        out[at] = out[at] * scales[at] * again;
+    }
+}
+
+/* Write `count` numbers of a row from a column. */
+TARGET static void NAME(numbers)(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count) {
+    const uint8_t *bytes = codes->bytes + row * codes->stride;
+    const float *scale = scales_at(codes, row) + column / codes->group;
+    if (codes->group == 1 && codes->kind != HALVES) { /* times 1 is exact */
+        (codes->kind == E4M3 ? NAME(numbers_of_e4m3) : NAME(numbers_of_int8))(out, bytes + column, 1.0f, 1.0f, count);
+        NAME(columns_scaled)(out, scale, codes->again, count);
+        return;
+    }
+    int64_t left = codes->group - column % codes->group;
+    for (const int64_t end = column + count; column < end; scale++, left = codes->group) {
+        const int64_t some = left < end - column ? left : end - column;
+        switch (codes->kind) {
+        case E4M3:
+            NAME(numbers_of_e4m3)(out, bytes + column, *scale, codes->again, some);
+            break;
+        case INT8:
+            NAME(numbers_of_int8)(out, bytes + column, *scale, codes->again, some);
+            break;
+        default:
+            NAME(numbers_of_halves)(out, bytes + column / 2, *scale, codes->again, some, codes->table);
+        }
+        column += some;
+        out += some;
+    }
+}
+
+#define SIDE_BY_SIDE 16
+
+/* Lower `low` to the least of the numbers, and raise `high` to the largest. */
+TARGET static void NAME(extremes)(const float *restrict numbers, int64_t count, float *low, float *high) {
+    float least[SIDE_BY_SIDE], most[SIDE_BY_SIDE];
+    for (int at = 0; at < SIDE_BY_SIDE; at++) {
+        least[at] = *low;
+        most[at] = *high;
+    }
+    for (; count >= SIDE_BY_SIDE; count -= SIDE_BY_SIDE, numbers += SIDE_BY_SIDE) {
+        for (int at = 0; at < SIDE_BY_SIDE; at++) {
+            least[at] = numbers[at] < least[at] ? numbers[at] : least[at];
+            most[at] = numbers[at] > most[at] ? numbers[at] : most[at];
+        }
+    }
+    for (int at = 0; at < (int)count; at++) {
+        least[at] = numbers[at] < least[at] ? numbers[at] : least[at];
+        most[at] = numbers[at] > most[at] ? numbers[at] : most[at];
+    }
+    for (int at = 0; at < SIDE_BY_SIDE; at++) {
+        *low = least[at] < *low ? least[at] : *low;
+        *high = most[at] > *high ? most[at] : *high;
+    }
+}
+
+TARGET static void NAME(column_extremes)(const float *restrict numbers, int64_t count, float *restrict low,
+                                         float *restrict high) {
+    for (int64_t at = 0; at < count; at++) {
+        low[at] = numbers[at] < low[at] ? numbers[at] : low[at];
+        high[at] = numbers[at] > high[at] ? numbers[at] : high[at];
+    }
+}
+
+TARGET static void NAME(ratios)(float *restrict out, const float *restrict numbers, const float *restrict scales,
+                                int64_t count, int divided) {
+    for (int64_t at = 0; at < count; at++) {
+        out[at] = divided ? numbers[at] / scales[at] : numbers[at] * scales[at];
+    }
+}
+
+#define CUT_OFF(value, least, most) ((value) > (most) ? (most) : (value) < (least) ? (least) : (value))
+
+TARGET static void NAME(e4m3_of)(uint8_t *restrict out, const float *restrict numbers, float scale, int64_t count) {
+    for (int64_t at = 0; at < count; at++) {
+        const float ratio = numbers[at] / scale, value = CUT_OFF(ratio, -448.0f, 448.0f);
+        const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFFu;
+        /* below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves their number in the last bits */
+        const uint32_t small = bits_of(float_of(size) + 0x1p14f) - 0x46800000u;
+        const uint32_t normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+        out[at] = (uint8_t)((size < 121u << 23 ? small : normal) | (bits >> 24 & 0x80u));
+    }
+}
+
+TARGET static void NAME(int8_of)(uint8_t *restrict out, const float *restrict numbers, float scale, int64_t count,
+                                 int divided, float least) {
+    for (int64_t at = 0; at < count; at++) {
+        const float ratio = divided ? numbers[at] / scale : numbers[at] * scale, value = CUT_OFF(ratio, least, 127.0f);
+        /* 1.5·2^23 leaves an integer in the last bits, rounded to nearest even */
+        out[at] = (uint8_t)bits_of(value + 0x1.8p23f);
+    }
+}

@@ -1,0 +1,73 @@
+"""Stored elements as numpy arrays: what those who decode, round and requantise read, and their types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.tensors import DType, StoredTensor
+
+Array = NDArray[Any]
+F32 = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Read = Callable[[StoredTensor, int, int], Bytes]
+"""Gives a tensor's bytes, so many from a byte."""
+
+STORED: dict[DType, np.dtype[Any]] = {
+    DType.BF16: np.dtype(ml_dtypes.bfloat16),
+    DType.F16: np.dtype("<f2"),
+    DType.F32: np.dtype("<f4"),
+    DType.F64: np.dtype("<f8"),
+    DType.I8: np.dtype("i1"),
+    DType.U8: np.dtype("u1"),
+    DType.I32: np.dtype("<u4"),
+    DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DType.F8_E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""The numpy type of stored elements, of codes and scales among them."""
+MATRIX = 2
+
+
+def rows_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
+    """Return rows of a tensor, of all its matrices one after the other, [rows, columns]; a vector's are its elements."""
+    shape = tensor.shape if len(tensor.shape) >= MATRIX else (math.prod(tensor.shape), 1)
+    row = shape[-1] * tensor.dtype.bits // 8
+    return read(tensor, first * row, (last - first) * row).view(STORED[tensor.dtype]).reshape(last - first, -1)
+
+
+def bytes_of(tensor: StoredTensor, width: int, first: int, last: int, read: Read) -> Bytes:
+    """Return rows of so many bytes, whatever shape the tensor is given on disk."""
+    return read(tensor, first * width, (last - first) * width).reshape(last - first, width)
+
+
+def numbers(tensor: StoredTensor, first: int, last: int, read: Read) -> F32:
+    """Return elements of a flat tensor of numbers, or of a level table."""
+    size = tensor.dtype.bits // 8
+    return widened(read(tensor, first * size, (last - first) * size), tensor.dtype)
+
+
+def widened(raw: Bytes, dtype: DType) -> F32:
+    """Return stored scales as float32; those of eight bits without a sign are powers of two."""
+    if dtype in (DType.U8, DType.F8_E8M0):
+        return np.asarray(_powers()[raw])
+    if dtype is DType.F8_E4M3:
+        return np.asarray(e4m3()[raw])
+    return raw.view(STORED[dtype]).astype(np.float32)
+
+
+@cache
+def e4m3() -> F32:
+    """Return the value of each byte as F8_E4M3: looking up is six times faster than converting."""
+    return np.asarray(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+@cache
+def _powers() -> F32:
+    """Return the value of each byte as E8M0."""
+    return np.asarray(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32))

@@ -1,0 +1,387 @@
+"""The stages of a pipeline: what each does with one checkpoint, and what it hands on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_tool.architectures.heads import LANGUAGE_MODELS
+from lora_tool.checkpoint import (
+    TRAINED_MODEL,
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    ShardedDir,
+    open_checkpoint,
+    open_sharded,
+)
+from lora_tool.display import as_options, counted, size
+from lora_tool.errors import (
+    FindingsFound,
+    NotACheckpoint,
+    OutputExists,
+    UnsupportedAdapter,
+    UnsupportedCheckpoint,
+    VerificationFailed,
+)
+from lora_tool.execution.folder import check_output
+from lora_tool.pipeline.mending import curable, has_rank_files
+from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
+from lora_tool.pipeline.model import Job, Ranked, Stage, Status
+from lora_tool.pipeline.passes import Underway
+from lora_tool.pipeline.stage_cache import StageCache, key_of
+from lora_tool.pipeline.summaries import counts_of, ranking_of
+from lora_tool.pipeline.writing import Written, farthest, write
+from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.options import SAME_RESULT
+from lora_tool.progress import StageWatch
+from lora_tool.report.findings import Severity
+from lora_tool.report.model import Report
+from lora_tool.rules.shared.heads import head_weight
+from lora_tool.sources import opened_model
+from lora_tool.validation.validating import validate
+
+if TYPE_CHECKING:
+    from lora_tool.verification.verifying import Verification
+
+
+@dataclass(slots=True, kw_only=True)
+class Merging(Underway):
+    """A merge that is planned and not written yet, under the key that the cache will know it by."""
+
+    key: str
+    notes: list[str]
+
+
+class Stages:
+    """The stages of one run. Each returns what became of it, and raises `LoraToolError` or OSError where it failed."""
+
+    def __init__(
+        self,
+        job: Job,
+        watch: StageWatch,
+        on_plan: Callable[[Plan], None],
+        open_base: Callable[[Path], ModelDir] = opened_model,
+    ) -> None:
+        self._job = job
+        self._watch = watch
+        self._on_plan = on_plan
+        self._open_base = open_base
+        self._cache = StageCache(job.output)
+        self._root = job.checkpoint
+        self._opened: Checkpoint | None = None
+        self._needs_consolidation = False
+        self._merged: FoundInputs | None = None
+        self.result: Path | None = None
+        """The folder that the run has made, or found good as it is."""
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        if self._opened is None:
+            raise AssertionError("the first stage opens the checkpoint")
+        return self._opened
+
+    def open(self) -> Stage:
+        """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
+        job = self._job
+        job.options.spread.require()
+        if job.push is not None:
+            from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
+
+            require_client()  # before hours of reading, as everything that can be known then
+        opened = open_checkpoint(job.checkpoint)
+        summary = f"{opened.kind} {job.checkpoint}"
+        if isinstance(opened, RunDir):
+            self._root, why = self._best(opened)
+            opened = open_checkpoint(self._root)
+            summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
+        if not isinstance(opened, ModelDir):
+            ours = job.options.overwrite or bool(self._cache)
+            check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
+        self._opened = opened
+        return Stage(name="open", status=Status.PASSED, summary=summary)
+
+    def _best(self, run: RunDir) -> tuple[Path, str]:
+        """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
+        (table,) = self._judged(run).runs
+        if table.best is not None:
+            return Path(table.best), table.why_best or "the only one"
+        for row in reversed(table.checkpoints):
+            opened = open_checkpoint(row.path)
+            if has_rank_files(opened) and curable(self._judged(opened).at_least(Severity.ERROR)):
+                return Path(row.path), "the latest, because its rank files hold what its weights lack"
+        broken = ", ".join(row.name for row in table.checkpoints)
+        raise NotACheckpoint(
+            f"{run.root}: all of its checkpoints have errors: {broken}", hint=f"lora-tool validate {run.root}"
+        )
+
+    def validate(self) -> Stage:
+        """Judge the checkpoint. Faults of an adapter beside its rank files are for `consolidate` to mend."""
+        job, opened = self._job, self._checkpoint
+        report = self._judged(opened)
+        failing = report.at_least(job.fail_on)
+        beside = bool(failing) and has_rank_files(opened)
+        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
+        if failing and not (beside and curable(failing)):
+            return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
+        what = "; the rank files beside it will be reassembled" if failing else ""
+        # what is mended is no finding of the run: the adapter that is put together is judged again
+        kept = replace(report, findings=()) if failing else report
+        what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
+        return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
+
+    def _judged(self, opened: Checkpoint) -> Report:
+        job, options = self._job, self._job.options
+        return validate(
+            opened,
+            base=options.base,
+            near=self._root,
+            task=options.task,
+            num_labels=options.num_labels,
+            select=options.select,
+            ignore=options.ignore,
+            deep=job.deep,
+            servers=job.servers,
+        )
+
+    def consolidate(self) -> Stage:
+        """Put rank files together, where there is nothing better, and judge the result."""
+        if not self._needs_consolidation:
+            return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
+        job = self._job
+        options = ("consolidate", job.options.ignore, job.tag, job.lora_alpha)
+        config = [job.adapter_config.parent] if job.adapter_config else []
+        key = key_of(options, [self._root, *config], own=job.own)
+        for folder in (job.consolidated, job.output):
+            done = self._cache.summary("consolidate", key, folder)
+            if done is not None:
+                return self._put_together(folder, Status.REUSED, done)
+        plan = plan_consolidate(
+            open_sharded(self._root),
+            tag=job.tag,
+            adapter_config=job.adapter_config,
+            lora_alpha=job.lora_alpha,
+            ignore=job.options.ignore,
+        )
+        folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
+        if job.dry_run:
+            return self._planned("consolidate", plan, folder)
+        self._write("consolidate", key, plan, folder)
+        summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
+        stage = self._put_together(folder, Status.PASSED, summary)
+        if stage.status is Status.PASSED:
+            self._cache.keep("consolidate", key, folder, stage.summary)
+        return stage
+
+    def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
+        self._opened = open_checkpoint(folder)
+        report = self._judged(self._opened)
+        if report.at_least(self._job.fail_on):
+            return Stage(name="consolidate", status=Status.FAILED, summary=report.counts(), report=report)
+        return Stage(name="consolidate", status=status, summary=summary, report=report)
+
+    def merge(self) -> Stage:
+        """Merge the adapter into its base; samples are read back before the folder gets its name."""
+        merging = self.plan_merge()
+        if isinstance(merging, Stage):
+            return merging
+        with merging.contexts:
+            self.begin_writing(merging)
+            merging.written = self._carried_out("merge", merging.planned, merging.path, overwrite=merging.overwrite)
+        return self.merged(merging)
+
+    def plan_merge(self) -> Stage | Merging:
+        """Return the merge that is to be written; the stage, where nothing is. Raises what refuses it."""
+        job, opened = self._job, self._checkpoint
+        if job.dry_run and self._needs_consolidation:
+            return Stage(
+                name="merge", status=Status.SKIPPED, summary="to be planned once its rank files are consolidated"
+            )
+        if not isinstance(opened, AdapterDir):
+            self.result = opened.folder.root
+            self._require_task(opened)
+            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
+            whole = "a whole model" if self._needs_consolidation else whole
+            return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
+        inputs = merge_inputs(opened, job.options.base, near=self._root, open_base=self._open_base)
+        options = replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
+        key = key_of(("merge", options), inputs.paths, own=job.own)
+        self._merged, self.result = inputs, job.output
+        done = self._cache.summary("merge", key, job.output)
+        if done is not None:
+            kept = self._cache.warnings("merge")
+            return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
+        merging = Merging(path=job.output, key=key, notes=[])
+        with contextlib.ExitStack() as refused:
+            planning = planned(inputs, job.options, job.output, dry_run=job.dry_run, note=merging.notes.append)
+            merging.plan = plan = refused.enter_context(planning)
+            if plan is None:
+                return Stage(name="merge", status=Status.PLANNED, summary=merging.notes[-1])
+            if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
+                raise UnsupportedAdapter(
+                    f"{opened.root} is not a reward model: merged, it is a {plan.manifest['task']} model, but --pairs "
+                    "ranks texts by rewards"
+                )
+            if job.dry_run:
+                return self._planned("merge", plan, job.output)
+            merging.overwrite = self._may_write("merge", key, job.output)
+            merging.contexts = refused.pop_all()
+        return merging
+
+    def begin_writing(self, merging: Merging) -> None:
+        """Note that what is planned is about to be written."""
+        self._begin("merge", merging.key, merging.planned, merging.path)
+
+    def merged(self, merging: Merging) -> Stage:
+        """Return the stage of a merge that has been written. Raises its error."""
+        if merging.error is not None:
+            raise merging.error
+        if merging.written is None:
+            raise AssertionError("only a merge that has ended is taken in")
+        summary = counts_of(merging.planned, merging.path)
+        warnings = tuple(map(as_options, (*merging.notes, *merging.written.warnings)))
+        self._cache.keep("merge", merging.key, merging.path, summary, warnings)
+        return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
+
+    def _planned(self, name: str, plan: Plan, folder: Path) -> Stage:
+        self._on_plan(plan)
+        return Stage(name=name, status=Status.PLANNED, summary=counts_of(plan, folder), warnings=plan.warnings)
+
+    def _require_task(self, opened: Checkpoint) -> None:
+        """Return unless a model that needs no merge is of another class than was asked for."""
+        if not isinstance(opened, ModelDir):
+            return
+        asked, config = Task(self._job.options.task), opened.config
+        name = config.architectures[0] if config and config.architectures else ""
+        generates = name.endswith(LANGUAGE_MODELS) or not (name or head_weight(opened.tensors))
+        if (asked in CLASSIFIERS and generates) or (asked is Task.CAUSAL_LM and names_classifier((name,))):
+            what = f"is a {name}" if name else "has no classification head"
+            raise UnsupportedCheckpoint(
+                f'{opened.root} {what}, but `task="{asked}"` was requested',
+                hint="omit the task, or give a checkpoint of that task",
+            )
+
+    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
+        """Carry the plan out. Raises as `_may_write`, and as `write` does."""
+        overwrite = self._may_write(name, key, folder)
+        self._begin(name, key, plan, folder)
+        return self._carried_out(name, plan, folder, overwrite=overwrite)
+
+    def _may_write(self, name: str, key: str, folder: Path) -> bool:
+        """Return whether an existing folder is replaced: one that this very stage left before it was cut off always is.
+
+        Raises `OutputExists` for one of an earlier run that is not.
+        """
+        overwrite = self._job.options.overwrite or self._cache.begun(name, key)
+        if folder.exists() and not overwrite and self._cache:
+            raise OutputExists(
+                f"{folder} was written by an earlier run from other inputs or with other options",
+                hint="replace it with `overwrite=True`, or give another folder",
+            )
+        return overwrite
+
+    def _begin(self, name: str, key: str, plan: Plan, folder: Path) -> None:
+        if not folder.exists():
+            self._cache.begin(name, key)
+        self._on_plan(plan)
+
+    def _carried_out(self, name: str, plan: Plan, folder: Path, *, overwrite: bool) -> Written:
+        options, watch = self._job.options, self._watch
+        return write(
+            plan,
+            folder,
+            jobs=options.jobs,
+            overwrite=overwrite,
+            spread=options.spread,
+            watch=lambda _, nbytes: watch(name, nbytes),
+        )
+
+    def verify(self) -> Stage:
+        """Compare every value of the merged model with base and adapter, and rank the pairs that were given."""
+        job, merged = self._job, self._merged
+        if job.dry_run:
+            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
+        if merged is None or self.result is None:
+            return self._rank_alone()
+        from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
+        from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
+
+        options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
+        key = key_of(options, [*merged.paths, self.result], own=job.own)
+        done, ranking = self._cache.summary("verify", key, self.result), self._cache.ranking("verify")
+        if done is not None and (job.pairs is None or ranking is not None):
+            return Stage(name="verify", status=Status.REUSED, summary=done, ranking=ranking)
+        adapters = [str(each.root) for each in merged.adapters]
+        base = str(merged.base_source.path)
+        inputs = find_inputs(self.result, base=base, adapters=adapters, open_base=self._open_base)
+        found = verify_inputs(
+            inputs,
+            ignore=job.options.ignore,
+            pairs=job.pairs,
+            jobs=job.options.jobs,
+            spread=job.options.spread,
+            watch=self._watch,
+        )
+        seen = summary_json(found)
+        summary = f"{seen['right']} of {seen['tensors']} tensors match, every value compared{farthest(seen)}{ranking_of(found)}"
+        stage = self._proven(found, summary)
+        if stage.status is Status.PASSED:
+            self._cache.keep("verify", key, self.result, summary, ranking=stage.ranking)
+        return stage
+
+    def _rank_alone(self) -> Stage:
+        """Rank the pairs that were given with a model that needed no merge."""
+        job, opened = self._job, self._checkpoint
+        if job.pairs is None:
+            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
+        if not isinstance(opened, ModelDir):
+            raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}, but --pairs needs a reward model")
+        from lora_tool.verification.verifying import judged_alone  # noqa: PLC0415 - numpy, only now
+
+        found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)
+        return self._proven(found, f"nothing was merged{ranking_of(found)}")
+
+    def _proven(self, found: Verification, summary: str) -> Stage:
+        """Return the stage that found this, failed where findings say so."""
+        from lora_tool.verification.verifying import written_wrong  # noqa: PLC0415 - numpy, only now
+
+        failing = found.report.at_least(self._job.fail_on)
+        pairs = found.pairs
+        ranking = None if pairs is None else Ranked.of(pairs.merged)
+        if not failing:
+            return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report, ranking=ranking)
+        kind = VerificationFailed if written_wrong(failing) else FindingsFound
+        error = kind(str(failing[0]), hint=failing[0].hint)
+        return Stage(
+            name="verify", status=Status.FAILED, summary=summary, report=found.report, ranking=ranking, error=error
+        )
+
+    def push(self) -> Stage:
+        """Publish the result in one commit; the same content again makes none."""
+        job = self._job
+        if job.push is None or self.result is None or job.dry_run:
+            why = "a dry run" if job.push and job.dry_run else "not asked for"
+            return Stage(name="push", status=Status.SKIPPED, summary=why)
+        from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415 - the Hub's client, only now
+        from lora_tool.hub.model import MAIN  # noqa: PLC0415
+        from lora_tool.hub.planning import plan_push  # noqa: PLC0415
+        from lora_tool.hub.pushing import push  # noqa: PLC0415
+
+        plan = plan_push(
+            self.result,
+            job.push,
+            private=job.private,
+            revision=job.revision or MAIN,
+            create_pr=job.create_pr,
+            **job.options.rules(),
+        )
+        with self._watch("push", plan.sent_bytes) as advance:
+            done = push(with_hashes(plan, advance))
+        status = Status.PASSED if done.changed else Status.REUSED
+        return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")

@@ -1,0 +1,75 @@
+"""An adapter of a multimodal model's text class, under the names that its modules have in the whole model.
+
+`AutoModelForCausalLM` builds a text model of such a checkpoint, with `model.layers`; a server loads all of it, and has
+the same modules as `model.language_model.layers`, say. So one beginning of their paths stands for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_tool import keys
+from lora_tool.adapter.view import AdapterView
+from lora_tool.architectures.heads import head_of
+from lora_tool.checkpoint import ModelDir
+from lora_tool.plan.core.steps import Step
+from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.shared.base_match import match_base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginnings:
+    """What module paths begin with in the text class, and in the whole model; nothing where both are the same."""
+
+    text: str = ""
+    whole: str = ""
+
+    def path(self, module: str) -> str:
+        """Return a module's path in the whole model; a new head has the same in both."""
+        if self.text == self.whole or head_of(module) or not module.startswith(self.text):
+            return module
+        return self.whole + module.removeprefix(self.text)
+
+    def back(self, path: str) -> str:
+        """Return a path of the whole model as the text class has it; so also the name of a tensor."""
+        return self.text + path.removeprefix(self.whole) if path.startswith(self.whole) else path
+
+    def steps(self, steps: Iterable[Step]) -> tuple[Step, ...]:
+        """Return the steps that write an adapter's tensors, with the whole model's paths in the tensors' names."""
+        if self.text == self.whole:
+            return tuple(steps)
+        return tuple(replace(step, out=replace(step.out, name=self._name(step.out.name))) for step in steps)
+
+    def base(self, base: ModelDir) -> ModelDir:
+        """Return the whole model with the names that its tensors have in the text class, for those that are in it."""
+        if self.text == self.whole:
+            return base
+        tensors = {self.back(name): tensor for name, tensor in base.tensors.items()}
+        return replace(base, weights=replace(base.weights, tensors=tensors))
+
+    def _name(self, name: str) -> str:
+        key = keys.parse(name)
+        return replace(key, module=self.path(key.module)).canonical
+
+    def as_json(self) -> dict[str, str]:
+        """Return it as JSON data, for the manifest."""
+        return {"text": self.text, "whole": self.whole}
+
+    @classmethod
+    def of_json(cls, data: object) -> Beginnings:
+        """Return what a manifest has; that of no renaming where it has none."""
+        known: dict[str, Any] = data if isinstance(data, dict) else {}
+        return cls(text=str(known.get("text", "")), whole=str(known.get("whole", "")))
+
+
+SAME = Beginnings()
+
+
+def beginnings_of(view: AdapterView, base: ModelDir | None) -> Beginnings:
+    """Return how module paths begin in the text class that the adapter was trained on, and in `base`."""
+    match = None if base is None else match_base(base, view.config, [layer.target for layer in view.layers])
+    if not isinstance(match, BaseMatch) or not match.outside:
+        return SAME
+    return Beginnings(text=match.strip, whole=match.add)

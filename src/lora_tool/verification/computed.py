@@ -1,0 +1,75 @@
+"""Whether a computed adapter is what its inputs give: its ΔW by other formulas, what was copied byte by byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lora_tool.adapter.view import view_of
+from lora_tool.exhaustive import assert_never
+from lora_tool.plan.algebra.factor_steps import bias_steps
+from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
+from lora_tool.plan.algebra.terms import factors_of_sum
+from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.computed import ComputedInputs
+from lora_tool.plan.convert.provenance import ConvertInputs
+from lora_tool.plan.core.ops import Precision
+from lora_tool.progress import Progress
+from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.verification.checking import Level, check_steps
+from lora_tool.verification.converted import check_converted
+from lora_tool.verification.extracted import check_extracted, copied_steps
+from lora_tool.verification.from_base import check_computed, computed_modules
+from lora_tool.verification.products import check_products
+
+
+def evidence_of_computed(
+    inputs: ComputedInputs, *, level: Level, jobs: int | None, progress: Progress
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every tensor that was copied, and of ΔW of every module, named by its lora_B.
+
+    Raises as `factors_of_sum` and `whole_tensors` do for inputs that do not add up; `OSError`, `SourceChanged`.
+    """
+    match inputs:
+        case SumInputs():
+            return _of_sum(inputs, level, jobs, progress)
+        case ExtractInputs():
+            return _of_difference(inputs, level, jobs, progress)
+        case ConvertInputs():
+            return check_converted(inputs, level=level, jobs=jobs, progress=progress)
+        case _:
+            return assert_never(inputs)
+
+
+def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progress) -> dict[str, TensorEvidence]:
+    views, made = tuple(map(view_of, inputs.adapters)), view_of(inputs.made)
+    sums = factors_of_sum(views, inputs.weights)
+    chosen = None if inputs.head_of is None else views[inputs.head_of]
+    # a server has the frozen weights from its base, and they were not written
+    planned = inputs.manifest.tensors or {}
+    names = inputs.names
+    steps = names.steps((*whole_tensors(views, head_of=chosen).steps, *(s for each in sums for s in bias_steps(each))))
+    steps = tuple(step for step in steps if step.out.name in planned)
+    written = tuple(replace(each, module=names.back(each.module)) for each in factors_of_sum((made,), (1.0,)))
+    if inputs.base is not None:
+        inputs = replace(inputs, base=names.base(inputs.base))
+    computed = computed_modules(inputs, views[0])
+    evidence = check_steps(
+        steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
+    )
+    others = [each for each in sums if each.module not in computed]
+    evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
+    evidence |= check_computed(
+        inputs, views[0], tuple(each for each in written if each.module in computed), progress=progress
+    )
+    return evidence
+
+
+def _of_difference(
+    inputs: ExtractInputs, level: Level, jobs: int | None, progress: Progress
+) -> dict[str, TensorEvidence]:
+    steps = tuple(copied_steps(inputs))
+    evidence = check_steps(
+        steps, inputs.made.tensors, level=level, precision=Precision.FLOAT32, jobs=jobs, progress=progress
+    )
+    evidence |= check_extracted(inputs, factors_of_sum((view_of(inputs.made),), (1.0,)), progress=progress)
+    return evidence

@@ -1,0 +1,284 @@
+"""Every kind of checkpoint in every command that looks at checkpoints: called by its name, with the documented exit code.
+
+One process for each kind, as a shell would start it, says what `validate`, `inspect`, `ls`, `prune` and `ci` make of it.
+None of them may import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lora_tool.checkpoint import KINDS, ShardedKind
+from lora_tool.checkpoint.deepspeed import ZERO
+from lora_tool.checkpoint.fsdp import DCP
+from lora_tool.errors import TrainingFailed
+from lora_tool.train.remains import named, unusable
+from tests.hostile.folders import FIXTURES, environment
+
+COMMANDS = """
+import contextlib, io, json, sys
+from lora_tool.cli.main import main
+done = []
+for arguments in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as stopped:
+            code = stopped.code
+    done.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps([done, "torch" in sys.modules]))
+"""
+TRAINER_STATE = FIXTURES / "reward-run" / "checkpoint-2" / "trainer_state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A checkpoint of one kind: `root` is what is given to a command, `save` one save of a run, called as it is there."""
+
+    root: Path
+    save: Path
+    base: Path
+    names: tuple[str, str] = ("checkpoint-1", "checkpoint-2")
+    """What two saves of one run are called."""
+    options: tuple[str, ...] = ()
+    """What `ci` has to be told: alpha where no file of the run says it."""
+
+
+def adapter(_: Path, __: Path) -> Sample:
+    pair = FIXTURES / "causal-llama"
+    return Sample(root=pair / "adapter", save=pair / "adapter", base=pair / "base")
+
+
+def base_model(_: Path, __: Path) -> Sample:
+    folder = FIXTURES / "causal-llama" / "base"
+    return Sample(root=folder, save=folder, base=folder)
+
+
+def run_folder(_: Path, __: Path) -> Sample:
+    run = FIXTURES / "reward-run"
+    return Sample(root=run, save=run / "checkpoint-4", base=FIXTURES / "reward-qwen2" / "base")
+
+
+def deepspeed(_: Path, out: Path) -> Sample:
+    """Without the adapter that the HF Trainer puts beside."""
+    root = Path(shutil.copytree(FIXTURES / "zero" / "stage3-reward", out / "zero"))
+    (root / "adapter_model.safetensors").unlink()
+    config = (root / "adapter_config.json").rename(out / "adapter_config.json")
+    return Sample(
+        root=root,
+        save=root / "global_step2",
+        base=FIXTURES / "reward-qwen2" / "base",
+        names=("global_step1", "global_step2"),
+        options=("--adapter-config", str(config)),
+    )
+
+
+def megatron(_: Path, out: Path) -> Sample:
+    torch.manual_seed(3)
+    config = LlamaConfig(**json.loads((FIXTURES / "megatron-swift" / "base" / "config.json").read_text()))
+    LlamaForCausalLM(config).save_pretrained(out / "base")
+    root = FIXTURES / "megatron-lora"
+    return Sample(root=root, save=root / "iter_0000007", base=out / "base", names=("iter_0000001", "iter_0000002"))
+
+
+def state_file(trainers: Path, out: Path) -> Sample:
+    root = out / "state"
+    root.mkdir()
+    torch.save({"model": load_file(trainers / "truth-fp32.safetensors")}, root / "state.pt")
+    return Sample(root=root, save=root, base=trainers / "base", options=("--lora-alpha", "5"))
+
+
+def saved(name: str, *inside: str, names: tuple[str, str] = Sample.names, alpha: bool = True) -> Maker:
+    """Return the maker of a sample that `trainer_saves` made, whose saves are the folder `inside` of it."""
+
+    def make(trainers: Path, _: Path) -> Sample:
+        root = trainers / name
+        options = ("--lora-alpha", "5") if alpha else ()
+        return Sample(root=root, save=root.joinpath(*inside), base=trainers / "base", names=names, options=options)
+
+    return make
+
+
+Maker = Callable[[Path, Path], Sample]
+MAKERS: dict[str, Maker] = {
+    "adapter": adapter,
+    "base model": base_model,
+    "run folder": run_folder,
+    "DeepSpeed checkpoint": deepspeed,
+    "Megatron checkpoint": megatron,
+    "FSDP checkpoint": saved("fsdp2-dcp-bf16", "pytorch_model_fsdp_0", names=("step-1", "step-2")),
+    "FSDP checkpoint of rank files": saved("fsdp2-ranks"),
+    "FSDP full state dict": saved("fsdp2-full"),
+    "distributed safetensors checkpoint": saved("safetensors"),
+    "verl checkpoint": saved("verl-fsdp2", "global_step_3", names=("global_step_1", "global_step_2"), alpha=False),
+    "training state in one file": state_file,
+}
+
+
+def test_every_kind_has_a_sample() -> None:
+    assert MAKERS.keys() == {kind.name for kind in KINDS}
+
+
+@pytest.fixture(params=MAKERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def sample(kind: str, trainers: Path, tmp_path: Path) -> Sample:
+    (tmp_path / "made").mkdir()
+    return MAKERS[kind](trainers, tmp_path / "made")
+
+
+def called(*commands: tuple[str | Path, ...]) -> Iterator[tuple[int, str, str]]:
+    """Run the commands in one process, and yield code, output and errors of each; torch may not be imported."""
+    arguments = json.dumps([[str(word) for word in command] for command in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, arguments], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results, has_torch = json.loads(done.stdout.splitlines()[-1])
+    assert not has_torch, "torch was imported"
+    for (code, out, err), command in zip(results, commands, strict=True):
+        assert "Traceback" not in out + err
+        assert code is not None, command
+        yield code, out, err
+
+
+def test_every_command_knows_it(kind: str, sample: Sample, tmp_path: Path) -> None:
+    """By its name; and of a run the older save goes, the newest stays."""
+    run = tmp_path / "run"
+    for name in sample.names:
+        shutil.copytree(sample.save, run / name)
+    out = tmp_path / "merged"
+    validated, shown, inspected, listed, pruned, ci = called(
+        ("validate", sample.root, "--base", sample.base, "--json"),
+        ("inspect", sample.root),
+        ("inspect", sample.root, "--json"),
+        ("ls", sample.root if kind == "run folder" else run, "--json"),
+        ("prune", run, "--json"),
+        ("ci", sample.root, "--base", sample.base, "-o", out, "--json", *sample.options),
+    )
+    assert [each[0] for each in (validated, shown, inspected, listed, pruned)] == [0] * 5, (validated, listed)
+    assert kind in {subject["kind"] for subject in json.loads(validated[1])["subjects"]}
+    assert kind in shown[1]
+    assert json.loads(inspected[1])["kind"] == kind
+    of_save = "trainer checkpoint" if kind == "run folder" else kind
+    rows = [row for found in json.loads(listed[1])["runs"] for row in found["checkpoints"]]
+    assert [(row["kind"], row["row"]["errors"]) for row in rows] == [(of_save, 0)] * 2
+    goes = {Path(row["path"]).name: row["goes"] for row in json.loads(pruned[1])["checkpoints"]}
+    assert goes == dict(zip(sample.names, (True, False), strict=True))
+    stages = json.loads(ci[1])["stages"]
+    assert ci[0] == 0, stages
+    assert stages[0]["summary"].startswith(kind)
+
+
+UNRESUMABLE: dict[str, tuple[str, str]] = {
+    "run folder": ("is a run folder, not one of its checkpoints", "--resume {root}/checkpoint-4"),
+    "base model": ("is a base model without trainer_state.json", "start a new run from it: model_name_or_path: {root}"),
+    "adapter": ("is an adapter without trainer_state.json", "lora-tool merge {root} -o OUT"),
+}
+"""What `train --resume` says of a kind and what to do instead, where that is not what it says of pieces."""
+
+
+def test_a_trainer_that_cannot_resume_from_it_says_so(kind: str, sample: Sample) -> None:
+    (found,) = (each for each in KINDS if each.name == kind)
+    of_pieces = f"is {found.with_article} without trainer_state.json", "lora-tool ci {root} -o OUT"
+    message, hint = UNRESUMABLE.get(kind, of_pieces)
+    with pytest.raises(TrainingFailed, match=message) as refused:
+        named(sample.root)
+    assert hint.format(root=sample.root) in str(refused.value.hint)
+
+
+def test_of_a_trainers_own_folder_it_knows_which_kinds_can_be_resumed_from(
+    kind: str, sample: Sample, tmp_path: Path
+) -> None:
+    (found,) = (each for each in KINDS if each.name == kind)
+    if not isinstance(found, ShardedKind):
+        pytest.skip("weights that are whole, whose optimizer's state lies beside them: tests/train/test_resume.py")
+    checkpoint = Path(shutil.copytree(sample.root, tmp_path / "checkpoint-2"))
+    shutil.copy(TRAINER_STATE, checkpoint)
+    why = unusable(checkpoint)
+    if found in (ZERO, DCP) or kind == "FSDP full state dict":
+        assert found.resumed_by_trainer
+        assert why is None
+    else:
+        assert why == f"is {found.with_article}, from which transformers' Trainer cannot resume"
+
+
+@pytest.fixture
+def mixed(trainers: Path, tmp_path: Path) -> Path:
+    """A run with DeepSpeed's tags, of which `latest` names the first, and plain distributed checkpoints."""
+    run = tmp_path / "mixed"
+    for step in (5, 10):
+        shutil.copytree(FIXTURES / "zero" / "stage3-reward" / "global_step2", run / f"global_step{step}")
+    shutil.copytree(run / "global_step10", run / "global_step10_universal")
+    for step in (3, 20):
+        shutil.copytree(trainers / "fsdp2-dcp-bf16" / "pytorch_model_fsdp_0", run / f"step-{step}")
+    (run / "latest").write_text("global_step5")
+    (run / "step-30").mkdir()  # a common name, and nothing in it
+    return run
+
+
+def test_the_saves_of_two_frameworks_in_one_run(mixed: Path) -> None:
+    ((_, listed, _), (_, pruned, _)) = called(("ls", mixed, "--json"), ("prune", mixed, "--apply", "--json"))
+    (run,) = json.loads(listed)["runs"]
+    found = [(Path(row["root"]).name, row["kind"]) for row in run["checkpoints"]]
+    ours, theirs = "DeepSpeed checkpoint", "FSDP checkpoint"
+    assert found == [
+        ("step-3", theirs),
+        ("global_step5", ours),
+        ("global_step10", ours),
+        ("global_step10_universal", ours),
+        ("step-20", theirs),
+    ]
+    why: dict[str, Any] = {Path(row["path"]).name: row["why"] for row in json.loads(pruned)["checkpoints"]}
+    assert why["global_step5"] == "the run's own pointer names it"
+    assert sorted(path.name for path in mixed.iterdir()) == ["global_step5", "latest", "step-20", "step-30"]
+
+
+def test_what_a_universal_pointer_names_is_kept(mixed: Path) -> None:
+    (mixed / "latest_universal").write_text("global_step10_universal")
+    list(called(("prune", mixed, "--apply")))
+    kept = sorted(path.name for path in mixed.iterdir() if path.is_dir())
+    assert kept == ["global_step10_universal", "global_step5", "step-20", "step-30"]
+
+
+def test_a_tag_in_a_trainers_save_is_a_part_of_it(tmp_path: Path) -> None:
+    save = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(FIXTURES / "zero" / "stage3-reward", save)
+    shutil.copytree(save / "global_step2", save / "global_step1")
+    for root in (tmp_path / "run", save):
+        ((_, listed, _), (_, pruned, _)) = called(("ls", root, "--json"), ("prune", root, "--json"))
+        (row,) = (row for run in json.loads(listed)["runs"] for row in run["checkpoints"])
+        assert Path(row["root"]) == save
+        assert sum(row["sizes"].values()) == sum(path.stat().st_size for path in save.rglob("*") if path.is_file())
+        assert [Path(each["path"]) for each in json.loads(pruned)["checkpoints"]] == [save]
+
+
+def test_the_newest_of_several_steps_is_judged(mixed: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    for step in (100, 20):
+        shutil.copytree(mixed / "step-3", steps / f"step-{step}")
+    (steps / "step-100" / "__1_0.distcp").unlink()
+    validated, consolidated = called(
+        ("validate", steps, "--json"), ("consolidate", steps, "-o", tmp_path / "out", "--lora-alpha", "5")
+    )
+    found = {finding["code"]: finding for finding in json.loads(validated[1])["findings"]}
+    assert found["LT401"]["path"].startswith(str(steps / "step-100"))
+    assert found["LT409"]["message"] == "the folder has several steps: step-20, step-100"
+    assert (consolidated[0], "choose: --tag FOLDER" in consolidated[2]) == (3, True)
