@@ -7,7 +7,7 @@ own way. Both round where the library of the format rounds, so that a matrix has
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from typing import get_args
 
 from lora_tool.tensors import Span, StoredTensor, TensorSpec
 
@@ -147,8 +147,7 @@ Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | Roun
 def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
     """Return the tensors on disk that the matrix is made of, the codes first."""
     found: list[StoredTensor] = []
-    kind: type[_Stored] = type(encoding)
-    for name in _holding_tensors(kind):
+    for name in _HOLDING_TENSORS[type(encoding)]:
         value = getattr(encoding, name)
         if isinstance(value, StoredTensor):
             found.append(value)
@@ -157,10 +156,11 @@ def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
     return tuple(found)
 
 
-@cache
-def _holding_tensors(kind: type[_Stored]) -> tuple[str, ...]:
-    """Return the fields of an encoding's class that may hold tensors."""
-    return tuple(each.name for each in fields(kind) if StoredTensor.__name__ in str(each.type))
+_HOLDING_TENSORS: dict[type, tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(kind) if StoredTensor.__name__ in str(each.type))
+    for kind in get_args(Encoding)
+}
+"""Class of encoding → its fields that may hold tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
