@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from lora_tool.adapter import targeting
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX, embeddings, is_end
+from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.choices import closest
 from lora_tool.display import counted
@@ -17,6 +17,7 @@ from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
 from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
@@ -173,13 +174,13 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer) -> Iterator[Fault]:
     """Compare the shape of lora_B·lora_A with the weight's."""
-    held, pair = _held_or_tied(match, layer.target), layer.pair
+    held, pair = held_or_tied(match, layer.target), layer.pair
     weight = subject.view.frozen.get(f"{layer.target}.weight") or held
     if weight is None or pair is None or layer.rank is None:
         return
     if not weight.dtype.is_float:
         yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float")
-    needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
+    needed = delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
     rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
     rows_only = rows_only and needed[1:] == weight.shape[1:]
     # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
@@ -212,15 +213,6 @@ def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLay
         yield Fault(subject=a.name, message=message)
 
 
-def _held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
-    """Return the base's weight of a module; for an output layer that is not on disk, the embedding it is tied to."""
-    held = match.tensor(module)
-    if held is not None or f"{match.name(module)}.weight" not in match.arch.causal_only:
-        return held
-    inputs = embeddings(match.base, match.arch)
-    return inputs[0] if len(inputs) == 1 else None
-
-
 def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
     """Look at the last layer of a head, which has a row per label and reads the hidden states."""
     raw = match.base.config.raw if match.base.config else {}
@@ -240,17 +232,6 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
             yield Fault(
                 subject=tensor.name, message=f"is {tensor.shape[1]} wide, but the base's hidden states are {listed}"
             )
-
-
-def _delta_shape(
-    match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor], *, bare: bool
-) -> tuple[int, ...]:
-    """Return the shape of lora_B·lora_A as the weight is stored; a `bare` parameter is not a Conv1D's weight to PEFT."""
-    a, b = pair
-    conv1d = match.arch.conv1d
-    is_conv1d = not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
-    transposed = layer.embedding or (is_conv1d and not bare)
-    return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
 def whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
