@@ -74,7 +74,12 @@ class ConvertedBase:
         What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
         their names on disk, where an adapter has LoRA on one of them.
         """
-        held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+        labelled = bool(self.facts.label_axes)
+        held = (
+            {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+            if labelled
+            else {}
+        )
         dtype = self.base.dtype or DType.F32
         tensors: dict[str, StoredTensor] = {}
         for name, shape in self.facts.shapes.items():
@@ -214,7 +219,10 @@ def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], 
     """
     # in the file's order: a rule of transformers may wait for a name before it looks at others
     wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
-    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
+    for module, leaf in wanted:
+        if (module, leaf) not in mapping.homes:
+            mapping.homes[module, leaf] = _home(module, leaf, mapping)
+    return {each: mapping.homes[each] for each in wanted}
 
 
 def _leaf_in_memory(key: AdapterKey) -> str:
