@@ -153,6 +153,10 @@ class _Layouts(Parts):
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
         if of_integers or of_floats:
             return self._tiled
+        return self._by_end(name, tensor)
+
+    def _by_end(self, name: str, tensor: StoredTensor) -> _Layout | None:
+        """Return what reads the weight of which the tensor is the sign by the end of its name."""
         if tensor.dtype is DType.U8 and name.endswith("_blocks"):
             return self._gpt_oss
         if tensor.dtype is DType.U8 and name.endswith(".weight") and f"{name}_scale_2" in self.tensors:
