@@ -29,7 +29,7 @@ class WholeInTextNames(WeightMapping):
         Raises `UnsupportedAdapter` where the text class has a parameter that the whole model makes of other rows.
         """
         self._text, self._whole = text, whole
-        self._piece_names, self.homes = {}, {}
+        self._piece_names = {}
         self._own = _same_rows(text, whole)
         renamed = {name: self._renamed(name) for name in whole.facts.shapes}
         self._originals = {new: name for name, new in renamed.items()}

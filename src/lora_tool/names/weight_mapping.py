@@ -55,8 +55,6 @@ class WeightMapping:
         self.facts: ModelFacts = meta.facts_of(model, self._loaded_as)
         self.parameters, self.unexpected = self._conversion.load(disk)
         self._piece_names: dict[str, frozenset[str]] = {}
-        self.homes: dict[tuple[str, str], str | None] = {}
-        """Module and parameter that an adapter names → the module's path in memory, once somebody has asked."""
         for name, made in self.parameters.items():
             expected = self.facts.shapes[name]
             if made.shape != expected and LABELS not in expected:

@@ -219,10 +219,7 @@ def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], 
     """
     # in the file's order: a rule of transformers may wait for a name before it looks at others
     wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
-    for module, leaf in wanted:
-        if (module, leaf) not in mapping.homes:
-            mapping.homes[module, leaf] = _home(module, leaf, mapping)
-    return {each: mapping.homes[each] for each in wanted}
+    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
 
 
 def _leaf_in_memory(key: AdapterKey) -> str:
