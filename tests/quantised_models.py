@@ -80,6 +80,16 @@ def nvfp4(name: str, weight: torch.Tensor) -> Made:
     }, (_E2M1[codes.long()] * wide).to(torch.bfloat16).float()
 
 
+def fp4(name: str, weight: torch.Tensor) -> Made:
+    """Return what DeepSeek-V4's experts are: floats of four bits, two in a byte that is called an integer."""
+    powers = _tiles(weight, 1, 32).clamp(min=2.0**-100).log2().floor() - 2
+    wide = _spread(powers.exp2(), 1, 32, weight.shape)
+    codes = (weight.float() / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
+    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int8)
+    scales = powers.exp2().to(torch.float8_e8m0fnu)
+    return {f"{name}.weight": packed, f"{name}.scale": scales}, _E2M1[codes.long()] * wide
+
+
 def bnb_int8(name: str, weight: torch.Tensor) -> Made:
     largest = weight.float().abs().amax(1)
     codes = (weight.float() * 127 / largest[:, None]).round().to(torch.int8)
@@ -166,6 +176,10 @@ FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "fp8-channel": (fp8_channel, _compressed(num_bits=8, type="float", strategy="channel")),
     "int4": (int4, _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)),
     "nvfp4": (nvfp4, _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "fp4": (
+        fp4,
+        {"quant_method": "fp8", "weight_block_size": [TILE, TILE], "expert_dtype": "fp4", "scale_fmt": "ue8m0"},
+    ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "mxfp4": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
 }

@@ -37,9 +37,12 @@ class Part(str, enum.Enum):
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """What torch.compile, FSDP and activation checkpointing put into the paths of the modules that they wrap."""
 
+LORA_FACTOR = re.compile(r"\.lora_(embedding_)?A(?=\.|\Z)")
+"""Where the module path ends in the name of a lora_A."""
 _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
-_WITH_LEAF = frozenset({Part.LORA_A, Part.LORA_B, Part.MAGNITUDE})
+_FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
+_WITH_LEAF = _FACTORS | {Part.MAGNITUDE}
 _PART = re.compile(
     r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
     r"|(?:token_adapter\.)?trainable_tokens_delta|modules_to_save|original_module)"
@@ -53,7 +56,8 @@ class AdapterKey:
     """One parsed tensor name. `module` is the module path inside the model, without PEFT's prefix.
 
     `leaf` is the parameter of the part ("weight", "bias") or, for `Part.PLAIN`, the parameter of the module itself;
-    None where the part is a parameter by itself (``lora_embedding_A``). `adapter_name` is None where the name was
+    None where the part is a parameter by itself (``lora_embedding_A``). A ``lora_A`` that is one by itself, as prime-rl
+    and loralib have it, is PEFT's ``lora_A.weight``. `adapter_name` is None where the name was
     taken out on saving. `text` is the name as it stands in the file; the parsed form is without the `WRAPPERS` in it.
     """
 
@@ -65,6 +69,11 @@ class AdapterKey:
     prefixed: bool = True
     wrapper: str | None = None
     """The first of the `WRAPPERS` in the name."""
+
+    @property
+    def lacks_leaf(self) -> bool:
+        """Whether the name ends where PEFT's goes on with ``.weight``."""
+        return self.part in _FACTORS and self.leaf == "weight" and not self.text.endswith(".weight")
 
     @property
     def tensor(self) -> str:
@@ -117,8 +126,9 @@ def _split(inner: str) -> tuple[str, Part, str | None, str | None]:
 
 def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
     """Split what follows the part into adapter name and leaf: ``default.weight``, ``weight``, ``default`` or none."""
+    alone = "weight" if part in _FACTORS else None
     if rest is None:
-        return None, None
+        return None, alone
     if part is Part.ORIGINAL_MODULE:
         return None, rest
     if part is Part.SAVED_MODULE:  # a saved module may be deep: modules_to_save.default.out_proj.weight
@@ -127,13 +137,18 @@ def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
     head, _, leaf = rest.rpartition(".")
     if part in _WITH_LEAF and (head or leaf in ("weight", "bias")):
         return head or None, leaf
-    return rest, None
+    return rest, alone
 
 
 def unwrapped(name: str) -> str:
     """Return a tensor's name without the wrappers in it: ``layers.0._orig_mod.mlp.weight`` is ``layers.0.mlp.weight``."""
     parts = name.split(".")
     return name if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
+
+
+def has_lora_factor(name: str) -> bool:
+    """Return whether it is the name of a lora_A, of a matrix or an embedding."""
+    return LORA_FACTOR.search(name) is not None
 
 
 def is_under(module: str, names: frozenset[str]) -> bool:

@@ -116,7 +116,7 @@ def counted(self, path, offset, buffer):
     read(self, path, offset, buffer)
 OpenFiles.read_exactly = counted
 atexit.register(lambda: print(f"{sum(done) / 1e6:.0f} MB in {len(done)} reads", file=sys.stderr))
-from lora_tool.cli import main
+from lora_tool.cli.main import main
 main()
 """
 

@@ -4,7 +4,8 @@
 
 `OUT/NAME` holds the checkpoint and `truth.safetensors`: float32 masters, or weights where there are none, gathered live.
 Mixtures are of two groups of experts with two ranks each, under stages 0 to 2 (DeepSpeed refuses stage 3); AutoTP cuts
-a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half.
+a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half. A policy with a value head is of LLaMA-Factory's and
+TRL's form: the head lies outside of the PEFT model, and the norms are trained with it, as LongLoRA does.
 """
 
 from __future__ import annotations
@@ -86,12 +87,14 @@ def trained(out: Path, module: Module, batches: Any, config: Mapping[str, Any], 
 
 def masters(engine: Module) -> dict[str, Any]:
     """Return each parameter's float32 master, or the parameter itself where it has none."""
+    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad and engine.zero_optimization() else None
-        found[name] = (parameter if master is None else master).detach().clone()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[name] = (parameter if master is None else master).detach().clone()
     return found
 
 
@@ -194,7 +197,52 @@ def autotp(stage: int) -> Maker:
     return make
 
 
+def value_head(stage: int) -> Maker:
+    """A policy of PEFT's with a value head around it, as LLaMA-Factory trains reward models, and with trained norms."""
+
+    def make(out: Path) -> None:
+        import peft
+        import torch
+        import torch.distributed as dist
+        import transformers as hf
+
+        class Head(torch.nn.Module):
+            def __init__(self, width: int) -> None:
+                super().__init__()
+                self.summary = torch.nn.Linear(width, 1)
+
+        class Policy(torch.nn.Module):
+            def __init__(self, model: Module) -> None:
+                super().__init__()
+                self.pretrained_model, self.v_head = model, Head(model.config.hidden_size)
+
+            def forward(self, rows: Module) -> Module:
+                return self.v_head.summary(self.pretrained_model(rows, output_hidden_states=True).hidden_states[-1])
+
+        torch.manual_seed(3)
+        sizes = {"vocab_size": 67, "hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 2, "head_dim": 6}
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **sizes))
+        if dist.get_rank() == 0:
+            model.save_pretrained(out / "base")
+        lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        policy = Policy(peft.get_peft_model(model, lora)).bfloat16()
+        for name, parameter in policy.named_parameters():
+            if "norm" in name:
+                parameter.requires_grad = True
+        options = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+
+        def batch(step: int) -> Callable[[Module], Any]:
+            rows = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+            return lambda engine: engine(rows).float().pow(2).mean()
+
+        groups = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        keep(out, masters(trained(out, policy, map(batch, range(2)), options, groups)))
+
+    return make
+
+
 KINDS: dict[str, Maker] = {
+    "value-head-stage3": value_head(3),
     "moe-stage0": moe(0, "float32"),
     "moe-stage2-bf16": moe(2, "bfloat16"),
     "moe-lora-data-first": moe(1, "bfloat16", lora=True, data_first=True),

@@ -256,3 +256,69 @@ def test_a_tensor_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
         with pytest.raises(LoraToolError, match=r"NaN|LT2"):
             resize(adapter, rank=2, out=tmp_path / "out", ignore=ignore)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_nearly_cancels_and_depends_on_itself_is_right_at_every_rank(tmp_path: Path) -> None:
+    base, (one, other) = adapters_of(tmp_path, "llama", QV, ALL)
+    third = Path(shutil.copytree(one, tmp_path / "third"))
+    table = {name: tensor * 1.001 if "lora_B" in name else tensor for name, tensor in saved_tensors(one).items()}
+    save_file(table, third / "adapter_model.safetensors", metadata={"format": "pt"})
+    parts = [(1.0, deltas(base, one)), (1e-4, deltas(base, other)), (-1.0, deltas(base, third))]
+    out = combine([one, other, third], weights=[1, 1e-4, -1], keep=1.0, out=tmp_path / "out").path
+    assert farthest(deltas(base, out), summed(parts)) <= EXACT
+    assert not verify(out).report.findings
+
+
+def test_factors_of_three_types_are_recompressed(tmp_path: Path) -> None:
+    base, adapters = adapters_of(tmp_path, "llama", QV, QV | {"r": 3}, ALL)
+    for adapter, dtype in zip(adapters, (torch.bfloat16, torch.float16, torch.float32), strict=True):
+        table = {name: tensor.to(dtype) for name, tensor in saved_tensors(adapter).items()}
+        save_file(table, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    expected = summed([(1.0, deltas(base, each)) for each in adapters])
+    out = combine(adapters, rank=4, out=tmp_path / "out").path
+    for name, found in deltas(base, out).items():
+        size = float(expected[name].norm())
+        assert float((found - expected[name]).norm()) <= least(expected[name], 4) * (1 + 1e-6) + EXACT * size
+    assert not verify(out).report.findings
+
+
+def test_what_is_no_number_is_told_and_not_computed_with(tmp_path: Path) -> None:
+    _, (adapter,) = adapters_of(tmp_path, "llama", QV)
+    table = saved_tensors(adapter)
+    name = next(name for name in table if "lora_A" in name)
+    whole = combine([adapter], weights=[0.5], out=tmp_path / "whole").path
+    table[name][0, 0] = float("nan")
+    save_file(table, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    out = combine([adapter], weights=[0.5], ignore=["LT2"], out=tmp_path / "out").path
+    found = verify(out).report
+    assert (found.findings, [skipped.code for skipped in found.skipped]) == ((), ["LT608"])
+    written = saved_tensors(whole)
+    written[name][0, 0] = float("inf")
+    save_file(written, whole / "adapter_model.safetensors", metadata={"format": "pt"})
+    table[name][0, 0] = 0.5
+    save_file(table, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert "NaN or infinity" in str([finding.message for finding in verify(whole).report.findings])
+
+
+def test_trained_tokens_are_kept_once_chosen_or_refused(tmp_path: Path) -> None:
+    tokens = [QV | {"trainable_token_indices": {"embed_tokens": rows}} for rows in ([3, 5], [4, 9])]
+    base, (one, other) = adapters_of(tmp_path, "llama", *tokens)
+    with pytest.raises(FindingsFound, match=r"LT512.*trained tokens in both"):
+        plan_combine([one, other])
+    chosen = combine([one, other], head_of=other, out=tmp_path / "chosen").path
+    assert read_json(chosen / "adapter_config.json")["trainable_token_indices"] == {"embed_tokens": [4, 9]}
+    loaded = PeftModel.from_pretrained(load_model(base, "causal-lm"), chosen).merge_and_unload().state_dict()
+    rows = next(tensor for name, tensor in saved_tensors(other).items() if "trainable_tokens_delta" in name)
+    assert torch.equal(loaded["model.embed_tokens.weight"][[4, 9]], rows)
+    assert torch.equal(
+        loaded["model.embed_tokens.weight"][[3, 5]], saved_tensors(base)["model.embed_tokens.weight"][[3, 5]]
+    )
+    assert not verify(chosen).report.findings
+    table, same = saved_tensors(one), Path(shutil.copytree(one, tmp_path / "same"))
+    save_file(
+        {name: -tensor if "lora_B" in name else tensor for name, tensor in table.items()},
+        same / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    kept = combine([one, same], weights=[1, 0.5], out=tmp_path / "kept").path
+    assert not verify(kept).report.findings

@@ -146,3 +146,14 @@ def test_columns_in_an_order_that_nothing_tells_are_refused(call: Caller, tmp_pa
     assert (called.code, "columns in turn" in called.err) == (3, True)
     single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
     assert not verify(single).report.findings
+
+
+def test_unsloths_adapters_record_their_order_of_columns(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", FUSED)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    path = single / "adapter_config.json"
+    path.write_text(json.dumps(read_json(path) | {"auto_mapping": {"unsloth_fixed": True}}))
+    fused = converted(call, single, "peft-fused", base, tmp_path / "fused")
+    assert read_json(fused / "adapter_config.json")["lora_B_layout"] == "rank_major"
+    back = converted(call, fused, "peft-experts", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(single)) == []

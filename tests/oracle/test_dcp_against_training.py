@@ -168,8 +168,16 @@ def test_the_weights_are_found_beside_other_states(tmp_path: Path, state: dict[s
     "state", [{"actor": WEIGHTS, "ref": WEIGHTS}, {"a": {"model": WEIGHTS}, "b": {"model": WEIGHTS}}]
 )
 def test_several_modules_are_refused_by_name(tmp_path: Path, state: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="the states of 2 modules: a"):
-        plan(saved_state(tmp_path / "run", state))
+    folder = saved_state(tmp_path / "run", state)
+    with pytest.raises(UnsupportedCheckpoint, match="the states of 2 modules: a") as refused:
+        plan(folder)
+    tag = str(refused.value.hint).rpartition(" ")[2]
+    torch.save(state, tmp_path / "all.pt")
+    for place in (folder, tmp_path):
+        chosen = plan_consolidate(open_sharded(place), what="state", tag=tag)
+        assert {step.out.name for step in chosen.steps} == WEIGHTS.keys()
+        with pytest.raises(UnsupportedCheckpoint, match="holds no module `other`, but a"):
+            plan_consolidate(open_sharded(place), what="state", tag="other")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
@@ -167,3 +169,27 @@ def test_experts_under_autoep_are_refused(made: Path, tmp_path: Path) -> None:
     _changed(_model(run, 0), lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
     with pytest.raises(UnsupportedCheckpoint, match="AutoEP replaced its mixtures"):
         plan_consolidate(run, what="state")
+
+
+def test_a_value_head_around_the_adapter_and_norms_that_were_trained(made: Path, tmp_path: Path) -> None:
+    """The head goes into LLaMA-Factory's file beside the adapter, and the norms into `modules_to_save`: PEFT loads them."""
+    run = made / "value-head-stage3"
+    truth = load_file(run / "truth.safetensors")
+    out = execute(plan_consolidate(run, lora_alpha=6), tmp_path / "out")
+    head = load_file(out / "value_head.safetensors")
+    assert head.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert all(torch.equal(head[name], truth[name]) for name in head)
+    base = AutoModelForCausalLM.from_pretrained(run / "base", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, out)
+    again = model.load_adapter(out, "again")
+    assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+    held = model.state_dict()
+    trained = {
+        name.removeprefix("pretrained_model."): tensor
+        for name, tensor in truth.items()
+        if ".lora_" in name or "norm" in name
+    }
+    places = {name: name.replace("norm.weight", "norm.modules_to_save.default.weight") for name in trained}
+    assert all(torch.equal(held[places[name]], tensor) for name, tensor in trained.items())
+    found = {finding.code for finding in validate(out, base=run / "base").at_least(Severity.WARNING)}
+    assert found == {"LT222"}, "which says how the head becomes a score head"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ LISTS = {
     "nf4-double": "llm_int8_skip_modules",
     "bnb-int8": "llm_int8_skip_modules",
     "fp8-block": "modules_to_not_convert",
+    "fp4": "modules_to_not_convert",
 }
 
 
@@ -174,9 +176,36 @@ def test_a_table_inside_another_config_is_edited_where_it_is(
 def test_a_format_without_a_list_of_plain_modules_is_refused(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
-    base, _ = quantise(plain, tmp_path / "gptq", "gptq", is_linear)
-    with pytest.raises(UnsupportedAdapter, match=r"gptq has no list of plain modules"):
+    base, _ = quantise(plain, tmp_path / "base", "fp8-channel", is_linear)
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(
+        UnsupportedAdapter, match=r"config.json has no quantization_config with a list of plain modules"
+    ):
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="touched-16bit")
+
+
+def test_gptq_names_the_plain_modules_for_each_of_its_loaders(
+    plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", "gptq", is_linear)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {"+:.*": {"bits": 4}}
+    (base / "config.json").write_text(json.dumps(config))
+    merged = merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", store="touched-16bit")
+    freed = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
+    table = json.loads((merged / "config.json").read_text())["quantization_config"]
+    (kept,) = table["modules_in_block_to_quantize"]
+    assert {*kept} == {name.removesuffix(".weight") for name in values} - freed
+    assert [*table["dynamic"]][-1] == "+:.*", "the first pattern that matches counts"
+    for name in values:
+        module = name.removesuffix(".weight")
+        first = next(each for each in table["dynamic"] if re.match(each[2:], module))
+        assert first.startswith("-:") == (module in freed)
+    assert not validate(merged).findings
+    assert not verify(merged).report.findings
 
 
 EXPERTS: dict[str, Any] = {
@@ -235,6 +264,29 @@ def test_mxfp4_experts_become_the_matrices_that_transformers_loads(
     )
     evidence = verify(merged).evidence.values()
     assert all(found.verdict is Verdict.RIGHT and found.compared == found.numel for found in evidence)
+
+
+def test_experts_of_a_layer_that_changes_become_plain_and_are_listed(
+    gpt_oss: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    plain, base, values = gpt_oss
+    lora = {"r": 4, "lora_alpha": 6, "target_modules": [], "target_parameters": ["layers.1.mlp.experts.down_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", lora)
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="touched-16bit")
+    whole = saved_tensors(merge_with_ours(base, adapter, tmp_path / "whole", "float32"))
+    before, after = saved_tensors(base), saved_tensors(merged)
+    freed = {name for name in values if ".layers.1." in name}
+    assert len(freed) == 2
+    assert not different(after, {name: whole[name] for name in freed})
+    assert after.keys() - before.keys() == freed
+    assert not different(after, {name: before[name] for name in before.keys() & after.keys()})
+    table = json.loads((merged / "config.json").read_text())["quantization_config"]
+    held = json.loads((base / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert table["modules_to_not_convert"] == [*held, "model.layers.1.mlp.experts"]
+    model, info = AutoModelForCausalLM.from_pretrained(merged, dtype=BF16, output_loading_info=True)
+    assert not any(info.values())
+    assert not different(model.state_dict(), whole)
+    assert not verify(merged).report.findings
 
 
 def test_what_transformers_saves_after_pefts_merge_is_called_broken(

@@ -104,7 +104,7 @@ def test_the_merged_model_answers_as_the_dequantised_base_with_the_adapter(
     assert error < 0.02 * change, (error, change)
 
 
-@pytest.mark.parametrize("form", sorted({"fp8-block", "fp8-block-bf16", "fp8-powers"}))
+@pytest.mark.parametrize("form", ["fp4", "fp8-block", "fp8-block-bf16", "fp8-powers"])
 def test_transformers_decodes_to_the_same_bits(form: str, plain: Path, tmp_path: Path) -> None:
     base, values = quantise(plain, tmp_path / "base", form, lambda module: module.endswith("_proj"))
     model, report = AutoModelForCausalLM.from_pretrained(base, dtype=BF16, output_loading_info=True)
@@ -115,5 +115,6 @@ def test_transformers_decodes_to_the_same_bits(form: str, plain: Path, tmp_path:
     loaded = model.state_dict()
     for name, encoding in encodings.items():
         raw = read_part(dequantised(encoding), 0, encoding.spec.nbytes)
-        ours = torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(encoding.spec.shape)
+        dtype = BF16 if encoding.spec.dtype is DType.BF16 else torch.float32
+        ours = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(encoding.spec.shape)
         assert torch.equal(loaded[name], ours.to(BF16))

@@ -122,6 +122,15 @@ def test_blocks_of_any_size_give_the_same_bytes(
     assert not different(saved_tensors(whole), saved_tensors(parts))
 
 
+def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
+    together = saved_tensors(merge_with_ours(base, adapter, tmp_path / "together", "float32", store="as-base"))
+    apart = merge_with_ours(base, adapter, tmp_path / "apart", "float32", store="as-base", max_shard_bytes=6000)
+    places = json.loads((apart / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(places[name] != places.get(f"{name}_scale_inv", places[name]) for name in places)
+    assert not different(saved_tensors(apart), together)
+
+
 def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_path: Path) -> None:
     base, _ = quantise(plain, tmp_path / "base", "bnb-int8", is_linear)
     faint = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | {"lora_alpha": 1e-4})
@@ -138,7 +147,9 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
 @pytest.mark.parametrize(
     ("form", "lora", "choices", "words"),
     [
-        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: rounding to four bits"),
+        ("int4", {}, {}, r"stored as int4 in groups of 32: rounding to four bits"),
+        ("nvfp4", {}, {}, r"stored as nvfp4: rounding to four bits"),
+        ("fp8-block", {}, {"original": "plain"}, r"only the formats of bitsandbytes are quantised afresh"),
         ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
         ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
@@ -149,8 +160,10 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
 def test_what_codes_cannot_hold_is_refused_by_name(
     form: str, lora: dict[str, Any], choices: dict[str, Any], words: str, plain: Path, tmp_path: Path
 ) -> None:
-    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    whole = form in ("gptq", "fp8-block")  # the others have no groups that are cut off
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear if whole else lambda name: name.endswith("q_proj"))
     adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | lora)
+    choices = choices | ({"original": plain} if "original" in choices else {})
     with pytest.raises(UnsupportedAdapter, match=words):
         plan_merge(base, adapter, store="as-base", **choices)
 

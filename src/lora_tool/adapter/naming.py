@@ -30,6 +30,8 @@ def drift(key: AdapterKey) -> str | None:
         return f"has `{key.wrapper}.` in it, which torch.compile, FSDP or checkpointing put there"
     if PREFIX in key.module:
         return f"has `{PREFIX}` twice"
+    if key.lacks_leaf:
+        return "does not end with `.weight`"
     return "has `module.` in it, which DistributedDataParallel put there" if key.module.startswith("module.") else None
 
 

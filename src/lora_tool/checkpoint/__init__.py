@@ -5,6 +5,7 @@ from lora_tool.checkpoint.adapters import ADAPTER_PICKLE as ADAPTER_PICKLE
 from lora_tool.checkpoint.adapters import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from lora_tool.checkpoint.adapters import TRAINED_ADAPTER as TRAINED_ADAPTER
 from lora_tool.checkpoint.adapters import UNMERGED as UNMERGED
+from lora_tool.checkpoint.adapters import VALUE_HEAD as VALUE_HEAD
 from lora_tool.checkpoint.adapters import adapters_below as adapters_below
 from lora_tool.checkpoint.adapters import base_around as base_around
 from lora_tool.checkpoint.deepspeed import ZERO as ZERO

@@ -17,6 +17,8 @@ from lora_tool.formats.weights import Weights, read_single
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
+VALUE_HEAD = "value_head.safetensors"
+"""What LLaMA-Factory calls the value head that it saves beside an adapter."""
 UNMERGED = "lora_adapter"
 """The folder that verl's `model_merger` puts the adapter into, inside of that of the base."""
 _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.(safetensors|bin)\Z")

@@ -35,7 +35,7 @@ def _open(folder: Folder) -> ModelDir:
     manifest_problems: tuple[Problem, ...] = ()
     if manifest.FILE_NAME in folder.files:
         written, manifest_problems = read_config(folder, manifest.FILE_NAME, read_manifest)
-    weights = _weights(folder)
+    weights = weights_in(folder)
     return ModelDir(
         kind=MERGED_MODEL if written is not None else BASE_MODEL if folder.trainer is None else TRAINED_MODEL,
         folder=folder,
@@ -46,7 +46,8 @@ def _open(folder: Folder) -> ModelDir:
     )
 
 
-def _weights(folder: Folder) -> Weights:
+def weights_in(folder: Folder) -> Weights:
+    """Return the weights that transformers would load from the folder; what is wrong with them is in `problems`."""
     shards = [name for name in folder.files if _SHARD.match(name)]
     found = next((name for name in _READERS if name in folder.files), None)
     if found is None and not shards:

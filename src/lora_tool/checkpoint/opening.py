@@ -16,6 +16,7 @@ from lora_tool.checkpoint.folders import Folder, read_folder
 from lora_tool.checkpoint.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.checkpoint.registry import KINDS, holds_pieces, recognised, sharded_kinds
+from lora_tool.checkpoint.unmerged import unmerged_model
 from lora_tool.display import some
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint
 from lora_tool.formats import adapter_config, model_config
@@ -60,7 +61,19 @@ def open_sharded(path: str | os.PathLike[str]) -> ShardedDir:
         last = max(below, key=lambda sharded: step_of(sharded.root.name)).root
         message = f"{folder.root} holds {len(below)} checkpoints: {some([sharded.root.name for sharded in below])}"
         raise NotACheckpoint(message, hint=f"lora-tool consolidate {shlex.quote(str(last))}")
-    raise _not_sharded(folder)
+    return _unmerged_in(folder)
+
+
+def _unmerged_in(folder: Folder) -> ShardedDir:
+    """Return the state of a PEFT model that was saved as a model. Raises `NotACheckpoint` where there is none."""
+    try:
+        found = open_checkpoint(folder.root)
+    except CheckpointError:
+        raise _not_sharded(folder, None) from None
+    unmerged = unmerged_model(found) if isinstance(found, ModelDir) else None
+    if unmerged is None:
+        raise _not_sharded(folder, found)
+    return unmerged
 
 
 def _sharded_in(folder: Folder) -> ShardedDir | None:
@@ -82,12 +95,10 @@ def _sharded_below(folder: Folder) -> list[ShardedDir]:
     return [sharded for sharded in found if sharded is not None]
 
 
-def _not_sharded(folder: Folder) -> NotACheckpoint:
-    """Return the error that names what the folder is instead of rank files."""
+def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
+    """Return the error that names what the folder is instead of rank files: `found`, None for no checkpoint at all."""
     expected = [f"{kind.with_article} ({kind.sign})" for kind in sharded_kinds()]
-    try:
-        found = open_checkpoint(folder.root)
-    except CheckpointError:
+    if found is None:
         message = f"{folder.root} holds no rank files: neither {' nor '.join(expected)}"
         return NotACheckpoint(message, hint=consolidate_command(folder.root))
     lacking = isinstance(found, AdapterDir) or any(problem.fatal for problem in found.problems)

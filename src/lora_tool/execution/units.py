@@ -8,9 +8,10 @@ from pathlib import Path
 
 from lora_tool.actions import NEW
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
-from lora_tool.formats.quantised.grids import grid_of, scales_of
+from lora_tool.formats.quantised.grids import block_of, blocks_of, bytes_before, grid_of, scales_of
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
+from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Shard
 from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
@@ -114,7 +115,35 @@ class RequantiseUnit:
         return self.place(self.first, self.last)[1] + self.place_of_scales(self.first, self.last)[1]
 
 
-Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantiseUnit:
+    """Blocks `first` to `last` of a weight that is quantised afresh: their codes, or what is stored of their scales.
+
+    `out` begins at byte `at` of the shard file. Of scales that are quantised themselves a unit is all of the weight.
+    """
+
+    out: TensorSpec
+    op: Quantise[Computed]
+    first: int
+    last: int
+    at: int
+
+    @property
+    def begin(self) -> int:
+        """Where in the shard file its bytes begin."""
+        return self.at + self._bytes_before(self.first)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes_before(self.last) - self._bytes_before(self.first)
+
+    def _bytes_before(self, block: int) -> int:
+        if self.op.part is FreshPart.CODES:
+            return bytes_before(self.op.encoding, block)
+        return self.out.nbytes * block // blocks_of(self.op.encoding)
+
+
+Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit | QuantiseUnit
 
 
 def computed_by(unit: Unit) -> tuple[RowOp, ...]:
@@ -122,7 +151,7 @@ def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     match unit:
         case ComputeUnit():
             return (unit.op,)
-        case RequantiseUnit():
+        case RequantiseUnit() | QuantiseUnit():
             return row_ops(unit.op)
         case _:
             return ()
@@ -148,6 +177,12 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
                     yield RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at, scales_at=beside)
             at += step.out.nbytes
             continue
+        if isinstance(step.op, Quantise):
+            yield from _joined(pending)
+            pending = []
+            yield from _quantised(step.out, step.op, at)
+            at += step.out.nbytes
+            continue
         for op in _matrices(step.op):
             # a stack of experts is worked on row by row
             out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
@@ -166,6 +201,14 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
                 yield from _computes(out, op, at, is_new=is_new, whole=op.needs_all_rows or whole(op))
             at += out.nbytes
     yield from _joined(pending)
+
+
+def _quantised(out: TensorSpec, op: Quantise[Computed], at: int) -> Iterator[QuantiseUnit]:
+    """Yield the units of what is quantised afresh."""
+    blocks = blocks_of(op.encoding)
+    step = max(1, UNIT_WEIGHTS // block_of(op.encoding)) if op.is_by_block else blocks
+    for first in range(0, blocks, step):
+        yield QuantiseUnit(out=out, op=op, first=first, last=min(first + step, blocks), at=at)
 
 
 def _matrices(made: Op) -> Iterator[RowOp]:

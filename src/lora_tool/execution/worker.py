@@ -11,13 +11,14 @@ from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, QuantiseUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 
 if TYPE_CHECKING:
+    from lora_tool.execution.quantised import Quantiser
     from lora_tool.execution.requantised import Requantiser
 
 _BATCH_BYTES = 4 << 20
@@ -47,7 +48,7 @@ class Worker:
         self._choose = choose
         self._stopped = stopped
         self._backends: dict[type[Backend], Backend] = {}
-        self._of_codes: Requantiser | None = None
+        self._coders: tuple[Requantiser, Quantiser] | None = None
 
     def write(self, unit: Unit, out: int) -> Sample | None:
         """Write the unit to its place in the descriptor `out`; return a sample of what rounding left of its change.
@@ -67,17 +68,23 @@ class Worker:
                 retained = self._backend(unit).run(unit, out)
                 return None if retained is None else (unit.out.name, unit.begin, retained)
             case RequantiseUnit():
-                retained = self._requantiser().run(unit, out)
+                retained = self._of_codes()[0].run(unit, out)
                 return None if retained is None else (unit.out.name, unit.begin, retained)
+            case QuantiseUnit():
+                self._of_codes()[1].run(unit, out)
+                return None
             case _:
                 return assert_never(unit)
 
-    def _requantiser(self) -> Requantiser:
-        if self._of_codes is None:
-            from lora_tool.execution.requantised import Requantiser  # noqa: PLC0415 - numpy, for few plans
+    def _of_codes(self) -> tuple[Requantiser, Quantiser]:
+        if self._coders is None:
+            from lora_tool.execution.numbers import Numbers  # noqa: PLC0415 - numpy, for few plans
+            from lora_tool.execution.quantised import Quantiser  # noqa: PLC0415 - see above
+            from lora_tool.execution.requantised import Requantiser  # noqa: PLC0415 - see above
 
-            self._of_codes = Requantiser(self._sources, self._precision, self._stopped)
-        return self._of_codes
+            numbers = Numbers(self._sources, self._precision, self._stopped)
+            self._coders = Requantiser(numbers), Quantiser(numbers)
+        return self._coders
 
     def _backend(self, unit: ComputeUnit) -> Backend:
         chosen = self._choose(self._precision, unit.op)

@@ -21,7 +21,7 @@ from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.state_dicts import module_names
+from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
@@ -85,8 +85,10 @@ class DcpFolder:
         return tuple(name for name in self.filenames if not (self.folder / name).exists())
 
 
-def read_dcp(folder: Path) -> DcpFolder:
+def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
     """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
+
+    Of several modules `module` is the wanted one.
 
     Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
     compressed chunks.
@@ -94,7 +96,7 @@ def read_dcp(folder: Path) -> DcpFolder:
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage))
+        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage), module)
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
     held, problems = _read_pieces(found)
@@ -105,7 +107,7 @@ def _no_storage(_: object) -> NoReturn:
     raise ValueError("holds a pickle with storages, which metadata never has")
 
 
-def _interpret(folder: Path, found: object) -> DcpFolder:
+def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     if not isinstance(found, Stub):
         raise ValueError("does not hold a Metadata object")  # noqa: TRY004 - of the file, not of Python
     stored, storage = found.get("state_dict_metadata", dict), found.get("storage_data", dict)
@@ -120,7 +122,7 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = (found.get("planner_data", dict) or {}).items()
     paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
-    names = module_names(folder, paths)
+    names = module_names(folder, paths, module)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         raise ValueError("gives two tensors the same name, or one tensor an invalid name")
     places = {
@@ -130,11 +132,17 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     }
     tensors = {name: _described(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta", Stub)
-    others = {
-        ".".join(map(str, path[: max(1, min(2, len(path) - 1))])) for fqn, path in paths.items() if fqn not in names
-    }
+    others = {_state_of(path) for fqn, path in paths.items() if fqn not in names}
     save_id = meta.get("save_id", str) if meta else None
     return DcpFolder(folder=folder, tensors=tensors, beside=tuple(sorted(others)), save_id=save_id)
+
+
+def _state_of(path: tuple[Any, ...]) -> str:
+    """Return what a tensor that is no weight belongs to: its first keys; of flattened moments the optimizer's own."""
+    first = str(path[0])
+    if len(path) == 1:
+        return first.partition(".")[0] if first.startswith("state.") else first
+    return ".".join(map(str, path[: min(2, len(path) - 1)]))
 
 
 def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
@@ -180,7 +188,8 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
 def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
     if info.get("transform_descriptors"):
         raise UnsupportedCheckpoint(
-            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})"
+            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})",
+            hint=f"write it into one file that is not compressed, and consolidate that: {TO_ONE_FILE}",
         )
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):

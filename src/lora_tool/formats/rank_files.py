@@ -98,10 +98,10 @@ class RankFolder:
         return max(told, default=0)
 
 
-def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:
+def read_rank_files(folder: Path, paths: Mapping[int, Path], module: str | None = None) -> RankFolder:
     """Return what the rank files `paths` of `folder` hold; files that cannot be read are among its problems.
 
-    No tensor is read, no code runs. Raises `UnsupportedCheckpoint` where they hold several modules, and for a tensor of
+    No tensor is read, no code runs. Of several modules `module` is the wanted one. Raises `UnsupportedCheckpoint` where they hold several modules, and for a tensor of
     which it is not known where its parts lie.
     """
     files: dict[int, RankFile] = {}
@@ -111,7 +111,7 @@ def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:
         try:
             require_inside(folder, path)
             file = read_torch_file(path, memory=memory)
-            files[rank] = RankFile(rank=rank, file=file, tensors=module_tensors(file))
+            files[rank] = RankFile(rank=rank, file=file, tensors=module_tensors(file, module))
         except CorruptFile as error:
             problems.append(error.problem)
     held: dict[str, list[tuple[RankFile, RankTensor]]] = {}

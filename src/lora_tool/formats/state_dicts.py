@@ -5,7 +5,8 @@ Programs put the module's state dict under a key, `model` say, beside those of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,13 @@ from lora_tool.tensors import is_tensor_name
 
 Value = TypeVar("Value")
 
-_TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
+TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
 _OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
 """Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+"""The keys of the state dict of every optimizer of torch's."""
 _OTHER_TENSORS = ("torch._utils._rebuild_", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 _DEEPEST = 4
 """Keys above the module's names, at most."""
@@ -32,26 +35,69 @@ RankTensor = LazyTensor | DistributedTensor
 """A tensor as one rank saved it: whole, or what it had of it."""
 
 
-def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
+def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str | None = None) -> dict[str, str]:
     """Return the checkpoint's name → the module's own, of the module's tensors alone; `paths` are the keys to each.
 
-    Raises `UnsupportedCheckpoint`, which names `path`, where there are several modules.
+    Of several modules `module` is the one that is wanted, by its keys with dots between. Raises `UnsupportedCheckpoint`,
+    which names `path`, where there are several and none is wanted, or no such one.
     """
-    weights = {fqn: keys for fqn, keys in paths.items() if _OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST])}
-    modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))}
-    if not modules and all(len(keys) > 1 for keys in weights.values()):
-        modules = {keys[:1] for keys in weights.values()}
-    if not modules:
-        return {fqn: ".".join(map(str, keys)) for fqn, keys in weights.items()}
-    shallowest = min(map(len, modules))
-    found = sorted((module for module in modules if len(module) == shallowest), key=str)
-    if len(found) > 1:
-        listed = some([".".join(map(str, module)) for module in found])
-        message = f"{path} holds the states of {len(found)} modules: {listed}"
-        hint = f"save only the one that you want; to write all of them into one file: {_TO_ONE_FILE}"
-        raise UnsupportedCheckpoint(message, hint=hint)
-    inside = {fqn: keys[shallowest:] for fqn, keys in weights.items() if keys[:shallowest] == found[0]}
+    held = frozenset(paths.values())
+    weights = {
+        fqn: keys
+        for fqn, keys in paths.items()
+        if _OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST]) and not _is_moment(keys, held)
+    }
+    modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))} or _unnamed(weights.values())
+    if not modules and module is None:
+        flat = {fqn: keys for fqn, keys in weights.items() if len(keys) == 1}
+        inside = flat if any(map(_has_dots, flat.values())) else weights
+        return {fqn: ".".join(map(str, keys)) for fqn, keys in inside.items()}
+    chosen = _chosen({".".join(map(str, keys)): keys for keys in sorted(modules, key=str)}, path, module)
+    inside = {fqn: keys[len(chosen) :] for fqn, keys in weights.items() if keys[: len(chosen)] == chosen}
     return {fqn: ".".join(map(str, keys)) for fqn, keys in inside.items()}
+
+
+def _chosen(modules: Mapping[str, tuple[Any, ...]], path: Path, wanted: str | None) -> tuple[Any, ...]:
+    """Return the keys of the module that is wanted, or of the only one that lies least deep."""
+    if wanted is not None and wanted in modules:
+        return modules[wanted]
+    shallowest = min(map(len, modules.values()), default=0)
+    found = [name for name, keys in modules.items() if len(keys) == shallowest]
+    if wanted is None and len(found) == 1:
+        return modules[found[0]]
+    if wanted is not None:
+        message = f"{path} holds no module `{wanted}`{f', but {some(list(modules))}' if modules else ' by a key'}"
+        raise UnsupportedCheckpoint(message)
+    folder = shlex.quote(str(path.parent if path.suffix else path))
+    raise UnsupportedCheckpoint(
+        f"{path} holds the states of {len(found)} modules: {some(found)}",
+        hint=f"choose one: lora-tool consolidate {folder} --tag {shlex.quote(found[0])}",
+    )
+
+
+def _is_moment(keys: tuple[Any, ...], held: Container[tuple[Any, ...]]) -> bool:
+    """Return whether it is the optimizer's, of a parameter in the same dict: ``state.norm.weight.exp_avg``, as torch's
+    flattened optimizer states are.
+    """
+    of, _, rest = str(keys[-1]).partition(".")
+    return of in _OF_OPTIMIZERS and (*keys[:-1], rest.rpartition(".")[0]) in held
+
+
+def _unnamed(paths: Collection[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    """Return the keys of the dicts that are states of modules although no key says so, nothing where none lies deeper.
+
+    Names of parameters have dots, those of counters and random states beside them have none, and an optimizer's state
+    has two keys of its own.
+    """
+    if any(len(keys) == 1 and _has_dots(keys) for keys in paths):
+        return set()
+    named = {keys[:1] for keys in paths if len(keys) > 1 and _has_dots(keys[1:]) and keys[1] not in _OF_OPTIMIZERS}
+    return named or ({keys[:1] for keys in paths} if all(len(keys) > 1 for keys in paths) else set())
+
+
+def _has_dots(keys: tuple[Any, ...]) -> bool:
+    """Return whether one of them is a name of several parts, as parameters have."""
+    return any("." in key for key in keys if type(key) is str)
 
 
 def _depth(keys: tuple[Any, ...]) -> int:
@@ -59,8 +105,10 @@ def _depth(keys: tuple[Any, ...]) -> int:
     return next((at + 1 for at, key in enumerate(keys[:-1][:_DEEPEST]) if type(key) is str and key in _MODEL_KEYS), 0)
 
 
-def module_tensors(file: TorchFile) -> dict[str, RankTensor]:
+def module_tensors(file: TorchFile, module: str | None = None) -> dict[str, RankTensor]:
     """Return the module's tensors in a file that `torch.save` wrote, by their own names, whatever dicts they lie in.
+
+    Of several modules `module` is the wanted one.
 
     Raises `CorruptFile` where it holds no dict or names that no tensor can have, and as `module_names`.
     """
@@ -68,7 +116,7 @@ def module_tensors(file: TorchFile) -> dict[str, RankTensor]:
         message = f"holds a {type(file.value).__name__}, expected a dict of tensors"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message)
     found = {str(number): (keys, tensor) for number, (keys, tensor) in enumerate(_leaves(file.value, ()))}
-    names = module_names(file.path, {number: keys for number, (keys, _) in found.items()})
+    names = module_names(file.path, {number: keys for number, (keys, _) in found.items()}, module)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         message = "gives two tensors the same name, or one tensor an invalid name"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message)

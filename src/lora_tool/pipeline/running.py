@@ -56,6 +56,8 @@ def run_each(
     options = jobs[0].options
     if options.base is not None:
         options = replace(options, base=opened_model(options.base, near=jobs[0].checkpoint))
+    if options.original is not None:
+        options = replace(options, original=opened_model(options.original, near=jobs[0].checkpoint))
     passes = Passes(spread=options.spread, jobs=options.jobs, one_by_one=options.allow_in_memory, watch=watch)
     open_base = cache(opened_model)
     all_of_them = []

@@ -101,6 +101,8 @@ def merge_several(
     names = names_of(listed)
     if asked.base is not None:
         asked = replace(asked, base=opened_model(asked.base))
+    if asked.original is not None:
+        asked = replace(asked, original=opened_model(asked.original))
     passes = Passes(
         spread=asked.spread,
         jobs=asked.jobs,

@@ -50,10 +50,14 @@ class DcpState(TrainingState):
 def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state of the module in a folder of torch distributed checkpoints; see `training_state`.
 
-    `tag` is the sub-folder of the model. Sub-folders that are not steps have no order, so that none is the newest.
+    `tag` is the sub-folder of the model, or, where only one may be it, the wanted one of several modules in there.
+    Sub-folders that are not steps have no order, so that none is the newest.
     """
     # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
-    parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")] if tag is None else [tag]
+    parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")]
+    module = tag if len(parts) == 1 and tag not in checkpoint.rank_files else None
+    if tag is not None and module is None:
+        parts = [tag]
     several = () if tag or not all(map(STEP.match, parts)) else parts
     if several and or_newest:
         parts = parts[-1:]
@@ -64,7 +68,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         )
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
     try:
-        found = read_dcp(folder)
+        found = read_dcp(folder, module)
     except CorruptFile as error:
         found = DcpFolder(folder=folder, tensors={}, problems=(error.problem,))
     lost = base_layers_left_out(found.tensors)

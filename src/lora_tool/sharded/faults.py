@@ -9,13 +9,12 @@ from pathlib import Path
 
 from lora_tool.errors import Problem
 from lora_tool.formats.torch_zip import TorchFile
-from lora_tool.keys import PREFIX
+from lora_tool.keys import LORA_FACTOR, PREFIX, has_lora_factor
 from lora_tool.report import Finding, Severity
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
 ANOTHER_TAG = "use another tag: lora-tool consolidate CKPT --tag T"
 
-_LORA = re.compile(r"\.lora_(embedding_)?A\.")
 _BASE = re.compile(r"\.base_layer(?=\.)")
 
 
@@ -93,16 +92,12 @@ def adapter_left_out(path: Path, names: Collection[str]) -> Iterator[Finding]:
     )
 
 
-def has_lora_factor(name: str) -> bool:
-    """Return whether it is the name of a lora_A, of a matrix or an embedding."""
-    return _LORA.search(name) is not None
-
-
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
     """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
-    adapted = {name[: match.start()] for name in names if (match := _LORA.search(name))}
+    adapted = {name[: match.start()] for name in names if (match := LORA_FACTOR.search(name))}
     # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
     # PEFT saves a bias there that it trained, without the weight
     weights = [name for name in names if ".lora_" not in name and not name.endswith(".base_layer.bias")]
     held = {name[: match.start()] for name in weights for match in _BASE.finditer(name)}
+    held |= {module for module in adapted if f"{module}.weight" in names}  # prime-rl saves the base under its own names
     return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))

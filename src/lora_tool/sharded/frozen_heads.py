@@ -6,28 +6,29 @@ reward is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool import keys
-from lora_tool.architectures.heads import NEW_MODULES, head_of
+from lora_tool.architectures.heads import NEW_MODULES, head_of, head_path
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
 from lora_tool.formats.files import read_json
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import AdapterKey, Part, has_lora_factor
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import fault
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.wrapped_names import wrapper_of
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
 
 
 def has_lora(names: Mapping[str, StateEntry]) -> bool:
     """Return whether a training module's names are those of a PEFT model with LoRA."""
-    return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
+    return any(map(has_lora_factor, names))
 
 
 def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
@@ -37,10 +38,17 @@ def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name without what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing."""
+    """Return a name without what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing.
+
+    A `PeftModel` around another has PEFT's prefix twice, and what is below the last is the model's.
+    """
     name = keys.unwrapped(name)
-    at = name.find(keys.PREFIX)
-    return name[at:] if at > 0 else name
+    _, prefix, module = f".{name}".rpartition(f".{keys.PREFIX}")
+    if prefix:
+        return keys.PREFIX + module
+    while module.startswith(".module."):
+        module = module.removeprefix(".module")
+    return module[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +64,35 @@ class Heads:
 
 
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
-    """Return the tensors' names, and those without values, each parsed without what wrappers put into it."""
-    return {name: keys.parse(unwrapped_name(name)) for name in (*state.entries, *state.without_values)}
+    """Return the tensors' names, and those without values, each parsed without what wrappers put into it.
+
+    The weight and the bias of a module under LoRA are those of its base layer, also where, as prime-rl saves them, their
+    names do not say so.
+    """
+    names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
+    wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
+    parsed = {name: keys.parse(bare.removeprefix(wrapper)) for name, bare in names.items()}
+    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A}
+    bare = {
+        key.module
+        for key in parsed.values()
+        if key.part is Part.PLAIN and key.leaf == "weight" and key.module in adapted
+    }
+    return {
+        name: replace(key, part=Part.BASE_LAYER) if key.part is Part.PLAIN and key.module in bare else key
+        for name, key in parsed.items()
+    }
+
+
+def outside_names(parsed: Mapping[str, AdapterKey]) -> frozenset[str]:
+    """Return the names that are not below PEFT's prefix where those of LoRA are: of a network around the PEFT model.
+
+    TRL's and LLaMA-Factory's value heads are such, ``v_head.summary`` beside ``pretrained_model.base_model.model``.
+    """
+    factors = (key for key in parsed.values() if key.part in (Part.LORA_A, Part.EMBEDDING_A))
+    if not any(key.prefixed for key in factors):
+        return frozenset()
+    return frozenset(name for name, key in parsed.items() if not key.prefixed)
 
 
 def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
@@ -65,6 +100,8 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
 
     `config` is None where the adapter has none.
     """
+    outside = outside_names(parsed)
+    parsed = {name: key for name, key in parsed.items() if name not in outside}
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and is_new_head(key.module)}
     plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and is_new_head(key.module)} - trained
@@ -103,7 +140,7 @@ def _not_saved(
     nothing is lost, so other modules are a warning.
     """
     others = (Part.SAVED_MODULE, Part.PLAIN, Part.BASE_LAYER)
-    whole = any(parsed[name].part in others for name in state.entries)
+    whole = any(name in state.entries and key.part in others for name, key in parsed.items())
     if config is None or whole or any(entry.role is not Role.SAVED for entry in state.entries.values()):
         return
     heads = [name for name in config.modules_to_save if is_new_head(name)]
@@ -124,6 +161,14 @@ def _classifier(config: AdapterConfig) -> str | None:
     mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
     name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
+
+
+def saved_as(module: str, adapted: Collection[str]) -> str:
+    """Return what `modules_to_save` has to name for PEFT to load a module whole: the head that it lies in, which may be
+    several layers deep, unless one of the `adapted` modules, those with LoRA, lies in there too.
+    """
+    head = head_path(module, NEW_MODULES)
+    return module if any(f"{each}.".startswith(f"{head}.") for each in adapted) else head
 
 
 def is_new_head(module: str) -> bool:

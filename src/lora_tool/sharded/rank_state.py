@@ -94,11 +94,15 @@ def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
 
 
 def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
-    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`."""
-    require_tag_here(checkpoint, tag)
+    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`.
+
+    `tag` is the wanted module of a file that holds several.
+    """
     (name,) = checkpoint.rank_files["."]
     path = checkpoint.root / name
-    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"training state {path}", alone=True)
+    module = tag if tag != "." else None
+    title = f"training state {path}"
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=title, alone=True, module=module)
 
 
 def _state(
@@ -109,10 +113,11 @@ def _state(
     ranks: int | None,
     title: str,
     alone: bool = False,
+    module: str | None = None,
     faults: Iterable[Finding] = (),
 ) -> RankState:
     folder = _inside(checkpoint, tag)
-    found = read_rank_files(folder, paths)
+    found = read_rank_files(folder, paths, module)
     flat = {name: math.prod(tensor.shape) for name, tensor in found.tensors.items() if tensor.flat}
     known = flat_shapes(flat, hidden=size_near("hidden_size", folder, folder.absolute().parent)) if flat else {}
     shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}

@@ -12,8 +12,8 @@ from typing import Any
 
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
+from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding
-from lora_tool.sharded.faults import has_lora_factor
 from lora_tool.sharded.file_values import FileValues, ValuePiece
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorTable

@@ -12,13 +12,13 @@ from lora_tool.display import counted, some
 from lora_tool.formats.partitions import groups_of, leftover
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, OptimStates
+from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.expert_checks import expert_faults
 from lora_tool.sharded.faults import (
     ANOTHER_TAG,
     COPY,
     fault,
-    has_lora_factor,
     moved_files,
     odd_ones_out,
     repeated_files,

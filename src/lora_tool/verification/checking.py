@@ -17,6 +17,7 @@ from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
@@ -35,6 +36,7 @@ from lora_tool.verification.pieces import (
     sampled_stretches,
     stretches,
 )
+from lora_tool.verification.quantised import fresh_rows, fresh_tally, written_afresh
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.requantised import (
     half_steps,
@@ -113,12 +115,16 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
     if isinstance(step.op, Requantise):
         written = written_as(step.op, tensors)
         return None if written is None else tuple(requantised_parts(step.out.name, step.op, written))
+    if isinstance(step.op, Quantise):
+        afresh = written_afresh(step.op, tensors)
+        return None if afresh is None else (Compared(name=step.out.name, op=step.op, stored=stored, written=afresh),)
     return parts_of(step, stored)
 
 
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
-    if isinstance(part.op, Requantise):
-        for tiles in batched(scale_rows(part, all_of_them=level is Level.FULL), _TASK_PIECES):
+    if isinstance(part.op, Requantise | Quantise):
+        rows_of_part = scale_rows if isinstance(part.op, Requantise) else fresh_rows
+        for tiles in batched(rows_of_part(part, all_of_them=level is Level.FULL), _TASK_PIECES):
             yield _Task(part=part, rows=tiles)
     elif part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
@@ -168,14 +174,24 @@ def _in_parallel(
             raise
 
 
+def _coded_blocks(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
+    """Yield what was seen of codes and scales that are no numbers by themselves."""
+    for [(first, last)] in task.rows:
+        with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+            if isinstance(task.part.op, Requantise):
+                yield scale_tally(task.part, first, last, files)
+            else:
+                yield fresh_tally(task.part, first, last, files, recomputer, precision)
+
+
 def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
     part = task.part
     if task.stretches:
         for start, nbytes in task.stretches:
             yield _compare_bytes(part, files, start, nbytes)
         return
-    if isinstance(part.op, Requantise):
-        yield from (scale_tally(part, first, last, files) for [(first, last)] in task.rows)
+    if isinstance(part.op, Requantise | Quantise):
+        yield from _coded_blocks(task, files, recomputer, precision)
         return
     dtype = part.stored.dtype
     if part.op.taken_out and part.op.source.dtype is not dtype:

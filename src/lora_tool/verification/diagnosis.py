@@ -12,6 +12,7 @@ from lora_tool.actions import TensorAction, Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, limits
 from lora_tool.plan.core.ops import LowRank, RowOp
+from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
@@ -94,8 +95,9 @@ class _Diagnosis:
 def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
-    if part.copied or isinstance(op, Requantise):
-        return _Diagnosis(Verdict.DIFFERENT)
+    if part.copied or isinstance(op, Requantise | Quantise):
+        unmoved = isinstance(op, Quantise) and not tally.moved
+        return _Diagnosis(Verdict.UNCHANGED if unmoved else Verdict.DIFFERENT)
     if not tally.moved and not op.keeps_values:
         return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
     rows = _a_sample(part)
@@ -162,7 +164,7 @@ def _misread(op: RowOp, part: Compared, files: Files) -> str:
 def _misstored(op: RowOp, part: Compared, files: Files) -> str:
     """Return how merged numbers were made codes wrongly, where that gives the codes of the part; "" elsewhere."""
     base, written = encoding_of(op.source), part.written
-    if written is None or not isinstance(base, Requantisable):
+    if not isinstance(written, Requantisable) or not isinstance(base, Requantisable):
         return ""
     rows, wide = _a_sample(part), working_type(op, part.stored.dtype)
     expected = Recomputer(files).whole(op, rows, wide)

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lora_tool.actions import Verdict
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import architecture_of
 from lora_tool.checkpoint import ModelDir
@@ -26,7 +25,7 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Array, Files
 from lora_tool.verification.initial import CannotTellError, taken
-from lora_tool.verification.products import evidence_of_each, evidence_of_factors
+from lora_tool.verification.products import evidence_of_each, evidence_of_factors, unknown_of_factors
 
 _DOUBLE = np.dtype(np.float64)
 _BLOCK = 1 << 19
@@ -81,15 +80,7 @@ def check_computed(
             else:
                 expected = _of_layer(layers[module], view, base, told.get(module, 0.0), files)
         except CannotTellError as error:
-            found = evidence_of_factors(written, "", None)
-            return TensorEvidence(
-                name=found.name,
-                action=found.action,
-                verdict=Verdict.UNKNOWN,
-                compared=0,
-                numel=found.numel,
-                reason=str(error),
-            )
+            return unknown_of_factors(written, str(error))
         return _compared(expected, written, files)
 
     return evidence_of_each(((each, each.terms[0]) for each in made), one, progress)

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.plan.core.ops import Cast, Computed, Copy, Dequantise, Op, RowOp, row_ops
-from lora_tool.plan.core.requantise import Requantise
+from lora_tool.formats.quantised.grids import Blockwise, Requantisable
+from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Rows, rows_and_columns
@@ -38,10 +37,10 @@ class Compared:
     """Elements of the tensor `name` from `begin`, as stored in the merged model, and the operation that makes them."""
 
     name: str
-    op: RowOp | Requantise[Computed]
+    op: RowOp | Coded
     stored: StoredTensor
     begin: int = 0
-    written: Requantisable | None = None
+    written: Requantisable | Blockwise | None = None
     """The codes and scales in the merged model, where `stored` is one of them or what they stand for."""
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -23,6 +23,7 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, Files, rows_and_columns
+from lora_tool.verification.initial import CannotTellError
 
 _DOUBLE = np.dtype(np.float64)
 _EPSILON = float(np.finfo(np.float64).eps)
@@ -96,11 +97,21 @@ def evidence_of_factors(written: Term, reason: str, distance: float | None) -> T
     )
 
 
+def unknown_of_factors(written: Term, reason: str) -> TensorEvidence:
+    """Return the evidence of factors that nothing can be said of, for a `reason`."""
+    return replace(evidence_of_factors(written, reason, None), verdict=Verdict.UNKNOWN, compared=0, wrong=0)
+
+
 def _evidence(factors: Factors, written: Term, files: Files, *, least: float, exact: bool) -> TensorEvidence:
     fits = (written.b.shape[0], written.a.shape[1]) == (factors.out, factors.width)
-    found = difference(factors, written, files, exact=exact) if fits else None
+    try:
+        found = difference(factors, written, files, exact=exact) if fits else None
+    except CannotTellError as error:
+        return unknown_of_factors(written, str(error))
     share = 1.0 if found is None or not found.norm else found.found / found.norm
-    if found is None:
+    if found is not None and not math.isfinite(found.found):
+        reason = "holds NaN or infinity, or values whose products overflow"
+    elif found is None:
         reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], but the sum is [{factors.out}, {factors.width}]"
     elif not found.right:
         nearest = "no difference" if exact else f"{found.best:.6g}, the least at rank {written.rank}"
@@ -113,13 +124,18 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
 
 
 def difference(factors: Factors, written: Term, files: Files, *, exact: bool) -> Difference:
-    """Return how far `written` is from the sum, and how near it could be; at its own rank, or, `exact`, at any."""
+    """Return how far `written` is from the sum, and how near it could be; at its own rank, or, `exact`, at any.
+
+    Raises `CannotTellError` where the sum is of no numbers.
+    """
     terms = (*factors.terms, written)
     scales = np.concatenate([np.full(each.rank, each.scale) for each in factors.terms])
     signed = np.concatenate([scales, np.full(written.rank, -written.scale)])
     left = _triangle([each.b for each in terms], files, below=False)
     right = _triangle([each.a for each in terms], files, below=True)
     own = len(scales)
+    if not all(np.isfinite(each[:, :own]).all() for each in (left, right)):
+        raise CannotTellError("a factor of its inputs holds NaN or infinity")
     values = np.linalg.svd((left[:, :own] * scales) @ right[:, :own].T, compute_uv=False)
     rest = values[len(values) if exact else written.rank :]
     sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=0) * np.abs(signed)

@@ -41,7 +41,8 @@ Products = Callable[[Array, Array], Array]
 
 _MATRIX = 2
 _NORM_WEIGHTS = 1 << 20
-_STRIP = 1 << 12
+_STRIP = 1 << 10
+_PART_WEIGHTS = 1 << 16
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -195,8 +196,10 @@ class Recomputer:
         exact = np.dtype(np.float64 if any(part.dtype is DType.F64 for part in parts) else np.float32)
         whole, at = np.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), exact), 0
         for part in parts:
-            whole[at : at + part.shape[0]] = self._files.matrix(part, None, exact)
-            at += part.shape[0]
+            for rows in row_blocks(part, _PART_WEIGHTS):
+                block = self._files.matrix(part, rows, exact)
+                whole[at : at + len(block)] = block
+                at += len(block)
         return whole
 
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:

@@ -56,8 +56,8 @@ def requantised_parts(name: str, op: Requantise[Computed], written: Requantisabl
 def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     """Return half the distance between neighbouring codes at each of these rows' codes, as numbers, [rows, columns]."""
     written = part.written
-    if written is None:
-        raise AssertionError(f"`{part.name}` holds no codes")
+    if not isinstance(written, Requantisable):
+        raise TypeError(f"`{part.name}` holds no codes with kept scales")
     grid = grid_of(written)
     above = part.begin // grid.width
     own = [(first + above, last + above) for first, last in rows]
@@ -80,8 +80,8 @@ def step_bound(bound: Bound) -> Bound:
 def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
     """Return what was seen of these rows of scales."""
     written = part.written
-    if written is None or not isinstance(part.op, Requantise):
-        raise AssertionError(f"`{part.name}` holds no scales")
+    if not isinstance(written, Requantisable) or not isinstance(part.op, Requantise):
+        raise TypeError(f"`{part.name}` holds no kept scales")
     grid, base = grid_of(written), scales_of(part.op.encoding)
     now, before = (_scales(tensor, grid, (first, last), files) for tensor in (part.stored, base))
     differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
@@ -123,7 +123,7 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     found = np.zeros((of[1] - of[0], grid.across), np.bool_)
     edges = np.arange(0, grid.width, grid.tile[1])
     for rows, own in grid.parts(first, last, of[0]):
-        full: Array = is_full[raw[rows]]
+        full: Array = np.take(is_full, raw[rows])
         full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
         found[own] = np.logical_or.reduceat(full, edges, axis=1)
     return found

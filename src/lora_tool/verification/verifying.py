@@ -75,6 +75,7 @@ def verify(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
+    original: Reference | None = None,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -91,7 +92,7 @@ def verify(
     watch: StageWatch = unwatched,
 ) -> Verification:
     """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
-    evidence.
+    evidence. `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too.
 
     An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
     it.
@@ -115,7 +116,7 @@ def verify(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
-    inputs = find_inputs(merged, base=base, adapters=adapters)
+    inputs = find_inputs(merged, base=base, adapters=adapters, original=original)
     return verify_inputs(
         inputs,
         level=level,

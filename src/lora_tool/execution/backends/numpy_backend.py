@@ -44,7 +44,7 @@ last-level cache (measured best of 2^17 … 2^21)."""
 
 _WIDER = 4
 """Blocks of factors are this many times smaller: they are computed in float64, from more values."""
-_STRIP, _TALL = 1 << 11, 1 << 10
+_STRIP, _TALL = 1 << 9, 1 << 9
 """Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
@@ -203,14 +203,23 @@ class NumpyBackend:
             columns = op.matrix.values[:, first:last].T
             stacked = self._stacked(op.parts)
             for at in range(0, op.shape[1], _STRIP):
-                strip = slice(at, at + _STRIP)
-                wide = np.concatenate([part[:, strip] for part in stacked]).astype(self._wide)
-                np.matmul(columns, wide, out=made[:, strip])
+                strip = slice(at, min(at + _STRIP, op.shape[1]))
+                wide = self._buffer("factors", (op.matrix.rows, strip.stop - at), self._wide)
+                np.matmul(
+                    columns,
+                    np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
+                    out=made[:, strip],
+                )
         else:
             for at in range(first, last, _TALL):
                 end = min(at + _TALL, last)
-                wide = np.concatenate([self._rows(part, at, end) for part in op.parts], axis=1).astype(self._wide)
-                np.matmul(wide, op.matrix.values, out=made[at - first : end - first])
+                wide = self._buffer("factors", (end - at, op.matrix.rows), self._wide)
+                rows = [self._rows(part, at, end) for part in op.parts]
+                np.matmul(
+                    np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
+                    op.matrix.values,
+                    out=made[at - first : end - first],
+                )
         return made.reshape(-1)
 
     def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:

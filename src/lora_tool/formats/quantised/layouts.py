@@ -153,6 +153,8 @@ class _Layouts(Parts):
         if tensor.dtype is DType.U8:
             by_end["_blocks"] = self._gpt_oss
             by_end |= {".weight": self._fp4_modelopt} if f"{name}_scale_2" in self.tensors else {}
+        if tensor.dtype is DType.I8 and self._scales_of_halves(name, tensor):
+            return self._fp4_of_integers
         of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
         if of_integers or of_floats:
@@ -260,6 +262,19 @@ class _Layouts(Parts):
     def _fp4_modelopt(self, name: str, codes: StoredTensor) -> Encoding:
         overall = self.tensors[f"{name}_scale_2"]
         return self._fp4(name, codes, f"{name}_scale", (DType.F8_E4M3,), DType.F32, overall, divides=False)
+
+    def _scales_of_halves(self, name: str, codes: StoredTensor) -> str | None:
+        """Return the powers of two that are scales where a byte is two values, one for each 32 of a row: DeepSeek-V4's."""
+        shape = (*codes.shape[:-1], 2 * codes.shape[-1] // _MX) if len(codes.shape) == _MATRIX else ()
+        for each in (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"):
+            scales = self.tensors.get(each)
+            if scales is not None and scales.dtype in _POWERS and scales.shape == shape:
+                return each
+        return None
+
+    def _fp4_of_integers(self, name: str, codes: StoredTensor) -> Encoding:
+        scales = self._scales_of_halves(name, codes) or ""
+        return self._fp4(name, codes, scales, _POWERS, DType.BF16, None, divides=False)
 
     @staticmethod
     def _of_bytes(codes: StoredTensor) -> StoredTensor:

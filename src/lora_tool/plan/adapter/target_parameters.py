@@ -32,7 +32,7 @@ def parameter_term(
         b=b,
         scaling=config.scaling(parameter),
         experts=experts,
-        layout=_layout(config, b, layout) if experts > 1 else ExpertLayout.RANK_MAJOR,
+        layout=layout_of(config, b, layout) if experts > 1 else ExpertLayout.RANK_MAJOR,
     )
 
 
@@ -41,7 +41,11 @@ def stack_is_transposed(parameter: str, facts: ModelFacts) -> bool:
     return len(facts.shapes[parameter]) == _STACK and parameter.rpartition(".")[0] in facts.transposed
 
 
-def _layout(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None) -> ExpertLayout:
+def layout_of(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None = None) -> ExpertLayout:
+    """Return how the columns of a fused lora_B belong to experts: as `asked`, else as the config says.
+
+    Raises `WrongValue` where the two differ, `UnsupportedAdapter` where Unsloth wrote it and neither says.
+    """
     named = config.expert_layout
     if asked is not None and named not in (None, asked.value):
         raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was requested')
@@ -49,6 +53,7 @@ def _layout(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None) 
         raise UnsupportedAdapter(
             f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
             "2026-09. The file does not record which order it has, and the wrong one gives plausible garbage",
-            hint='`expert_layout="grouped-by-expert"` if it was trained before that, `expert_layout="rank-major"` if after',
+            hint=f'write "lora_B_layout" into {config.path.name}: "{ExpertLayout.GROUPED_BY_EXPERT.value}" if it was trained '
+            f'before that, "{ExpertLayout.RANK_MAJOR.value}" if after; to merge, `expert_layout="…"` says the same',
         )
     return asked or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
+from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
@@ -17,14 +17,10 @@ def require_sums(view: AdapterView) -> None:
 
     Raises `UnsupportedAdapter` naming the first feature in the way.
     """
+    require_known(view)
     config = view.config
     root = shlex.quote(str(view.adapter.root))
     merge = f"merge it instead, which is exact: lora-tool merge {root}"
-    for refusal in refusals_of_config(view):
-        raise UnsupportedAdapter(
-            f"{config.path}: {refusal.text}",
-            hint=f"lora-tool merge --allow-in-memory {root}" if refusal.in_memory else refusal.hint,
-        )
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
         raise UnsupportedAdapter(
             f"{config.path}: DoRA scales the rows of W + ΔW, so its change is not a product of two factors", hint=merge
@@ -33,7 +29,7 @@ def require_sums(view: AdapterView) -> None:
         raise UnsupportedAdapter(
             f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT subtracts the untrained factors from the "
             "base first, so B·A alone is not the change",
-            hint=AS_PLAIN_LORA,
+            hint=f"write it as plain LoRA first: lora-tool prepare {root} --for peft --base BASE -o PLAIN",
         )
     if config.target_parameters:
         raise UnsupportedAdapter(
@@ -43,6 +39,18 @@ def require_sums(view: AdapterView) -> None:
     if not view.layers:
         raise UnsupportedAdapter(
             f"{view.adapter.root} has no LoRA layers, so there is nothing to compute with", hint=merge
+        )
+
+
+def require_known(view: AdapterView) -> None:
+    """Return if the adapter's config asks for nothing that changes a model otherwise than by factors.
+
+    Raises `UnsupportedAdapter` naming the first such feature.
+    """
+    for refusal in refusals_of_config(view):
+        in_memory = f"merge it with PEFT: lora-tool merge --allow-in-memory {shlex.quote(str(view.adapter.root))}"
+        raise UnsupportedAdapter(
+            f"{view.config.path}: {refusal.text}", hint=in_memory if refusal.in_memory else refusal.hint
         )
 
 

@@ -103,7 +103,9 @@ def nearest_to(
                 norm += float(np.dot(wide, wide))
             applied += difference.T @ (difference @ block)
         if not math.isfinite(norm):
-            raise UnsupportedAdapter(f"{name} holds NaN or infinity")
+            raise UnsupportedAdapter(
+                f"{name} holds NaN or infinity", hint="lora-tool validate --deep on both models names the tensor"
+            )
         block = np.linalg.qr(applied).Q
         kept.append(block)
     # in float64, for what is left of ‖D‖ is the difference of two sums of squares

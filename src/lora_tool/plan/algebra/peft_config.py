@@ -31,10 +31,17 @@ PLAIN: Mapping[str, Any] = {
 """The fields of every adapter whose B·A is its ΔW."""
 
 
-def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, base: Path | None = None) -> SideFile:
+def config_of_sum(
+    views: Sequence[AdapterView],
+    ranks: Mapping[str, int],
+    *,
+    base: Path | None = None,
+    head_of: AdapterView | None = None,
+) -> SideFile:
     """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
 
-    PEFT scales by alpha / r, and alpha is r in every module. Raises `UnsupportedAdapter` where the adapters' configs
+    PEFT scales by alpha / r, and alpha is r in every module. Trained tokens are those of `head_of` where several have
+    some. Raises `UnsupportedAdapter` where the adapters' configs
     contradict each other in what cannot be added up.
     """
     first = views[0].config
@@ -50,12 +57,19 @@ def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, bas
     saved = [name for view in views for name in view.config.modules_to_save]
     raw["modules_to_save"] = list(dict.fromkeys(saved)) or None
     raw["bias"] = max((view.config.bias for view in views), key=_BIASES.index)
-    tokens = next((view for view in views if view.tokens), None)
-    if tokens is not None:
-        raw["trainable_token_indices"] = read_json(tokens.config.path).get("trainable_token_indices")
+    if trained := sorted((view for view in views if view.tokens), key=lambda view: view is not head_of):
+        raw["trainable_token_indices"] = _tokens(trained)
     raw["base_model_name_or_path"] = str(base.resolve()) if base else base_of(first)
     reason = f"that of {first.path.parent}, with scaling 1 everywhere"
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
+
+
+def _tokens(views: Sequence[AdapterView]) -> Any:  # noqa: ANN401 - a list or a table, as PEFT has it
+    """Return the field of trained tokens: that of the first, unless others trained those of other embeddings too."""
+    held = {module: each.indices for view in reversed(views) for module, each in view.tokens.items()}
+    if held.keys() == views[0].tokens.keys():
+        return read_json(views[0].config.path).get("trainable_token_indices")
+    return {module.rpartition(".")[2]: list(indices) for module, indices in sorted(held.items())}
 
 
 def base_of(config: AdapterConfig) -> str | None:

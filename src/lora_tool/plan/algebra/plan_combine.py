@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lora_tool.adapter.view import view_of
+from lora_tool.adapter.view import AdapterView, TrainedTokens, view_of
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.display import counted
 from lora_tool.errors import WrongValue
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import Part
 from lora_tool.plan.algebra.factor_steps import exact_type, factor_steps
 from lora_tool.plan.algebra.fit import require_one_base, require_sums
 from lora_tool.plan.algebra.peft_config import config_of_sum
@@ -24,6 +26,8 @@ from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 from lora_tool.weighted import all_weighted, place_of
+
+_OF_TOKENS = (Part.TOKENS_DELTA, Part.TOKENS_BASE)
 
 
 def plan_combine(
@@ -90,7 +94,7 @@ def _planned(
 ) -> Plan:
     model = None if base is None else opened_model(base)
     judge = MergeJudge(ignore=tuple(ignore))
-    report = judge.as_stored(adapters, model, beside=_without_other_heads(adapters, head_of))
+    report = judge.as_stored(adapters, model, beside=_without_repeats(adapters, head_of))
     views = tuple(map(view_of, adapters))
     for view in views:
         require_sums(view)
@@ -109,7 +113,9 @@ def _planned(
         adapters,
         weights,
         steps,
-        config_of_sum(views, named, base=model.root if model else None),
+        config_of_sum(
+            views, named, base=model.root if model else None, head_of=None if head_of is None else views[head_of]
+        ),
         dropped=whole.dropped,
         findings=report.findings,
         notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
@@ -124,21 +130,40 @@ def _planned(
     )
 
 
-def _without_other_heads(adapters: Sequence[AdapterDir], head_of: int | None) -> tuple[AdapterDir, ...]:
-    """Return the adapters as they are judged together: without the whole tensors that `head_of` has, too."""
-    if head_of is None:
-        return tuple(adapters)
-    chosen = view_of(adapters[head_of]).saved.keys()
+def _without_repeats(adapters: Sequence[AdapterDir], head_of: int | None) -> tuple[AdapterDir, ...]:
+    """Return the adapters as they are judged together: each whole tensor that `head_of` has, and equal trained tokens, once."""
+    views = tuple(map(view_of, adapters))
+    chosen = None if head_of is None else views[head_of]
+    known = {} if chosen is None else dict(chosen.tokens)
+    lighter = []
+    for adapter, view in zip(adapters, views, strict=True):
+        gone: set[str] = set()
+        if chosen is not None and view is not chosen:
+            gone |= {tensor.name for name, tensor in view.saved.items() if name in chosen.saved}
+        repeated = {
+            module
+            for module, held in view.tokens.items()
+            if _is_known(held, known.setdefault(module, held), view, chosen)
+        }
+        gone |= {item.tensor.name for item in view.parts(*_OF_TOKENS) if item.module in repeated}
+        lighter.append(_without(adapter, gone))
+    return tuple(lighter)
 
-    def lighter(at: int, adapter: AdapterDir) -> AdapterDir:
-        if at == head_of:
-            return adapter
-        gone = {tensor.name for name, tensor in view_of(adapter).saved.items() if name in chosen}
-        left = {name: tensor for name, tensor in adapter.tensors.items() if name not in gone}
-        known = {name: key for name, key in adapter.keys.items() if name not in gone}
-        return replace(adapter, weights=replace(adapter.weights, tensors=left), keys=known)
 
-    return tuple(lighter(at, adapter) for at, adapter in enumerate(adapters))
+def _is_known(held: TrainedTokens, first: TrainedTokens, view: AdapterView, chosen: AdapterView | None) -> bool:
+    """Return whether other tokens are taken instead of those of `view`: those of the chosen adapter, or the same ones."""
+    if held is first:
+        return False
+    of_chosen = chosen is not None and view is not chosen and first in chosen.tokens.values()
+    return of_chosen or (held.indices == first.indices and same_values(held.rows, first.rows))
+
+
+def _without(adapter: AdapterDir, gone: Collection[str]) -> AdapterDir:
+    if not gone:
+        return adapter
+    left = {name: tensor for name, tensor in adapter.tensors.items() if name not in gone}
+    known = {name: key for name, key in adapter.keys.items() if name not in gone}
+    return replace(adapter, weights=replace(adapter.weights, tensors=left), keys=known)
 
 
 def _notes(

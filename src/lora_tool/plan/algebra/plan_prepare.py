@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
-from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
@@ -16,6 +15,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.mlx_form import (
     common_scale,
     is_of_expert,
@@ -139,8 +139,7 @@ def plan_prepare(
 def _require_form(view: AdapterView, server: Server, *, based: bool, approximate: bool) -> None:
     """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
-    for refusal in refusals_of_config(view):
-        raise UnsupportedAdapter(f"{config.path}: {refusal.text}", hint=refusal.hint)
+    require_known(view)
     found = list(in_the_way(view, form, based=based, approximate=approximate))
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))

@@ -30,6 +30,8 @@ from lora_tool.tensors import DType, StoredTensor
 _EPSILON = float(np.finfo(np.float64).eps)
 _CANCELLED = 1e-4
 """If ‖ΔW‖ is below this share of the sum of its terms' norms, they cancel too far for a Gram matrix."""
+_CANCELLED_IF_DEPENDENT = 0.5
+"""The same where columns of a factor are linearly dependent in a Gram matrix, which may be those that do not cancel."""
 _NEARLY_SINGULAR = 1e-10
 """An eigenvalue below this share of the largest has lost six digits in a Gram matrix."""
 
@@ -91,7 +93,9 @@ def compressed(factors: Factors, *, rank: int | None = None, keep: float = 1.0) 
     inverse = [np.divide(1.0, each, out=np.zeros(total), where=each > 0) for each in lengths]
     roots = [_root_of_gram(gram * np.outer(each, each)) for gram, each in zip(grams, inverse, strict=True)]
     core = scales * lengths[0] * lengths[1]
-    if any(root is None for root in roots) or _cancels(grams, scales, factors):
+    dependent = any(len(root[0]) < np.count_nonzero(each) for root, each in zip(roots, lengths, strict=True) if root)
+    least = _CANCELLED_IF_DEPENDENT if dependent else _CANCELLED
+    if any(root is None for root in roots) or _left_of_terms(grams, scales, factors) < least:
         parts = ((factors.b_parts, False), (factors.a_parts, True))
         triangles = [_triangle(some, total, below=below) for some, below in parts]
         roots = [_root_of_triangle(t * each) for t, each in zip(triangles, inverse, strict=True)]
@@ -134,17 +138,17 @@ def _root_of_triangle(triangle: Matrix) -> _Root:
     return roots[kept], turned[kept].T
 
 
-def _cancels(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> bool:
-    """Return whether ‖ΔW‖ is far below the sum of the norms of its terms."""
+def _left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
+    """Return ‖ΔW‖ as a share of the sum of the norms of its terms: little where they cancel, 1 of a single term."""
     if len(factors.terms) == 1:
-        return False
+        return 1.0
     products = grams[0] * grams[1] * np.outer(scales, scales)
     alone, at = 0.0, 0
     for term in factors.terms:
         own = slice(at, at + term.rank)
         alone += math.sqrt(max(float(products[own, own].sum()), 0.0))
         at += term.rank
-    return math.sqrt(max(float(products.sum()), 0.0)) < _CANCELLED * alone
+    return math.sqrt(max(float(products.sum()), 0.0)) / alone if alone else 1.0
 
 
 def _gram(parts: Sequence[StoredTensor], total: int, *, below: bool) -> Matrix:
@@ -170,7 +174,7 @@ def stacked_blocks(parts: Sequence[StoredTensor], total: int, *, below: bool) ->
     """
     stored = [_matrix(part) for part in parts]
     height = stored[0].shape[1 if below else 0]
-    step = max(total, BLOCK // (4 * max(1, total)))
+    step = max(total, BLOCK // (16 * max(1, total)))
     held = np.empty((total, min(step, height)) if below else (min(step, height), total))
     for at in range(0, height, step):
         rows = slice(at, min(at + step, height))

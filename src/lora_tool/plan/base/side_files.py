@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
+from lora_tool.checkpoint.quantised import quantisation_table
 from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import generation_config, model_config
-from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
+from lora_tool.formats.files import json_bytes, read_json, read_object, require_own_file, same_content
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
 
-_QUANTISATION = "hf_quant_config.json"
+_QUANTISATION, _EXCLUDED = "hf_quant_config.json", "exclude_modules"
 
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
@@ -39,7 +41,8 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     raw.update(changes)
     if isinstance(inner, dict) and "text_config" in changes:
         raw["text_config"] = {**inner, **changes["text_config"]}
-    content = json_bytes(raw, indent=2, sort_keys=True)
+    in_order = "dynamic" in quantisation_table(config)  # patterns of GPTQ, of which the first that matches counts
+    content = json_bytes(raw, indent=2, sort_keys=not in_order)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
     if config.edited:
@@ -127,10 +130,24 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
             yield _copied(base.folder, name, "base")
 
 
-def quantisation_file(base: ModelDir) -> Iterator[SideFile]:
-    """Yield the file in which modelopt says how weights are quantised, where they are still as it says."""
-    if _QUANTISATION in base.folder.files and not base.whole_config.edited:
+def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]:
+    """Yield the file in which modelopt says how weights are quantised: none where, by the new config, none is.
+
+    It names the modules, too, that only the new config names as plain. Raises `BrokenFile` for what is no JSON object.
+    """
+    if _QUANTISATION not in base.folder.files:
+        return
+    if not config.edited:
         yield _copied(base.folder, _QUANTISATION, "base")
+    elif table := quantisation_table(config):
+        raw = read_object(base.root / _QUANTISATION)
+        said = raw.get("quantization")
+        inner = said if isinstance(said, dict) else {}
+        held = inner.get(_EXCLUDED)
+        listed = held if isinstance(held, list) else []
+        added = [name for name in table.get("ignore") or () if name not in listed]
+        content = json_bytes({**raw, "quantization": {**inner, _EXCLUDED: [*listed, *added]}}, indent=2)
+        yield SideFile(filename=_QUANTISATION, content=content, reason="the base's, with fewer quantised modules")
 
 
 def _templates(folder: Folder) -> list[str]:

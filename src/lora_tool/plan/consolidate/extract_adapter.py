@@ -7,10 +7,11 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from lora_tool import keys
+from lora_tool.checkpoint import VALUE_HEAD
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.partitions import Role, StateEntry
@@ -23,7 +24,9 @@ from lora_tool.sharded.frozen_heads import (
     Heads,
     heads_of,
     is_new_head,
+    outside_names,
     parsed_keys,
+    saved_as,
     unwrapped_name,
 )
 from lora_tool.sharded.state import TrainingState
@@ -39,6 +42,8 @@ class Selection:
 
     names: Mapping[str, str]
     """Name in the output → name in the training module."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """The same of a value head around the PEFT model, which goes into a file of its own."""
     leftovers: tuple[tuple[str, str], ...] = ()
     """Names that stay behind, each with the reason."""
     side_files: tuple[SideFile, ...] = ()
@@ -56,46 +61,80 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     entries, config = state.entries, found.config
     known = parsed_keys(state)
     parsed = {name: known[name] for name in entries}
-    chosen = trained_adapter(entries, parsed)
+    chosen = trained_adapter(entries, parsed, config.path if found.raw is None else None)
     names: dict[str, str] = {}
+    outside = outside_names(known)
+    whole: list[str] = []
     alone = bool(state.without_values)  # saved without the base, so that all that was saved is the adapter's
     for name, key in parsed.items():
         role = entries[name].role
-        if key.part in _LORA and key.adapter_name in (chosen, None):
+        if name in outside:
+            if role is Role.TRAINED and not is_new_head(key.module):
+                raise _no_place(name, "lies outside of the PEFT model")
+        elif key.part in _LORA and key.adapter_name in (chosen, None):
             if key.canonical in names:
                 raise UnsupportedCheckpoint(f"`{name}` and `{names[key.canonical]}` would be one tensor of the adapter")
             names[key.canonical] = name
         elif key.part in _LORA or key.part is Part.ORIGINAL_MODULE:
             continue
         elif role is Role.TRAINED and not _is_bias(config, key):
-            raise UnsupportedCheckpoint(
-                f"`{name}` was trained, but is neither LoRA nor in `modules_to_save`: an adapter has no place for it",
-                hint='`what="state"` writes every tensor',
-            )
+            if not _can_be_saved_whole(key, known):
+                raise _no_place(name, "is neither LoRA nor in `modules_to_save`")
+            whole.append(key.module)
         elif role is Role.TRAINED or (role is Role.SAVED and (alone or _may_be_trained(config, key))):
             names[key.canonical] = name
+    names |= {key.canonical: name for name, key in parsed.items() if key.part is Part.PLAIN and key.module in whole}
     _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
     heads = heads_of(state, config, known)
     rescued = [name for name in heads.names if name not in names]
     names |= heads.names
+    beside = {
+        parsed[name].tensor: name for name in sorted(outside & entries.keys()) if is_new_head(parsed[name].module)
+    }
     return Selection(
         names=names,
-        leftovers=tuple(_left_behind(entries, frozenset(names.values()))),
-        side_files=(_config_file(found, _unnamed_heads(config, heads, names)),),
+        beside=beside,
+        leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *beside.values())), outside)),
+        side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
         faults=heads.faults,
-        notes=tuple(
-            f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued
+        notes=(
+            *(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued),
+            *(
+                f"{module} was trained whole: put into modules_to_save"
+                for module in dict.fromkeys(whole)
+                if not config.saves(module)
+            ),
+            *(f"{name} lies outside of the PEFT model: written into {VALUE_HEAD}" for name in beside),
         ),
         warnings=found.warnings,
     )
 
 
-def _unnamed_heads(config: AdapterConfig, heads: Heads, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the heads among `names` that PEFT would not load, as `modules_to_save` does not name them."""
-    plain = {key.module for key in map(keys.parse, names) if key.part is Part.PLAIN and key.leaf == "weight"}
-    named = frozenset(config.modules_to_save)
-    found = {*heads.whole_modules, *filter(is_new_head, plain)}
-    return tuple(sorted(module for module in found if not keys.is_under(module, named)))
+def _no_place(name: str, why: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"`{name}` was trained, but {why}: an adapter has no place for it", hint='`what="state"` writes every tensor'
+    )
+
+
+def _can_be_saved_whole(key: AdapterKey, parsed: Mapping[str, AdapterKey]) -> bool:
+    """Return whether `modules_to_save` can name the tensor's module by its path, and no other with it.
+
+    PEFT compares the ends of paths as text, so that ``model.norm`` would mean ``vision_model.norm`` too.
+    """
+    if key.part is not Part.PLAIN or key.leaf not in ("weight", "bias") or not key.module:
+        return False
+    return all(other.module == key.module or not other.module.endswith(key.module) for other in parsed.values())
+
+
+def _unnamed(config: AdapterConfig, heads: Heads, names: Mapping[str, str], whole: Collection[str]) -> tuple[str, ...]:
+    """Return the heads among `names` and the `whole` modules that PEFT would not load, as `modules_to_save` does not name
+    them.
+    """
+    parsed = [keys.parse(name) for name in names]
+    plain = {key.module for key in parsed if key.part is Part.PLAIN and key.leaf == "weight"}
+    adapted = {key.module for key in parsed if key.part is Part.LORA_A}
+    found = {*heads.whole_modules, *whole, *filter(is_new_head, plain)}
+    return tuple(sorted({saved_as(module, adapted) for module in found if not config.saves(module)}))
 
 
 def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
@@ -139,15 +178,19 @@ def _config_file(found: FoundConfig, saved: tuple[str, ...]) -> SideFile:
     return config_file(found.config, named, (*from_where, *why), rebuilt=found.raw)
 
 
-def _left_behind(entries: Mapping[str, StateEntry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _left_behind(
+    entries: Mapping[str, StateEntry], taken: frozenset[str], outside: frozenset[str]
+) -> Iterator[tuple[str, str]]:
     """Yield the names that are not in the adapter, each with the reason."""
     for name in entries:
         if name not in taken:
             part = keys.parse(unwrapped_name(name)).part
-            if part is Part.ORIGINAL_MODULE:
+            if name in outside:
+                yield name, "outside of the PEFT model"
+            elif part is Part.ORIGINAL_MODULE:
                 yield name, "the frozen original of a module that was trained whole"
             elif part in _LORA:
-                yield name, "belongs to another, frozen adapter"
+                yield name, "belongs to another adapter"
             elif entries[name].role is Role.SAVED:
                 yield name, "not LoRA: the base model has it; the checkpoint does not say whether it was trained"
             else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedCheckpoint
@@ -33,6 +33,7 @@ from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.sharded.wrapped_names import wrapper_of
 from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
@@ -95,13 +96,16 @@ def plan_consolidate(
     selection = _choose(target, state, found, dtype)
     kept += refuse_errors(selection.faults, ignored)
     _require_shapes(state, selection)
-    tensors = state.assemble(frozenset(selection.names.values()))
+    tensors = state.assemble(frozenset((*selection.names.values(), *selection.beside.values())))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
     shards = _shards(target, steps, max_shard_bytes)
     side_files = selection.side_files
-    if len(shards) > 1:
+    if selection.beside:
+        head = Shard(filename=VALUE_HEAD, steps=tuple(_steps(selection.beside, tensors, state.entries, dtype)))
+        shards = (*shards, head)
+    elif len(shards) > 1:
         index = SideFile(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
         )
@@ -194,7 +198,7 @@ def _refuse_foreign(state: TrainingState) -> None:
 
 def _require_shapes(state: TrainingState, selection: Selection) -> None:
     """Raise `UnsupportedCheckpoint` if a requested tensor is a row of elements without a shape."""
-    lost = sorted(state.shapeless.intersection(selection.names.values()))
+    lost = sorted(state.shapeless.intersection((*selection.names.values(), *selection.beside.values())))
     if lost:
         more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
         message = f"`{lost[0]}`{more} saved as {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
@@ -225,7 +229,8 @@ def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:
         )
     while names and all(name.startswith("module.") for name in names):
         names = {name.removeprefix("module."): saved for name, saved in names.items()}
-    return names
+    wrapper = wrapper_of(names)
+    return {name.removeprefix(wrapper): saved for name, saved in names.items()}
 
 
 def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:

@@ -21,7 +21,7 @@ from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_re
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.progress import decided
-from lora_tool.sharded.frozen_heads import is_new_head, parsed_keys
+from lora_tool.sharded.frozen_heads import is_new_head, outside_names, parsed_keys, saved_as
 from lora_tool.sharded.state import TrainingState
 
 _TENSORS = "the tensors"
@@ -65,7 +65,8 @@ def adapter_config_of(
     known = parsed_keys(state)
     parsed = {name: known[name] for name in state.entries}
     chosen = trained_adapter(state.entries, parsed)
-    own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None)}
+    outside = outside_names(known)
+    own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None) and name not in outside}
     tensors = dict(_of_tensors(state, own))
     recipes = _recipes(state.near, given, tensors)
     decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
@@ -200,12 +201,12 @@ def _beside_lora(parsed: Mapping[str, AdapterKey], adapted: frozenset[str]) -> I
     """Yield what says that tensors were trained that are no factors: modules whole, and biases."""
     saved = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     biases: set[str] = set()
-    if not any(
-        key.part is Part.BASE_LAYER for key in parsed.values()
-    ):  # without the base, all that is there was trained
+    held = [key for key in parsed.values() if key.part is Part.BASE_LAYER]
+    if all(key.leaf == "bias" for key in held):  # without the base, all that is there was trained
         plain = [key for key in parsed.values() if key.part is Part.PLAIN]
-        saved |= {key.module for key in plain if key.leaf != "bias"}
-        biases = {key.module for key in plain if key.leaf == "bias"} - saved
+        saved |= {saved_as(key.module, adapted) for key in plain if key.leaf != "bias"}
+        trained = {key.module: saved_as(key.module, adapted) for key in (*plain, *held) if key.leaf == "bias"}
+        biases = {module for module, head in trained.items() if saved.isdisjoint((module, head))}
     if saved:
         yield "modules_to_save", sorted(saved)
     if biases:
@@ -246,10 +247,13 @@ def _targets(state: TrainingState, parsed: Mapping[str, AdapterKey], adapted: fr
             yield from modules & adapted
 
 
-def trained_adapter(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey]) -> str | None:
+def trained_adapter(
+    entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey], config: Path | None = None
+) -> str | None:
     """Return the name of the one adapter that was trained, None where tensors have none in theirs.
 
-    Raises `UnsupportedCheckpoint` where there are none or several.
+    Of several, `config` is that of one of them: PEFT saves the adapter `default` into the folder itself, and any other
+    into a folder of its name. Raises `UnsupportedCheckpoint` where there are none, or several and no config.
     """
     all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
     trained = {
@@ -257,10 +261,15 @@ def trained_adapter(entries: Mapping[str, StateEntry], parsed: Mapping[str, Adap
         for name, key in parsed.items()
         if key.adapter_name in all_names and entries[name].role is not Role.FROZEN
     }
+    if len(trained) > 1 and config is not None:
+        own = config.absolute().parent.name
+        named = own if own in trained else "default" if "default" in trained else None
+        trained = {named} if named else trained
     if len(trained) != 1:
         listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
         raise UnsupportedCheckpoint(
             f"expected one trained adapter, found {len(trained)}: {listed}",
-            hint='`what="state"` writes every tensor',
+            hint="for one of several, give its config in a folder of the adapter's name: `adapter_config=FOLDER`; "
+            '`what="state"` writes every tensor',
         )
     return trained.pop()

@@ -18,9 +18,10 @@ from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX
+from lora_tool.plan.adapter.target_parameters import layout_of
 from lora_tool.plan.algebra.factor_steps import step_of
 from lora_tool.plan.core.factor_ops import Beside, Columns
 from lora_tool.plan.core.operation import rows_of
@@ -76,7 +77,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
                 f"{base.root}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-        steps += _each_expert(layer, names, wanted, sizes, _layout(view.config, b))
+        steps += _each_expert(layer, names, wanted, sizes, layout_of(view.config, b))
         modules.append(layer.module)
         targets |= set(wanted)
         parameter = _PARAMETERS[len(wanted) == 1]
@@ -116,18 +117,6 @@ def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
     if layer.a is None or layer.b is None or layer.magnitude is not None or layer.bias is not None or layer.strays:
         raise UnsupportedAdapter(f"{layer.any_tensor.path}: `{layer.module}` is not a pair of lora_A and lora_B")
     return layer.a, layer.b
-
-
-def _layout(config: AdapterConfig, b: StoredTensor) -> ExpertLayout:
-    """Return how the columns of a fused lora_B belong to experts. Raises `UnsupportedAdapter` where nothing tells."""
-    if config.expert_layout is None and config.by_unsloth:
-        raise UnsupportedAdapter(
-            f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
-            "2026-09, and the file does not record which order it has",
-            hint=f'write it into {config.path.name}: "lora_B_layout": "{ExpertLayout.GROUPED_BY_EXPERT}" if it was trained '
-            f'before that, "{ExpertLayout.RANK_MAJOR}" if after',
-        )
-    return ExpertLayout(config.expert_layout) if config.expert_layout else ExpertLayout.RANK_MAJOR
 
 
 def _each_expert(

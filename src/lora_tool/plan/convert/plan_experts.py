@@ -12,7 +12,7 @@ from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import FILE_NAME
+from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout
 from lora_tool.formats.files import json_bytes, read_json
 from lora_tool.plan.algebra.peft_config import base_of
 from lora_tool.plan.algebra.whole import whole_tensors
@@ -79,6 +79,8 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
         if isinstance(listed, list):
             raw["target_modules"] = [name for name in listed if any(f".{each}".endswith(f".{name}") for each in left)]
         raw["target_parameters"] = list(found.targets)
+        if view.config.by_unsloth:
+            raw["lora_B_layout"] = ExpertLayout.RANK_MAJOR.value
     else:
         experts = rf".*\.experts\.\d+\.(?:{'|'.join(found.targets)})"
         names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import is_output
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import VALUE_HEAD, AdapterDir, ModelDir
 from lora_tool.errors import CorruptFile, UnsupportedAdapter
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import Weights, read_single
@@ -21,7 +21,7 @@ from lora_tool.keys import PREFIX, parse
 from lora_tool.plan.convert.peft_names import PeftNames
 from lora_tool.tensors import DType, StoredTensor
 
-_FILES = ("value_head.safetensors", "value_head.bin")
+_FILES = (VALUE_HEAD, "value_head.bin")
 _WEIGHT, _BIAS = "v_head.summary.weight", "v_head.summary.bias"
 _SCORE = "score"
 _TASK = "SEQ_CLS"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures.heads import LANGUAGE_MODELS
-from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.display import counted
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.base.module_files import module_files
@@ -47,19 +47,25 @@ def build_plan(
     leftovers: Sequence[InputRecord],
     base: ModelDir,
     *,
+    original: ModelDir | None = None,
     precision: Precision,
     max_shard_bytes: int | None,
     options: Mapping[str, Any],
 ) -> Plan:
     """Return the plan of these steps: shards of at most `max_shard_bytes`, else the base's own; side files; manifest.
 
-    `base` is the one on disk; `options` go into the manifest.
+    `base` is the one on disk, `original` the model that it was made from, where that is read; `options` go into the manifest.
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
     fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
+    read: dict[str, AdapterDir | ModelDir] = {
+        "base": base,
+        **adapters,
+        **({} if original is None else {"original": original}),
+    }
     files = sharding.base_files(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
-    side_files, notes, warnings = _side_files(merge)
+    side_files, notes, warnings = _side_files(merge, base)
     if len(shards) > 1:
         index = SideFile(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
@@ -70,7 +76,7 @@ def build_plan(
         shards=shards,
         side_files=side_files,
         leftovers=tuple(leftovers),
-        inputs=_stamps(merge, side_files),
+        inputs=_stamps(merge, side_files, read.values()),
         precision=precision,
         warnings=warnings,
         notes=(
@@ -81,9 +87,7 @@ def build_plan(
             *notes,
         ),
         # the tensors of one adapter need no telling apart
-        input_names={each.root: name for name, each in {"base": base, **adapters}.items()}
-        if adapters.keys() - {"adapter"}
-        else {},
+        input_names={each.root: name for name, each in read.items()} if read.keys() - {"base", "adapter"} else {},
         hashed=tuple(file.path for each in adapters.values() for file in each.weights.files),
         manifest={
             "operation": "merge",
@@ -101,12 +105,17 @@ def build_plan(
                     }
                     for (name, each), part in zip(adapters.items(), merge.adapted, strict=True)
                 },
+                **{
+                    name: describe_input(source_of(each.root), each.weights, fingerprint(each.weights))
+                    for name, each in read.items()
+                    if each is original
+                },
             },
         },
     )
 
 
-def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
+def _side_files(merge: MergeContext, base: ModelDir) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if merge.facts is not None:
@@ -143,7 +152,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
         *([generation.file] if generation.file else []),
         *modules.files,
-        *quantisation_file(merge.base),
+        *quantisation_file(base, merge.base.whole_config),
     )
     warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
@@ -202,8 +211,10 @@ def _weight_note(merge: MergeContext) -> Iterator[str]:
             yield f"the weight {part.weight:g} scales only ΔW: {whole[0]}{others} of {part.adapter.root} stay as trained"
 
 
-def _stamps(merge: MergeContext, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
-    weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted))
+def _stamps(
+    merge: MergeContext, side_files: tuple[SideFile, ...], read: Iterable[AdapterDir | ModelDir]
+) -> tuple[FileStamp, ...]:
+    weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted), *(each.weights for each in read))
     stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
     extra = {str(file.source): FileStamp.of(file.source) for file in side_files if file.source is not None}
     return tuple({**stamps, **extra}.values())

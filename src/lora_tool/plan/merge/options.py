@@ -99,6 +99,11 @@ class MergeOptions:
         text="Write the model even if rounding to the base's format keeps less than a tenth of ΔW.",
         parse=flag,
     )
+    original: Reference | None = option(
+        None,
+        "16-bit model that a base of bitsandbytes was made from: --store as-base quantises its W + ΔW afresh.",
+        metavar="MODEL",
+    )
     base_as: TrainedAs | str | None = option(
         None,
         "Round the linear layers of a 16-bit base to four bits and back, as QLoRA training loaded them.",
@@ -150,7 +155,8 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss", "base_as")
+        of_base = ("store", "allow_loss", "original", "base_as")
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", *of_base)
         asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import end_names
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -20,6 +20,7 @@ from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.base_view import BaseView
@@ -55,6 +56,7 @@ def plan_merge(
     text_only: bool = False,
     store: Storage | str | None = None,
     allow_loss: bool = False,
+    original: Reference | None = None,
     base_as: TrainedAs | str | None = None,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
@@ -68,14 +70,15 @@ def plan_merge(
     writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The manifest
     records the Hub id and commit of inputs in the Hub's cache.
 
-    Both inputs may be paths, Hub ids or opened checkpoints. The merge sums the ΔW of several adapters in their order,
+    All inputs may be paths, Hub ids or opened checkpoints. The merge sums the ΔW of several adapters in their order,
     each times its weight: one of `weights`, by default the number in its name ("A=0.7"), or 1. `head_alone` leaves ΔW
     out and writes the base with the adapter's head, for a server that adds ΔW itself. `task` "reward" means one label;
     `num_labels` is the number of labels that the head must have. `dtype` None keeps the dtype of each tensor;
     `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
     writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
     default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
-    a tenth of ΔW. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
+    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W + ΔW
+    of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
     `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
 
     `select` and `ignore` are codes of rules, or their beginnings. An ignored error still refuses the merge if nothing
@@ -124,12 +127,15 @@ def plan_merge(
     options |= {"text_only": True} if text_only else {}
     options |= {"head_alone": True} if head_alone else {}
     options |= {"base_as": base_as.value} if base_as else {}
-    told = [rounded_note(plain, base_as)] if base_as else []
-    notes = tuple(trained_on_quantised(adapters, base) if plain is base else told)
+    rounded = (rounded_note(plain, base_as),) if base_as else ()
+    notes = tuple(trained_on_quantised(adapters, base)) if plain is base else rounded
+    whole = _original(original, base, is_quantised=plain is not base and base_as is None)
     if plain is not base and base_as is None:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
-        stored = QuantisedBase(stored=base, plain=plain).settle(steps, store, without, cast=cast, allow_loss=allow_loss)
+        stored = QuantisedBase(stored=base, plain=plain, original=whole).settle(
+            steps, store, without, cast=cast, allow_loss=allow_loss
+        )
         _require_numbers(stored.steps, precision)
         steps, notes = stored.steps, (stored.note,)
         if stored.storage is not Storage.ALL_16BIT:  # what the class has no place for stays with the rest
@@ -141,7 +147,14 @@ def plan_merge(
     require_all_consumed(merge, steps, leftovers)
     _require_same_everywhere(steps, precision)
     plan = build_plan(
-        merge, steps, leftovers, base, precision=precision, max_shard_bytes=max_shard_bytes, options=options
+        merge,
+        steps,
+        leftovers,
+        base,
+        original=whole,
+        precision=precision,
+        max_shard_bytes=max_shard_bytes,
+        options=options,
     )
     return replace(plan, findings=report.findings, notes=(*plan.notes, *notes))
 
@@ -160,9 +173,20 @@ def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:
     return None if asked is None else kind(asked)
 
 
+def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) -> ModelDir | None:
+    """Return the model that a quantised base was made from, opened. Raises `UnsupportedAdapter` for a plain base."""
+    if given is None:
+        return None
+    if not is_quantised:
+        raise UnsupportedAdapter(
+            f"{base.root} is not quantised, so that it has no original", hint="leave out `original`"
+        )
+    return opened_model(given)
+
+
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
     """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
-    if precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in steps):
+    if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
         raise UnsupportedAdapter(
             '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
             hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',

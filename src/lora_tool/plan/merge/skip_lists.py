@@ -7,7 +7,8 @@ shards of qkv_proj"), so that a set in which one becomes plain becomes plain as 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from lora_tool.architectures.ends import MATRIX, is_input, is_output
 from lora_tool.architectures.fused_layers import EXPERTS
@@ -17,40 +18,66 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import encoding_of
 
-_TABLE = "quantization_config"
 _LISTS = {
+    "awq": ("modules_to_not_convert",),
     "bitsandbytes": ("llm_int8_skip_modules",),
     "compressed-tensors": ("ignore",),
     "fbgemm_fp8": ("modules_to_not_convert",),
     "fp8": ("ignored_layers", "modules_to_not_convert"),
     "modelopt": ("ignore",),
+    "mxfp4": ("modules_to_not_convert",),
 }
 """`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
 
 
+_PATTERNS = {
+    "compressed-tensors": lambda experts: f"re:{re.escape(experts)}\\..*",
+    "modelopt": lambda experts: f"{experts}*",
+}
+"""`quant_method` → how its list names all experts of a layer; others name the module above them."""
+
+
 def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]) -> ModelConfig:
-    """Return the config of a quantised base in whose list of plain modules those of the weights `names` are, too.
+    """Return the config of a quantised base that names the modules of the weights `names` as plain, beside those it names.
 
     Raises `UnsupportedAdapter` for a format that has no such list, or keeps it elsewhere.
     """
     config = stored.whole_config
     table = quantisation_table(config)
-    method = str(table.get("quant_method") or config.quantization or "this method of quantisation")
+    method = str(table.get("quant_method"))
+    if method == "gptq" and table:
+        return with_table(config, {**table, **_of_gptq(table, plain, names)})
     keys = _LISTS.get(method)
     if keys is None or not table:
         raise UnsupportedAdapter(
-            f"{config.path}: {method} has no list of plain modules that loaders respect",
+            f"{config.path} has no quantization_config with a list of plain modules that loaders respect",
             hint='`store="all-16bit"` writes plain weights throughout',
         )
     key = next((name for name in keys if table.get(name)), keys[-1])
     listed = table.get(key)
     held = listed if listed and isinstance(listed, list) else _plain_matrices(plain)
     experts = sorted({found["experts"] for found in map(EXPERTS.match, names) if found})
-    modules = sorted(name.removesuffix(".weight") for name in names if not EXPERTS.match(name))
-    patterns = {"compressed-tensors": lambda each: f"re:{re.escape(each)}\\..*", "modelopt": lambda each: f"{each}*"}
-    experts = [patterns[method](each) if method in patterns else each for each in experts]
-    added = [each for each in (*modules, *experts) if each not in held]
+    modules = sorted(_module(name) for name in names if not EXPERTS.match(name))
+    pattern = _PATTERNS.get(method, str)
+    added = [each for each in (*modules, *map(pattern, experts)) if each not in held]
     return with_table(config, {**table, key: [*held, *added]})
+
+
+def _of_gptq(table: Mapping[str, Any], plain: ModelDir, names: Collection[str]) -> dict[str, Any]:
+    """Return what a GPTQ config says of plain modules: `dynamic` leaves them out for gptqmodel, and the list of quantised
+    ones is what transformers and vLLM read, who take every layer of a block for quantised without it.
+    """
+    quantised = [name for name, tensor in plain.tensors.items() if encoding_of(tensor) is not None]
+    left_out: dict[str, Any] = {f"-:^{re.escape(_module(name))}$": {} for name in sorted(names)}
+    dynamic = table.get("dynamic")
+    return {
+        "dynamic": {**left_out, **(dynamic if isinstance(dynamic, dict) else {})},  # the first that matches counts
+        "modules_in_block_to_quantize": [[_module(name) for name in quantised if name not in names]],
+    }
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _plain_matrices(plain: ModelDir) -> list[str]:
@@ -58,9 +85,9 @@ def _plain_matrices(plain: ModelDir) -> list[str]:
     and not on disk, and with a list only what it names.
     """
     found = (
-        name.removesuffix(".weight")
+        _module(name)
         for name, tensor in plain.tensors.items()
         if name.endswith(".weight") and len(tensor.shape) == MATRIX and encoding_of(tensor) is None
     )
-    outputs = () if any(is_output(name.removesuffix(".weight")) for name in plain.tensors) else ("lm_head",)
+    outputs = () if any(is_output(_module(name)) for name in plain.tensors) else ("lm_head",)
     return list(dict.fromkeys([*(module for module in found if not is_input(module)), *outputs]))

@@ -16,6 +16,7 @@ from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import RowMapping, row_count
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Assemble, Cast, Copy, LoraDelta, Op, RowOp, row_ops
+from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, contiguous
@@ -66,7 +67,7 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
     makers = [steps[piece.name] for piece in made.pieces] or [steps[name] for name in made.sources]  # an empty one
     if len(makers) == 1 and makers[0].out.shape == made.shape and not _is_stack(makers[0].op):
         op = makers[0].op
-        named = op if isinstance(op, Assemble | Requantise) else _named(op, at_place)
+        named = op if isinstance(op, Assemble | Requantise | Quantise) else _named(op, at_place)
         return replace(makers[0], out=replace(makers[0].out, name=name), op=named)
     dtypes = {maker.out.dtype for maker in makers}
     if len(dtypes) > 1:

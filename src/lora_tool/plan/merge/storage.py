@@ -26,7 +26,8 @@ from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.requantised import kept_line, kept_share, requantised_steps, require_kept
+from lora_tool.plan.merge.afresh import original_of
+from lora_tool.plan.merge.requantised import coded_steps, kept_line, kept_share, require_kept
 from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.tensors import StoredTensor
 
@@ -64,6 +65,8 @@ class QuantisedBase:
 
     stored: ModelDir
     plain: ModelDir
+    original: ModelDir | None = None
+    """The 16-bit model that it was made from, where it was given."""
 
     @cached_property
     def encodings(self) -> dict[str, Encoding]:
@@ -93,6 +96,12 @@ class QuantisedBase:
                 hint=f'`store="{Storage.ALL_16BIT}"` writes another dtype, or only the text model',
             )
         storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
+        if self.original is not None and (storage is not Storage.AS_BASE or not touched):
+            raise UnsupportedAdapter(
+                f"{self.stored.root}: no weight is quantised from {self.original.root} "
+                + ("with another storage" if touched else "because the adapter changes no quantised weight"),
+                hint='leave out `original`, or add `store="as-base"`' if touched else "leave out `original`",
+            )
         if storage is Storage.ALL_16BIT:
             names = frozenset(self.encodings)
             return StoredModel(
@@ -112,21 +121,26 @@ class QuantisedBase:
         """Return what is written where the changed weights are rounded to their format again."""
         changed = {step.out.name: step for step in touched}
         self._require_own_names([name for name in changed if name not in self.encodings])
-        made = (requantised_steps(step, self.encodings[name]) for name, step in changed.items())
+        original = None if self.original is None else original_of(self.original, self.encodings)
+        made = (coded_steps(step, self.encodings[name], original) for name, step in changed.items())
         by_name = {step.out.name: step for both in made for step in both}
         left = tuple(self._dropped_parts(dropped))
         others = [step for step in steps if step.out.name not in changed]
         stored = self._as_stored(others, {*dropped, *(item.name for item in left)}, frozenset())
         found = tuple(by_name.get(step.out.name, step) for step in stored)
         kept = kept_share(found)
-        what = f"{self._what(changed)} merged and rounded to their format again"
-        require_kept(kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
+        how = "merged and rounded to their format again"
+        if original is not None:
+            how = f"merged with those of {original.model.root} and quantised afresh"
+        what = f"{self._what(changed)} {how}"
+        if original is None:
+            require_kept(found, kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
         return StoredModel(
             storage=Storage.AS_BASE,
             steps=found,
             leftovers=left,
             config=self.stored.whole_config,
-            note=f"{what}{kept_line(kept)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
+            note=f"{what}{kept_line(kept, original)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
             + self._beside(changed),
             kept=kept,
         )
@@ -170,10 +184,6 @@ class QuantisedBase:
             if step.action in NEW
             and (step.out.name in quantised or any(encoding_of(tensor) is not None for tensor in step.op.inputs))
         ]
-
-    def _format(self, step: Step) -> str:
-        found = (encoding_of(tensor) for tensor in step.op.inputs)
-        return str(next(filter(None, found), self.encodings.get(step.out.name)))
 
     def _as_stored(self, steps: Sequence[Step], dropped: AbstractSet[str], freed: AbstractSet[str]) -> tuple[Step, ...]:
         """Return the steps with every tensor copied as it is stored that they do not change, but for those `dropped`.

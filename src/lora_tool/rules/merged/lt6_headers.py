@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
 from lora_tool.formats.tokenizer import FILE_NAMES
+from lora_tool.keys import has_lora_factor
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
@@ -84,13 +86,16 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
 
     Example: `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
 
-    What to do: Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
+    What to do: Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving. If there is no
+    adapter, take it out of these weights: `lora-tool consolidate MODEL`.
     """
     expected = subject.expected or {}
+    command = f"lora-tool consolidate {shlex.quote(str(subject.checkpoint.root))}"
+    hint = f"take the adapter out, then merge it: {command}" if any(map(has_lora_factor, subject.tensors)) else None
     for name, tensor in subject.tensors.items():
         if name not in expected and _ADAPTER_NAME.search(name):
             message = "is a PEFT name: the adapter lies beside the weights and was not merged into them"
-            yield Fault(subject=name, message=message, path=str(tensor.path))
+            yield Fault(subject=name, message=message, path=str(tensor.path), hint=hint)
 
 
 @rule("LT602", Severity.ERROR, on=ModelSubject, needs=_PLAN)

@@ -1,0 +1,66 @@
+"""What an operation makes as numbers, a few rows at a time, for what stores them as codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from lora_tool.execution.backends.choosing import backend_for
+from lora_tool.execution.backends.numpy_backend import NumpyBackend, bytes_of
+from lora_tool.execution.kernels import STORAGE
+from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.core.ops import Coded, Precision, RowOp, row_ops
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
+
+
+class Numbers:
+    """One worker's, with the arithmetic of a precision and its buffers. Not shared between threads."""
+
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        self._sources = sources
+        self._precision = precision
+        self.stopped = stopped
+        self._backends: dict[object, NumpyBackend] = {}
+
+    def rows(self, name: str, op: Coded, first: int, last: int, dtype: DType) -> Array:
+        """Return rows of what is stored as codes, rounded to `dtype`, [rows, columns]: valid until the next.
+
+        Raises as `Backend.run` does; `name` is the output's.
+        """
+        made, at = [], 0
+        for each in row_ops(op):
+            height = math.prod(each.shape[:-1])
+            begin, end = max(first - at, 0), min(last - at, height)
+            if begin < end:
+                spec = TensorSpec(name=name, dtype=dtype, shape=each.shape)
+                rows = ComputeUnit(out=spec, op=each, is_new=True, first=begin, last=end, at=0)
+                made.append(self._backend(each).numbers(rows))
+                if end - begin < last - first:
+                    made[-1] = made[-1].copy()
+            at += height
+        whole = made[0] if len(made) == 1 else np.concatenate(made)
+        return whole.reshape(last - first, -1)
+
+    def stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
+        """Return elements `first` to `last` of a tensor, flat; of a quantised one the numbers."""
+        values = np.empty(last - first, STORAGE[tensor.dtype])
+        self._sources.read_into(tensor, first * values.itemsize, bytes_of(values))
+        return values
+
+    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Array:
+        """Return bytes of a tensor."""
+        raw = np.empty(nbytes, np.uint8)
+        self._sources.read_into(tensor, start, raw.data)
+        return raw
+
+    def _backend(self, op: RowOp) -> NumpyBackend:
+        chosen = backend_for(self._precision, op)
+        if not issubclass(chosen, NumpyBackend):
+            raise AssertionError("planned with an arithmetic that numpy does not compute")  # noqa: TRY004 - ours
+        if chosen not in self._backends:
+            self._backends[chosen] = chosen(self._sources, self._precision, self.stopped)
+        return self._backends[chosen]

@@ -1,0 +1,45 @@
+"""The training state of a PEFT model in the files of a model: every tensor is whole in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from lora_tool.checkpoint import ShardedDir
+from lora_tool.checkpoint.models import weights_in
+from lora_tool.display import counted
+from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out, unreadable_files
+from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import require_tag_here
+from lora_tool.tensors import StoredTensor, TensorTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeState(TrainingState):
+    """The state of a module in `pytorch_model.bin`, `model.safetensors`, or shards of them."""
+
+    tensors: TensorTable
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """Return its tensors whose names are in `wanted`."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in wanted}
+
+
+def whole_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+    """Return the state in the files of a model; see `training_state`."""
+    require_tag_here(checkpoint, tag)
+    folder, weights = checkpoint.root, weights_in(checkpoint.folder)
+    lost = base_layers_left_out(weights.tensors)
+    broken = unreadable_files(problem for problem in weights.problems if problem.fatal)
+    return WholeState(
+        root=folder,
+        folder=folder,
+        title=f"{checkpoint.kind} {folder}, {counted(len(weights.files), 'file')}",
+        entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in weights.tensors.items()},
+        without_values=lost,
+        faults=(*broken, *frozen_left_out(folder, lost)),
+        tensors=weights.tensors,
+        stamps={stamp.path: stamp for stamp in weights.stamps},
+        facts={"format": str(checkpoint.kind), "tag": ".", "files": len(weights.files)},
+    )

@@ -1,0 +1,268 @@
+"""LoRA that programs save in other places and under other names than PEFT: the adapter is what PEFT itself saves of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lora_tool.checkpoint import open_adapter, open_checkpoint, open_sharded
+from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.execution.engine import execute
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.convert.plan_convert import plan_convert
+from lora_tool.report import Severity
+from lora_tool.sharded.flat_slices import flat_shapes
+from lora_tool.validation.validating import validate
+from tests.cli.calling import FIXTURES
+from tests.judging import codes, judge
+from tests.oracle.tiny import tiny_model
+
+WEIGHTS = "adapter_model.safetensors"
+LORA: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+State = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `base`, and an adapter `good` as PEFT saves it."""
+    root = tmp_path_factory.mktemp("made")
+    model = tiny_model("llama", "causal-lm")
+    model.save_pretrained(root / "base")
+    trained(model).save_pretrained(str(root / "good"))
+    return root
+
+
+def trained(model: torch.nn.Module, adapter: str = "default", seed: int = 7) -> PeftModel:
+    """Return the model with an adapter of known values."""
+    module = get_peft_model(model, LoraConfig(**LORA), adapter_name=adapter)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (each for each in module.parameters() if each.requires_grad):
+        torch.nn.init.normal_(parameter, generator=generator)
+    return module
+
+
+def distributed(folder: Path, state: State) -> Path:
+    """Save with torch's own writer of distributed checkpoints."""
+    save(state, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def same(found: Path, expected: Path) -> bool:
+    one, other = load_file(found / WEIGHTS), load_file(expected / WEIGHTS)
+    return one.keys() == other.keys() and all(
+        one[name].dtype == tensor.dtype and torch.equal(one[name], tensor) for name, tensor in other.items()
+    )
+
+
+def new_module() -> PeftModel:
+    return trained(tiny_model("llama", "causal-lm"))
+
+
+def bare_factors(made: Path, index: str) -> State:
+    """Return names as prime-rl's `MultiLoRALinear` and loralib's layers save them: factors are parameters by themselves,
+    and the base's weights have the names that they have without LoRA.
+    """
+    state = PeftModel.from_pretrained(tiny_model("llama", "causal-lm"), made / "good").state_dict()
+    return {
+        name.removeprefix("base_model.model.")
+        .replace(".base_layer.", ".")
+        .replace(".default.weight", index): tensor.clone()
+        for name, tensor in state.items()
+    }
+
+
+def optimizer(state: State) -> State:
+    return {"state": {name: {"exp_avg": tensor, "step": torch.ones(())} for name, tensor in state.items()}}
+
+
+def plain(state: State) -> State:
+    """Return the names of an adapter that transformers added itself: without PEFT's prefix."""
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+def flattened(state: State) -> State:
+    return {**state, **{f"state.{name}.exp_avg": tensor * 0.5 for name, tensor in state.items() if "lora_" in name}}
+
+
+def before(state: State, beginning: str) -> State:
+    return {beginning + name: tensor for name, tensor in state.items()}
+
+
+LAYOUTS: dict[str, Callable[[State], State]] = {
+    "beside a counter": lambda state: {"policy": state, "step": torch.ones(())},
+    "beside random states and an optimizer": lambda state: {
+        "network": state,
+        "rng": {"cpu": torch.ones(4)},
+        "opt": optimizer(state),
+    },
+    "beside flat moments": flattened,
+    "beside flat moments, nested": lambda state: {"app": {"model": flattened(state)}},
+    "beside averages": lambda state: {**state, "ema": state},
+    "added by transformers": lambda state: {"model": plain(state)},
+    "added by transformers, under DistributedDataParallel": lambda state: {"model": before(plain(state), "module.")},
+    "added by transformers, in a module": lambda state: {"state_dict": before(plain(state), "net.")},
+    "of a LoraModel": lambda state: {"model": before(plain(state), "model.")},
+    "in two modules": lambda state: {"model": before(state, "actor.policy.")},
+    "of a PeftModel around another": lambda state: {"model": before(state, "base_model.model.")},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_and_places(layout: str, made: Path, tmp_path: Path) -> None:
+    state = new_module().state_dict()
+    folder = distributed(tmp_path / "run", LAYOUTS[layout](state))
+    out = execute(plan_consolidate(folder, lora_alpha=6), tmp_path / "out")
+    assert same(out, made / "good")
+    written = json.loads((out / "adapter_config.json").read_text())
+    assert (written["target_modules"], written.get("modules_to_save")) == (["down_proj", "q_proj"], None)
+
+
+def test_a_whole_model_in_a_module(made: Path, tmp_path: Path) -> None:
+    state = tiny_model("llama", "causal-lm").state_dict()
+    for name, beginning in (("lightning", "model."), ("net", "module.net.")):
+        folder = distributed(tmp_path / name, {"state_dict": before(state, beginning)})
+        shutil.copy(made / "base" / "config.json", tmp_path)
+        out = execute(plan_consolidate(folder), tmp_path / f"{name}-out")
+        assert load_file(out / "model.safetensors").keys() == state.keys()
+
+
+@pytest.mark.parametrize("index", ["", ".0"])
+def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_path: Path) -> None:
+    state = bare_factors(made, index)
+    folder = distributed(tmp_path / "run", {"app": {"model": state, "optimizers": optimizer(state)}})
+    plan = plan_consolidate(folder, lora_alpha=6)
+    out = execute(plan, tmp_path / "out")
+    assert same(out, made / "good")
+    assert {record.action for record in plan.leftovers} == {"dropped"}
+    assert validate(open_checkpoint(folder)).at_least(Severity.WARNING) == ()
+    # the same names in an adapter's file
+    beside = Path(shutil.copytree(made / "good", tmp_path / "adapter"))
+    save_file({name: tensor for name, tensor in state.items() if "lora_" in name}, beside / WEIGHTS)
+    assert codes(judge(beside)) == {"LT211"}
+    plan = plan_convert(open_adapter(beside), to="peft", base=None)
+    assert same(execute(plan, tmp_path / "converted"), made / "good")
+
+
+def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:
+    module = new_module()
+    module.add_adapter("ref", LoraConfig(**LORA))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".ref." in name:
+                parameter.normal_()
+    module.save_pretrained(str(tmp_path / "truth"))
+    folder = distributed(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": module.state_dict()})
+    with pytest.raises(UnsupportedCheckpoint, match="found 2: default, ref") as refused:
+        plan_consolidate(folder, lora_alpha=6)
+    assert "adapter_config=FOLDER" in str(refused.value.hint)
+    for name, own in (("default", tmp_path / "truth"), ("ref", tmp_path / "truth" / "ref")):
+        out = execute(plan_consolidate(folder, adapter_config=own), tmp_path / name)
+        assert same(out, own)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "saved": {},
+    "beside every bias": {"bias": "all"},
+    "beside biases of LoRA": {"lora_bias": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*bias.*:UserWarning")
+@pytest.mark.parametrize("alone", [True, False], ids=["the adapter alone", "the whole model"])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_a_head_of_several_layers(options: State, *, alone: bool, tmp_path: Path) -> None:
+    """RoBERTa's classifier has two: `modules_to_save` names the head, for PEFT fails on a saved module in another."""
+    base = tiny_model("roberta", "seq-cls", num_labels=3)
+    base.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS", **options)
+    module = get_peft_model(base, lora)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in (each for each in module.parameters() if each.requires_grad):
+        torch.nn.init.normal_(parameter, generator=generator)
+    state = get_peft_model_state_dict(module) if alone else module.state_dict()
+    folder = distributed(tmp_path / "run", {"model": state})
+    module.peft_config["default"].save_pretrained(str(tmp_path / "config"))
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "lora_train_meta.json").write_text(
+        json.dumps({"r": 2, "lora_alpha": 8, "task_type": "SEQ_CLS"})
+    )
+    rows = torch.tensor([[5, 7, 9, 2]])
+    expected = module.eval()(rows).logits
+    for config in ("config", "task/lora_train_meta.json"):
+        if config != "config" and not alone and options.get("bias"):
+            continue  # nothing tells that a bias of the whole model was trained
+        out = execute(
+            plan_consolidate(folder, adapter_config=tmp_path / config), tmp_path / config.partition("/")[0] / "out"
+        )
+        written = json.loads((out / "adapter_config.json").read_text())
+        assert set(written["modules_to_save"]) <= {"classifier", "score"}
+        fresh = type(base).from_pretrained(tmp_path / "base")
+        loaded = PeftModel.from_pretrained(fresh, out)
+        if "bias" not in options:  # of which PEFT takes one adapter in a model
+            again = loaded.load_adapter(out, "again")
+            assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+        assert torch.equal(loaded.eval()(rows).logits, expected), config
+
+
+def _by_zero_to_fp32(run: Path, out: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(str(run), str(out))
+
+
+def _by_zero_to_fp32_in_shards(run: Path, out: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(str(run), str(out), max_shard_size="8KB", safe_serialization=True)
+
+
+def _by_accelerate(run: Path, out: Path) -> None:
+    from accelerate.utils import merge_fsdp_weights
+
+    merge_fsdp_weights(str(run / "pytorch_model_fsdp_0"), str(out))
+
+
+UNMERGED: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "zero_to_fp32": ("zero/stage2-reward", _by_zero_to_fp32),
+    "zero_to_fp32 in shards": ("zero/stage3-reward", _by_zero_to_fp32_in_shards),
+    "accelerate merge-weights": ("fsdp2-reward", _by_accelerate),
+}
+
+
+@pytest.mark.parametrize("program", UNMERGED)
+def test_a_peft_model_that_was_saved_as_a_model(program: str, tmp_path: Path) -> None:
+    """What DeepSpeed's script and accelerate's command make of a LoRA run has PEFT's names in a model's files."""
+    name, convert = UNMERGED[program]
+    convert(FIXTURES / name, tmp_path / "whole")
+    (finding, *_) = (each for each in validate(open_checkpoint(tmp_path / "whole")).findings if each.code == "LT601")
+    assert str(finding.hint).endswith(f"lora-tool consolidate {tmp_path / 'whole'}")
+    config = FIXTURES / name
+    expected = execute(plan_consolidate(open_sharded(FIXTURES / name)), tmp_path / "expected")
+    out = execute(plan_consolidate(tmp_path / "whole", adapter_config=config), tmp_path / "out")
+    one, other = load_file(out / WEIGHTS), load_file(expected / WEIGHTS)
+    assert one.keys() == other.keys()  # zero_to_fp32 writes frozen heads in float32
+    assert all(torch.equal(one[name].float(), tensor.float()) for name, tensor in other.items())
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_shapes_of_flat_slices_follow_from_the_numbers_of_elements() -> None:
+    """FSDP1's local state has no shapes: those of DoRA's magnitudes, of biases and of trained tokens are known too."""
+    for options in ({"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [1, 4]}):
+        module = get_peft_model(tiny_model("llama", "causal-lm"), LoraConfig(**LORA, **options))
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        hidden = module.config.hidden_size
+        found = flat_shapes({name: math.prod(shape) for name, shape in shapes.items()}, hidden=hidden)
+        trained = {name for name in shapes if ".lora_" in name or "trainable_tokens" in name}
+        assert {name: found.get(name) for name in trained} == {name: shapes[name] for name in trained}
+        assert all(shapes[name] == shape for name, shape in found.items())
