@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool.checkpoint import open_adapter, open_checkpoint, open_sharded
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.convert.plan_convert import plan_convert
@@ -137,6 +137,13 @@ def test_a_whole_model_in_a_module(made: Path, tmp_path: Path) -> None:
         assert load_file(out / "model.safetensors").keys() == state.keys()
 
 
+def test_a_model_that_lies_in_one_module_of_its_own_keeps_its_names(tmp_path: Path) -> None:
+    """Qwen2.5-Omni without its voice has everything, its output layer too, in `thinker`."""
+    state = {f"thinker.{name}.weight": torch.ones(2, 2) for name in ("model.norm", "lm_head", "visual.proj")}
+    plan = plan_consolidate(distributed(tmp_path / "run", {"model": state}))
+    assert {step.out.name for step in plan.steps} == state.keys()
+
+
 @pytest.mark.parametrize("index", ["", ".0"])
 def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_path: Path) -> None:
     state = bare_factors(made, index)
@@ -152,6 +159,17 @@ def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_p
     assert codes(judge(beside)) == {"LT211"}
     plan = plan_convert(open_adapter(beside), to="peft", base=None)
     assert same(execute(plan, tmp_path / "converted"), made / "good")
+
+
+def test_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
+    """PEFT would load it and say nothing more than a warning."""
+    state = new_module().state_dict()
+    lost = next(name for name in state if "lora_B" in name)
+    folder = distributed(tmp_path / "run", {"model": {name: state[name] for name in state if name != lost}})
+    with pytest.raises(FindingsFound, match=r"LT201 .*lora_A\.default\.weight`: its lora_B is missing"):
+        plan_consolidate(folder, adapter_config=made / "good")
+    plan = plan_consolidate(folder, adapter_config=made / "good", ignore=["LT201"])
+    assert [finding.code for finding in plan.findings] == ["LT201"]
 
 
 def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:

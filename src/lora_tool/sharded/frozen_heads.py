@@ -71,7 +71,7 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     """
     names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
     wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
-    parsed = {name: keys.parse(bare.removeprefix(wrapper)) for name, bare in names.items()}
+    parsed = {name: keys.parse(unwrapped.removeprefix(wrapper)) for name, unwrapped in names.items()}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A}
     bare = {
         key.module
