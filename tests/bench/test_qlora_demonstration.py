@@ -106,13 +106,19 @@ def test_what_each_merged_form_is_worth(tmp_path: Path) -> None:
         found[f"{form}: 16-bit original + ΔW, bfloat16"] = loss_on(with_values(other, {}), held_out)
         back = again(f"back-{form}", form, merged)
         found[f"{form}: dequantised base + ΔW, quantised anew"] = loss_on(with_values(merged, back), held_out)
-        if form == "fp8-block":
-            kept = merge_with_ours(base, adapter, tmp_path / "kept", "float32", store="as-base", allow_loss=True)
-            print(json.loads((kept / "lora_tool.json").read_text())["requantised"])
-            widened = merge_with_ours(
-                kept, _nothing(adapter, tmp_path / "none"), tmp_path / "wide", "float32", store="all-16bit"
+        stores = (
+            {"as-base": {}}
+            if form == "fp8-block"
+            else {"as-base": {}, "as-base, from the original": {"original": plain}}
+        )
+        for name, choices in stores.items():
+            kept = merge_with_ours(
+                base, adapter, tmp_path / f"{form} {name}", "float32", store="as-base", allow_loss=True, **choices
             )
-            found[f"{form}: as-base"] = loss_on(with_values(widened, {}), held_out)
+            print(form, name, json.loads((kept / "lora_tool.json").read_text())["requantised"])
+            none = _nothing(adapter, tmp_path / f"none-{form}-{name}")
+            widened = merge_with_ours(kept, none, tmp_path / f"wide-{form}-{name}", "float32", store="all-16bit")
+            found[f"{form}: {name}"] = loss_on(with_values(widened, {}), held_out)
     for name, loss in found.items():
         print(f"{name:<60} {loss:.4f}")
     gain = found["nf4-double: the base alone"] - found["nf4-double: trained"]

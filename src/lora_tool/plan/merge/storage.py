@@ -23,6 +23,7 @@ from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
+from lora_tool.formats.quantised.layouts import is_of_cache
 from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
@@ -229,7 +230,7 @@ class QuantisedBase:
                 )
             elif name not in self.plain.tensors and name not in of and freed:
                 everywhere = self.encodings.keys() <= set(freed)
-                if everywhere or name.rpartition(".")[0] in modules:
+                if everywhere or (name.rpartition(".")[0] in modules and not is_of_cache(name)):
                     reason = "measured on the quantised weight, and useless for a dequantised one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
