@@ -41,7 +41,11 @@ FATES = {
     f"{LAYER}.self_attn.v_proj.v_scale": ("gone", "same", "same"),
     "lm_head.weight": ("16-bit", "same", "same"),
     "model.embed_tokens.weight": ("same", "same", "same"),
-    "mtp.fc.weight": ("16-bit", "same", "same"),
+    "mtp.fc.weight": (
+        None,
+        "same",
+        "same",
+    ),  # as from a plain base: left out by name where the class has no place for it
     "mtp.fc.weight_scale": ("gone", "same", "same"),
 }
 STORES = ("all-16bit", "touched-16bit", "as-base")
@@ -64,7 +68,7 @@ def furnished(folder: Path, method: str, *, tied: bool, nested: bool) -> tuple[P
     lora = {"r": 4, "lora_alpha": 60, "target_modules": ["q_proj"]}
     adapter = save_adapter(folder / "adapter", plain, "causal-lm", lora)
     table, stored = saved_tensors(plain), {}
-    table.setdefault("lm_head.weight", table["model.embed_tokens.weight"])
+    table["lm_head.weight"] = torch.randn(table["model.embed_tokens.weight"].shape).to(BF16)
     table["mtp.fc.weight"] = torch.randn((64, 128)).to(BF16)
     for name, tensor in table.items():
         module = name.removesuffix(".weight")
@@ -108,6 +112,9 @@ def test_what_lies_beside_quantised_weights(method: str, store: str, tied: bool,
     assert {name: fate(name, before, after) for name, want in wanted.items() if want} == {
         name: want for name, want in wanted.items() if want
     }
+    record = json.loads((merged / "lora_tool.json").read_text())
+    dropped = {item["name"] for item in record["leftovers"] if item["fate"] == "dropped"}
+    assert before.keys() - after.keys() - dropped <= {name for name in before if name.endswith(("_scale", "_scale_2"))}
     config = json.loads((merged / "config.json").read_text())
     table = (config.get("text_config", {}) if nested else config).get("quantization_config")
     freed = {f"{LAYER}.self_attn.{part}_proj" for part in "qkv"}
