@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool.checkpoint import open_adapter, open_checkpoint, open_sharded
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.convert.plan_convert import plan_convert
 from lora_tool.report import Severity
+from lora_tool.sharded.flat_slices import flat_shapes
 from lora_tool.validation.validating import validate
 from tests.cli.calling import FIXTURES
 from tests.judging import codes, judge
@@ -135,6 +137,13 @@ def test_a_whole_model_in_a_module(made: Path, tmp_path: Path) -> None:
         assert load_file(out / "model.safetensors").keys() == state.keys()
 
 
+def test_a_model_that_lies_in_one_module_of_its_own_keeps_its_names(tmp_path: Path) -> None:
+    """Qwen2.5-Omni without its voice has everything, its output layer too, in `thinker`."""
+    state = {f"thinker.{name}.weight": torch.ones(2, 2) for name in ("model.norm", "lm_head", "visual.proj")}
+    plan = plan_consolidate(distributed(tmp_path / "run", {"model": state}))
+    assert {step.out.name for step in plan.steps} == state.keys()
+
+
 @pytest.mark.parametrize("index", ["", ".0"])
 def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_path: Path) -> None:
     state = bare_factors(made, index)
@@ -152,6 +161,17 @@ def test_factors_that_are_parameters_by_themselves(index: str, made: Path, tmp_p
     assert same(execute(plan, tmp_path / "converted"), made / "good")
 
 
+def test_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
+    """PEFT would load it and say nothing more than a warning."""
+    state = new_module().state_dict()
+    lost = next(name for name in state if "lora_B" in name)
+    folder = distributed(tmp_path / "run", {"model": {name: state[name] for name in state if name != lost}})
+    with pytest.raises(FindingsFound, match=r"LT201 .*lora_A\.default\.weight`: its lora_B is missing"):
+        plan_consolidate(folder, adapter_config=made / "good")
+    plan = plan_consolidate(folder, adapter_config=made / "good", ignore=["LT201"])
+    assert [finding.code for finding in plan.findings] == ["LT201"]
+
+
 def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:
     module = new_module()
     module.add_adapter("ref", LoraConfig(**LORA))
@@ -167,6 +187,50 @@ def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:
     for name, own in (("default", tmp_path / "truth"), ("ref", tmp_path / "truth" / "ref")):
         out = execute(plan_consolidate(folder, adapter_config=own), tmp_path / name)
         assert same(out, own)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "saved": {},
+    "beside every bias": {"bias": "all"},
+    "beside biases of LoRA": {"lora_bias": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*bias.*:UserWarning")
+@pytest.mark.parametrize("alone", [True, False], ids=["the adapter alone", "the whole model"])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_a_head_of_several_layers(options: State, *, alone: bool, tmp_path: Path) -> None:
+    """RoBERTa's classifier has two: `modules_to_save` names the head, for PEFT fails on a saved module in another."""
+    base = tiny_model("roberta", "seq-cls", num_labels=3)
+    base.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS", **options)
+    module = get_peft_model(base, lora)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in (each for each in module.parameters() if each.requires_grad):
+        torch.nn.init.normal_(parameter, generator=generator)
+    state = get_peft_model_state_dict(module) if alone else module.state_dict()
+    folder = distributed(tmp_path / "run", {"model": state})
+    module.peft_config["default"].save_pretrained(str(tmp_path / "config"))
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "lora_train_meta.json").write_text(
+        json.dumps({"r": 2, "lora_alpha": 8, "task_type": "SEQ_CLS"})
+    )
+    rows = torch.tensor([[5, 7, 9, 2]])
+    expected = module.eval()(rows).logits
+    for config in ("config", "task/lora_train_meta.json"):
+        if config != "config" and not alone and options.get("bias"):
+            continue  # nothing tells that a bias of the whole model was trained
+        out = execute(
+            plan_consolidate(folder, adapter_config=tmp_path / config), tmp_path / config.partition("/")[0] / "out"
+        )
+        written = json.loads((out / "adapter_config.json").read_text())
+        assert set(written["modules_to_save"]) <= {"classifier", "score"}
+        fresh = type(base).from_pretrained(tmp_path / "base")
+        loaded = PeftModel.from_pretrained(fresh, out)
+        if "bias" not in options:  # of which PEFT takes one adapter in a model
+            again = loaded.load_adapter(out, "again")
+            assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+        assert torch.equal(loaded.eval()(rows).logits, expected), config
 
 
 def _by_zero_to_fp32(run: Path, out: Path) -> None:
@@ -207,3 +271,16 @@ def test_a_peft_model_that_was_saved_as_a_model(program: str, tmp_path: Path) ->
     one, other = load_file(out / WEIGHTS), load_file(expected / WEIGHTS)
     assert one.keys() == other.keys()  # zero_to_fp32 writes frozen heads in float32
     assert all(torch.equal(one[name].float(), tensor.float()) for name, tensor in other.items())
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_shapes_of_flat_slices_follow_from_the_numbers_of_elements() -> None:
+    """FSDP1's local state has no shapes: those of DoRA's magnitudes, of biases and of trained tokens are known too."""
+    for options in ({"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [1, 4]}):
+        module = get_peft_model(tiny_model("llama", "causal-lm"), LoraConfig(**LORA, **options))
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        hidden = module.config.hidden_size
+        found = flat_shapes({name: math.prod(shape) for name, shape in shapes.items()}, hidden=hidden)
+        trained = {name for name in shapes if ".lora_" in name or "trainable_tokens" in name}
+        assert {name: found.get(name) for name in trained} == {name: shapes[name] for name in trained}
+        assert all(shapes[name] == shape for name, shape in found.items())

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3_5TextForSequenceClassification,
 )
 
+from lora_tool import prepare
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.verification.verifying import verify
 from tests.judging import codes, judge
@@ -262,3 +263,26 @@ def test_a_text_class_that_transformers_cannot_load_is_refused(tmp_path: Path) -
     adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
     with pytest.raises(UnsupportedAdapter, match="cannot load one from it: it re-initialises"):
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_prepared_for_vllm_is_on_the_same_modules_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", model_type)
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **FEATURES["values by the text class's paths"])
+    out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+    whole = AUTO["image-text-to-text"].from_pretrained(base, dtype=torch.float32)
+    ours, theirs = deltas_of(whole, out), deltas_of(load_text(base).float(), adapter)
+    names = {
+        name: next(path for path in ours if path.endswith(name.partition("layers.")[2]) and "vision" not in path)
+        for name in theirs
+    }
+    for name, delta in theirs.items():
+        assert float((ours[names[name]] - delta).norm()) <= 2e-7 * float(delta.norm()), name
+
+
+def deltas_of(model: PreTrainedModel, adapter: Path) -> dict[str, torch.Tensor]:
+    """Return what PEFT computes as the ΔW of every module."""
+    loaded: Any = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
+    layers = {name: layer for name, layer in loaded.named_modules() if hasattr(layer, "get_delta_weight")}
+    return {name: layer.get_delta_weight("default").detach() for name, layer in layers.items()}

@@ -52,6 +52,14 @@ def head_of(path: str, names: frozenset[str] = HEADS) -> str | None:
     return None
 
 
+def head_path(path: str, names: frozenset[str] = HEADS) -> str:
+    """Return the path of the head that a path is or lies in: ``classifier`` of ``classifier.dense``; else the path."""
+    head = head_of(path, names)
+    if head is None:
+        return path
+    return f"{f'.{path}.'.partition(f'.{head}.')[0]}.{head}".removeprefix(".")
+
+
 def last_weights(head: str) -> tuple[str, ...]:
     """Return the names that the weight of the head's last layer may have, the likeliest first."""
     return tuple(f"{head}{last}.weight" for last in LAST_LAYERS)

@@ -34,7 +34,7 @@ def flat_shapes(numels: Mapping[str, int], *, hidden: int | None) -> dict[str, S
             by_part[key.module, key.part, key.adapter_name] = name
     shapes: dict[str, Shape] = {}
     for name, key in parsed.items():
-        if _VECTOR.search(f"{key.module}.{key.leaf}") and key.part in (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER):
+        if _is_vector(key):
             shapes[name] = (numels[name],)
         elif key.part in (Part.LORA_A, Part.EMBEDDING_A):
             other = Part.LORA_B if key.part is Part.LORA_A else Part.EMBEDDING_B
@@ -42,13 +42,40 @@ def flat_shapes(numels: Mapping[str, int], *, hidden: int | None) -> dict[str, S
             base = by_part.get((key.module, Part.BASE_LAYER, None))
             if below is not None and base is not None:
                 shapes |= _of_pair(name, below, base, numels)
-        elif key.part is Part.SAVED_MODULE and _is_wide(key) and hidden and numels[name] % hidden == 0:
+        elif hidden and _is_wide(key) and numels[name] % hidden == 0:
             shapes[name] = (numels[name] // hidden, hidden)
-    return shapes
+    vectors = (name for name, key in parsed.items() if key.part is Part.MAGNITUDE)  # of matrices: one for each row
+    return shapes | {
+        name: (numels[name],) for name in vectors if _has_rows(parsed[name], numels[name], shapes, by_part)
+    }
+
+
+def _is_vector(key: AdapterKey) -> bool:
+    if key.part is Part.LORA_B:
+        return key.leaf == "bias"
+    whole = key.part in (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
+    return whole and _VECTOR.search(f"{key.module}.{key.leaf}") is not None
+
+
+def _has_rows(
+    key: AdapterKey,
+    rows: int,
+    shapes: Mapping[str, Shape],
+    by_part: Mapping[tuple[str, Part, str | None], str],
+) -> bool:
+    """Return whether the lora_B beside a magnitude is a matrix of so many rows."""
+    below = by_part.get((key.module, Part.LORA_B, key.adapter_name))
+    return below is not None and shapes.get(below, ())[:1] == (rows,)
 
 
 def _is_wide(key: AdapterKey) -> bool:
-    """Return whether it is a matrix with a column for each element of a hidden state: of a head or an embedding."""
+    """Return whether it is a matrix with a column for each element of a hidden state: of a head, an embedding, or the
+    tokens of one.
+    """
+    if key.part is Part.TOKENS_DELTA:
+        return is_end(key.module)
+    if key.part is not Part.SAVED_MODULE:
+        return False
     return key.leaf is not None and key.leaf.endswith("weight") and (is_new_head(key.module) or is_end(key.module))
 
 

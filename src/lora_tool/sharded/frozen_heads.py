@@ -6,12 +6,12 @@ reward is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool import keys
-from lora_tool.architectures.heads import NEW_MODULES, head_of
+from lora_tool.architectures.heads import NEW_MODULES, head_of, head_path
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
@@ -71,7 +71,7 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     """
     names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
     wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
-    parsed = {name: keys.parse(bare.removeprefix(wrapper)) for name, bare in names.items()}
+    parsed = {name: keys.parse(unwrapped.removeprefix(wrapper)) for name, unwrapped in names.items()}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A}
     bare = {
         key.module
@@ -161,6 +161,14 @@ def _classifier(config: AdapterConfig) -> str | None:
     mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
     name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
+
+
+def saved_as(module: str, adapted: Collection[str]) -> str:
+    """Return what `modules_to_save` has to name for PEFT to load a module whole: the head that it lies in, which may be
+    several layers deep, unless one of the `adapted` modules, those with LoRA, lies in there too.
+    """
+    head = head_path(module, NEW_MODULES)
+    return module if any(f"{each}.".startswith(f"{head}.") for each in adapted) else head
 
 
 def is_new_head(module: str) -> bool:

@@ -26,7 +26,9 @@ def wrapper_of(names: Collection[str]) -> str:
         if not all(name.startswith(before) for name in names):
             break
         inner = {name[len(before) :].partition(".")[0] for name in names}
-        below_unknown = base_prefixes().isdisjoint(shared[:depth]) and inner <= base_prefixes()
-        if any(map(is_new_module, inner)) or (below_unknown and not found):
+        heads = set(filter(is_new_module, inner))
+        if not inner <= base_prefixes() | heads:
+            continue  # a model of its own kind: Qwen2.5-Omni has its output layer in ``thinker``
+        if heads or (not found and base_prefixes().isdisjoint(shared[:depth])):
             found = before
     return found

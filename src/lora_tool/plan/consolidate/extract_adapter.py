@@ -7,7 +7,7 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lora_tool import keys
@@ -20,12 +20,14 @@ from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, trained_adapter
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
+from lora_tool.sharded.faults import fault
 from lora_tool.sharded.frozen_heads import (
     Heads,
     heads_of,
     is_new_head,
     outside_names,
     parsed_keys,
+    saved_as,
     unwrapped_name,
 )
 from lora_tool.sharded.state import TrainingState
@@ -90,21 +92,44 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     beside = {
         parsed[name].tensor: name for name in sorted(outside & entries.keys()) if is_new_head(parsed[name].module)
     }
-    heads_unnamed = _unnamed_heads(config, heads, names)
-    unnamed = tuple(module for module in dict.fromkeys(whole) if not config.saves(module))
     return Selection(
         names=names,
         beside=beside,
         leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *beside.values())), outside)),
-        side_files=(_config_file(found, tuple(dict.fromkeys((*heads_unnamed, *unnamed)))),),
-        faults=heads.faults,
+        side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
+        faults=(*heads.faults, *_halves(state, names)),
         notes=(
             *(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued),
-            *(f"{module} was trained whole: put into modules_to_save" for module in unnamed),
+            *(
+                f"{module} was trained whole: put into modules_to_save"
+                for module in dict.fromkeys(whole)
+                if not config.saves(module)
+            ),
             *(f"{name} lies outside of the PEFT model: written into {VALUE_HEAD}" for name in beside),
         ),
         warnings=found.warnings,
     )
+
+
+_OTHER_HALF = {
+    Part.LORA_A: (Part.LORA_B, "zeros"),
+    Part.LORA_B: (Part.LORA_A, "noise"),
+    Part.EMBEDDING_A: (Part.EMBEDDING_B, "noise"),
+    Part.EMBEDDING_B: (Part.EMBEDDING_A, "zeros"),
+}
+"""Factor → the other of its pair, and what PEFT puts there where it is missing."""
+
+
+def _halves(state: TrainingState, names: Mapping[str, str]) -> Iterator[Finding]:
+    """LT201: yield each factor of the adapter whose other half is not in the checkpoint."""
+    parsed = {saved: keys.parse(name) for name, saved in names.items()}
+    held = {(key.module, key.part) for key in parsed.values()}
+    for saved, key in parsed.items():
+        other, instead = _OTHER_HALF.get(key.part, (key.part, ""))
+        if (key.module, other) not in held:
+            message = f"its {other.value} is missing, and PEFT would put {instead} there"
+            hint = "use another step: a save that was interrupted, or of one pipeline stage, has a part of the tensors"
+            yield fault("LT201", state.folder, message, subject=saved, hint=hint)
 
 
 def _no_place(name: str, why: str) -> UnsupportedCheckpoint:
@@ -123,12 +148,15 @@ def _can_be_saved_whole(key: AdapterKey, parsed: Mapping[str, AdapterKey]) -> bo
     return all(other.module == key.module or not other.module.endswith(key.module) for other in parsed.values())
 
 
-def _unnamed_heads(config: AdapterConfig, heads: Heads, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the heads among `names` that PEFT would not load, as `modules_to_save` does not name them."""
-    plain = {key.module for key in map(keys.parse, names) if key.part is Part.PLAIN and key.leaf == "weight"}
-    named = frozenset(config.modules_to_save)
-    found = {*heads.whole_modules, *filter(is_new_head, plain)}
-    return tuple(sorted(module for module in found if not keys.is_under(module, named)))
+def _unnamed(config: AdapterConfig, heads: Heads, names: Mapping[str, str], whole: Collection[str]) -> tuple[str, ...]:
+    """Return the heads among `names` and the `whole` modules that PEFT would not load, as `modules_to_save` does not name
+    them.
+    """
+    parsed = [keys.parse(name) for name in names]
+    plain = {key.module for key in parsed if key.part is Part.PLAIN and key.leaf == "weight"}
+    adapted = {key.module for key in parsed if key.part is Part.LORA_A}
+    found = {*heads.whole_modules, *whole, *filter(is_new_head, plain)}
+    return tuple(sorted({saved_as(module, adapted) for module in found if not config.saves(module)}))
 
 
 def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:

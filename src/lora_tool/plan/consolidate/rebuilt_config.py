@@ -21,7 +21,7 @@ from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_re
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.progress import decided
-from lora_tool.sharded.frozen_heads import is_new_head, outside_names, parsed_keys
+from lora_tool.sharded.frozen_heads import is_new_head, outside_names, parsed_keys, saved_as
 from lora_tool.sharded.state import TrainingState
 
 _TENSORS = "the tensors"
@@ -201,12 +201,12 @@ def _beside_lora(parsed: Mapping[str, AdapterKey], adapted: frozenset[str]) -> I
     """Yield what says that tensors were trained that are no factors: modules whole, and biases."""
     saved = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     biases: set[str] = set()
-    if not any(
-        key.part is Part.BASE_LAYER for key in parsed.values()
-    ):  # without the base, all that is there was trained
+    held = [key for key in parsed.values() if key.part is Part.BASE_LAYER]
+    if all(key.leaf == "bias" for key in held):  # without the base, all that is there was trained
         plain = [key for key in parsed.values() if key.part is Part.PLAIN]
-        saved |= {key.module for key in plain if key.leaf != "bias"}
-        biases = {key.module for key in plain if key.leaf == "bias"} - saved
+        saved |= {saved_as(key.module, adapted) for key in plain if key.leaf != "bias"}
+        trained = {key.module: saved_as(key.module, adapted) for key in (*plain, *held) if key.leaf == "bias"}
+        biases = {module for module, head in trained.items() if saved.isdisjoint((module, head))}
     if saved:
         yield "modules_to_save", sorted(saved)
     if biases:
