@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def furnished(folder: Path, method: str, *, tied: bool, nested: bool) -> tuple[P
     plain = save_base(folder / "plain", "qwen3", "causal-lm", BF16, tie_word_embeddings=tied, **SIZES)
     lora = {"r": 4, "lora_alpha": 60, "target_modules": ["q_proj"]}
     adapter = save_adapter(folder / "adapter", plain, "causal-lm", lora)
-    table, stored = saved_tensors(plain), {}
+    table = saved_tensors(plain)
+    stored: Table = {}
     table["lm_head.weight"] = torch.randn(table["model.embed_tokens.weight"].shape).to(BF16)
     table["mtp.fc.weight"] = torch.randn((64, 128)).to(BF16)
     for name, tensor in table.items():
@@ -80,7 +82,7 @@ def furnished(folder: Path, method: str, *, tied: bool, nested: bool) -> tuple[P
     base.mkdir()
     save_file(stored, base / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    said = {"quantization_config": METHODS[method]}
+    said: dict[str, Any] = {"quantization_config": METHODS[method]}
     config |= {"text_config": said} if nested else said
     (base / "config.json").write_text(json.dumps(config))
     if method == "modelopt":
