@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from lora_tool.actions import TensorAction
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import GatherUnit, units_of
+from lora_tool.execution.units import CopyUnit, GatherUnit, units_of
 from lora_tool.execution.worker import Worker
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.stored import read_part, same_values
@@ -140,6 +141,17 @@ def test_columns_are_one_span_and_long_rows_many(tmp_path: Path) -> None:
     assert [type(span) for span in assembled(spec_of(wide), halves).spans] == [Span] * 6
 
 
+@pytest.mark.parametrize("columns", [(1200, 800), (1200, 796, 4)], ids=["wide", "and narrow"])
+def test_a_few_long_rows_side_by_side(tmp_path: Path, columns: tuple[int, ...]) -> None:
+    """A factor of LoRA that tensor parallelism cut: any part of it, from any byte."""
+    whole = np.random.default_rng(1).integers(0, 1 << 16, (5, 2000), np.uint16)
+    starts = [sum(columns[:at]) for at in range(len(columns))]
+    pieces = saved(tmp_path, whole, [((0, start), (5, width)) for start, width in zip(starts, columns, strict=True)])
+    tensor = assembled(spec_of(whole), pieces)
+    for start, nbytes in ((0, 20_000), (1001, 5003), (3999, 2), (16_000, 4000)):
+        assert read_part(tensor, start, nbytes) == whole.tobytes()[start : start + nbytes]
+
+
 def test_pieces_side_by_side_are_copied_as_they_are(tmp_path: Path) -> None:
     """Bit for bit, NaN with its payload included, and some MB at a time."""
     whole = np.random.default_rng(0).integers(0, 1 << 16, (700, 9000), np.uint16)
@@ -157,6 +169,35 @@ def test_pieces_side_by_side_are_copied_as_they_are(tmp_path: Path) -> None:
             for unit in units:
                 worker.write(unit, file.fileno())
     assert out.read_bytes()[len(shard.header) :] == whole.tobytes()
+
+
+def test_many_short_pieces_are_put_together_before_they_are_written(tmp_path: Path) -> None:
+    """A factor of LoRA on many ranks, with one long piece among them, and one short tensor alone."""
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(800_000))
+    sizes = [2048] * 150 + [200_000] + [2048] * 100
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    spans = tuple(
+        Span(path=source, offset=sum(sizes) - start - size, nbytes=size)
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    tensors = [
+        StoredTensor(spec=TensorSpec(name=name, dtype=DType.U8, shape=(sum(span.nbytes for span in held),)), spans=held)
+        for name, held in (("many", spans), ("one", spans[:1]))
+    ]
+    steps = tuple(Step(out=each.spec, op=Copy(source=each), action=TensorAction.COPIED, reason="") for each in tensors)
+    shard = Shard(filename="out", steps=steps)
+    units = list(units_of(shard, whole=lambda _: False))
+    assert [type(unit) for unit in units] == [GatherUnit, CopyUnit, GatherUnit, CopyUnit]
+    out = tmp_path / "out"
+    with Sources([FileStamp.of(source)]) as sources, out.open("wb") as file:
+        write_exactly(file.fileno(), memoryview(shard.header), 0)
+        worker = Worker(sources, Precision.FLOAT32)
+        for unit in units:
+            worker.write(unit, file.fileno())
+    data = source.read_bytes()
+    expected = b"".join(data[span.offset : span.offset + span.nbytes] for each in tensors for span in each.spans)
+    assert out.read_bytes()[len(shard.header) :] == expected
 
 
 def test_pieces_in_no_order_do_not_take_hours() -> None:

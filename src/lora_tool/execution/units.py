@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_o
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Shard
-from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
+from lora_tool.tensors import Span, StoredTensor, TensorSpec, TiledSpan
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
 
+_SHORT_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
-"""Bytes per gathering unit: what lies side by side in pieces is put into its rows in the second-level cache."""
+"""Bytes per gathering unit: what lies in small pieces, or side by side, is put together in the second-level cache."""
 
 _STACK = 3
 
@@ -40,7 +42,7 @@ class CopyUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherUnit:
-    """`nbytes` bytes of a tensor from its byte `start`, which lie side by side in pieces, to byte `begin` of the file."""
+    """`nbytes` bytes of a tensor from its byte `start`, which lie in small pieces, to byte `begin` of the file."""
 
     source: StoredTensor
     start: int
@@ -236,15 +238,31 @@ def _scales_beside_codes(shard: Shard) -> dict[str, int]:
 
 def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
     start = 0
-    for span in source.spans:
-        if isinstance(span, TiledSpan):
-            rows = max(1, _GATHER_BYTES // span.row_bytes) * span.row_bytes
-            for done in range(0, span.nbytes, rows):
-                nbytes = min(rows, span.nbytes - done)
-                yield GatherUnit(source=source, start=start + done, nbytes=nbytes, begin=at + start + done)
-        else:
-            yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, begin=at + start)
-        start += span.nbytes
+    for is_short, some in itertools.groupby(source.spans, key=_is_short):
+        spans = list(some)
+        if is_short and len(spans) > 1:  # one alone may be joined with its neighbours in the file
+            nbytes = sum(span.nbytes for span in spans)
+            yield from _gathered(source, start, nbytes, at, _GATHER_BYTES)
+            start += nbytes
+            continue
+        for span in spans:
+            if isinstance(span, TiledSpan):
+                rows = max(1, _GATHER_BYTES // span.row_bytes) * span.row_bytes
+                yield from _gathered(source, start, span.nbytes, at, rows)
+            else:
+                yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, begin=at + start)
+            start += span.nbytes
+
+
+def _is_short(span: Span) -> bool:
+    """Return whether a span costs less to read into its place in a block than to copy by itself."""
+    return type(span) is Span and span.nbytes < _SHORT_BYTES
+
+
+def _gathered(source: StoredTensor, start: int, nbytes: int, at: int, step: int) -> Iterator[GatherUnit]:
+    """Yield units of at most `step` bytes for the tensor's bytes from `start`; the tensor begins at byte `at`."""
+    for done in range(start, start + nbytes, step):
+        yield GatherUnit(source=source, start=done, nbytes=min(step, start + nbytes - done), begin=at + done)
 
 
 def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:

@@ -44,6 +44,7 @@ class Worker:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sources = sources
+        self._gathered = bytearray()
         self._precision = precision
         self._choose = choose
         self._stopped = stopped
@@ -60,7 +61,7 @@ class Worker:
                 _copy(unit, self._sources, out)
                 return None
             case GatherUnit():
-                gathered = memoryview(bytearray(unit.nbytes))
+                gathered = self._room(unit.nbytes)
                 self._sources.read_into(unit.source, unit.start, gathered)
                 write_exactly(out, gathered, unit.begin)
                 return None
@@ -85,6 +86,11 @@ class Worker:
             numbers = Numbers(self._sources, self._precision, self._stopped)
             self._coders = Requantiser(numbers), Quantiser(numbers)
         return self._coders
+
+    def _room(self, nbytes: int) -> memoryview:
+        if len(self._gathered) < nbytes:
+            self._gathered = bytearray(nbytes)
+        return memoryview(self._gathered)[:nbytes]
 
     def _backend(self, unit: ComputeUnit) -> Backend:
         chosen = self._choose(self._precision, unit.op)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
-from lora_tool.tensors import StoredTensor, TiledSpan, TransposedSpan
+from lora_tool.tensors import StoredTensor, Tile, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
+_WIDE, _FEW = 1 << 9, 1 << 19
+"""Bytes of a row of a tile that are worth a step of Python, and of rows that are no large matrix's."""
 _DECODED_WEIGHTS = 1 << 19
 """Quantised weights that are decoded together: a row of a stack of experts is a whole matrix."""
 
@@ -109,19 +111,30 @@ def _read_quantised(
 
 def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:
     """Fill `buffer` with the bytes of the span: of each tile the rows that it needs are read, and laid side by side."""
-    import numpy as np  # noqa: PLC0415 - for few checkpoints
-
     first, last = span.rows
     begin = first * span.row_bytes
     is_whole = (span.start, span.nbytes) == (begin, (last - first) * span.row_bytes)
-    rows = np.frombuffer(buffer, np.uint8) if is_whole else np.empty((last - first) * span.row_bytes, np.uint8)
-    rows = rows.reshape(last - first, span.row_bytes)
-    for tile, place in zip(span.tiles, span.places, strict=True):
-        held = np.empty(place.nbytes, np.uint8)
-        read(place.path, place.offset, held.data)
-        rows[:, tile.begin : tile.begin + tile.width] = held.reshape(last - first, tile.width)
+    rows = buffer if is_whole else memoryview(bytearray((last - first) * span.row_bytes))
+    held = memoryview(bytearray((last - first) * max(tile.width for tile in span.tiles)))
+    for tile in span.tiles:
+        of_tile = held[: (last - first) * tile.width]
+        read(tile.path, tile.offset + first * tile.width, of_tile)
+        _lay(of_tile, tile, rows, span.row_bytes)
     if not is_whole:
-        buffer[:] = rows.reshape(-1)[span.start - begin :][: span.nbytes].data
+        buffer[:] = rows[span.start - begin :][: span.nbytes]
+
+
+def _lay(held: memoryview, tile: Tile, rows: memoryview, row_bytes: int) -> None:
+    """Put what is held of a tile into its place in every row."""
+    if tile.width >= _WIDE and len(rows) < _FEW:  # importing numpy takes longer than this for all factors of an adapter
+        begins = range(tile.begin, len(rows), row_bytes)
+        for begin, start in zip(begins, range(0, len(held), tile.width), strict=True):
+            rows[begin : begin + tile.width] = held[start : start + tile.width]
+        return
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    matrix = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)
+    matrix[:, tile.begin : tile.begin + tile.width] = np.frombuffer(held, np.uint8).reshape(-1, tile.width)
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
