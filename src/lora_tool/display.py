@@ -131,7 +131,7 @@ def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
     return printable(str(value)) if isinstance(value, str | Path) else value
 
 
-_encoded = json.JSONEncoder(allow_nan=False).encode
+_encoded = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 """`json.dumps`, which would make an encoder for each call."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PREFIX = "base_model.model."
@@ -111,6 +112,35 @@ def parse(name: str) -> AdapterKey:
     )
 
 
+def parse_all(names: Iterable[str]) -> dict[str, AdapterKey]:
+    """Return the parsed form of each name; of those that differ in their numbers alone only the first is taken apart."""
+    forms: dict[str, tuple[AdapterKey, int, int] | None] = {}
+    parsed: dict[str, AdapterKey] = {}
+    for name in names:
+        form = without_numbers(name)
+        if form not in forms:
+            first = parsed[name] = parse(name)
+            start = len(PREFIX) if first.prefixed else 0
+            after = name[start + len(first.module) :]
+            alike = name.startswith(first.module, start) and not _NUMBER.search(after)
+            forms[form] = (first, start, len(after)) if alike else None
+            continue
+        known = forms[form]
+        if known is None:  # with wrappers in the path, or numbers behind it
+            parsed[name] = parse(name)
+            continue
+        first, start, rest = known
+        parsed[name] = AdapterKey(
+            text=name,
+            module=name[start : len(name) - rest],
+            part=first.part,
+            leaf=first.leaf,
+            adapter_name=first.adapter_name,
+            prefixed=first.prefixed,
+        )
+    return parsed
+
+
 def _split(inner: str) -> tuple[str, Part, str | None, str | None]:
     """Split a name without PEFT's prefix into module path, part, adapter name and leaf."""
     match = _PART.match(inner)
@@ -169,4 +199,9 @@ def split_layer(module: str) -> tuple[int | None, str]:
     ``model.layers.3.mlp.up_proj`` is (3, ``model.layers.*.mlp.up_proj``); the first number is the layer's.
     """
     first = _NUMBER.search(module)
-    return (int(first[1]) if first else None), _NUMBER.sub("*", module)
+    return (int(first[1]) if first else None), without_numbers(module)
+
+
+def without_numbers(path: str) -> str:
+    """Return a path with its numbers, those of layers and experts, as ``*``."""
+    return _NUMBER.sub("*", path)

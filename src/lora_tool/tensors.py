@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -186,24 +187,30 @@ class TensorSpec:
     """Size in bytes; asked for so often that it is worked out once."""
 
     def __post_init__(self) -> None:
-        nbits, empty = self.dtype.bits, False
-        for n in self.shape:
-            if n < 0:
-                raise ValueError(f"shape {list(self.shape)} has a negative size")
-            # a zero anywhere makes the product 0, yet the other sizes must still be possible ones
-            empty = empty or n == 0
-            nbits *= n or 1
-            if nbits // 8 > MAX_BYTES:
-                raise ValueError(f"shape {list(self.shape)} of {self.dtype} overflows 63 bits")
-        nbytes, rest = divmod(0 if empty else nbits, 8)
-        if rest:
-            raise ValueError(f"shape {list(self.shape)} of {self.dtype} is not a whole number of bytes")
-        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "nbytes", _bytes_of(self.dtype, self.shape))
 
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a scalar, 0 if any size is 0."""
         return math.prod(self.shape)
+
+
+@lru_cache(maxsize=1 << 12)
+def _bytes_of(dtype: DType, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor; a model has a hundred thousand of them, and some dozen shapes. Raises ValueError."""
+    nbits, empty = dtype.bits, False
+    for n in shape:
+        if n < 0:
+            raise ValueError(f"shape {list(shape)} has a negative size")
+        # a zero anywhere makes the product 0, yet the other sizes must still be possible ones
+        empty = empty or n == 0
+        nbits *= n or 1
+        if nbits // 8 > MAX_BYTES:
+            raise ValueError(f"shape {list(shape)} of {dtype} overflows 63 bits")
+    nbytes, rest = divmod(0 if empty else nbits, 8)
+    if rest:
+        raise ValueError(f"shape {list(shape)} of {dtype} is not a whole number of bytes")
+    return nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +220,16 @@ class StoredTensor:
     spec: TensorSpec
     spans: tuple[Span, ...]
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Where in the tensor each span ends: a stack of experts is hundreds of spans, and is asked for each of them."""
+    """Where in the tensor each span ends: a stack of experts is hundreds of spans, and is asked for each of them.
+
+    Empty for one span, as nearly all tensors have, of which there may be a million.
+    """
 
     def __post_init__(self) -> None:
-        one = len(self.spans) == 1  # nearly all of them, and there may be a million
-        ends = (self.spans[0].nbytes,) if one else tuple(accumulate(span.nbytes for span in self.spans))
+        one = len(self.spans) == 1
+        ends = () if one else tuple(accumulate(span.nbytes for span in self.spans))
         object.__setattr__(self, "_ends", ends)
-        held = ends[-1] if ends else 0
+        held = self.spans[0].nbytes if one else ends[-1] if ends else 0
         if held != self.spec.nbytes:
             raise ValueError(f"`{self.spec.name}` needs {self.spec.nbytes} bytes, its spans hold {held}")
 
@@ -257,14 +267,15 @@ class StoredTensor:
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""
         end = start + nbytes
-        for at in range(bisect_right(self._ends, start), len(self.spans)):
+        ends = self._ends or (self.nbytes,)
+        for at in range(bisect_right(ends, start), len(self.spans)):
             if start >= end:
                 return
             span = self.spans[at]
-            left = self._ends[at] - start
+            left = ends[at] - start
             taken = min(left, end - start)
             if taken:
-                yield span.part(span.nbytes - left, taken)
+                yield span if taken == span.nbytes else span.part(span.nbytes - left, taken)
             start += taken
 
 
@@ -310,12 +321,16 @@ class FileStamp:
 
 def contiguous(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Return the spans with those that lie one after the other in a file made one."""
-    made: list[Span] = []
+    runs: list[tuple[Span, int]] = []  # the first span of each, and the bytes of all
     for span in spans:
-        last = made[-1] if made else span
-        follows = last.path == span.path and last.offset + last.nbytes == span.offset
-        if made and follows and type(last) is type(span) is Span:
-            made[-1] = replace(last, nbytes=last.nbytes + span.nbytes)
-        else:
-            made.append(span)
-    return tuple(made)
+        if runs:
+            first, nbytes = runs[-1]
+            follows = first.offset + nbytes == span.offset and type(first) is type(span) is Span
+            if follows and (first.path is span.path or first.path == span.path):
+                runs[-1] = first, nbytes + span.nbytes
+                continue
+        runs.append((span, span.nbytes))
+    return tuple(
+        first if first.nbytes == nbytes else Span(path=first.path, offset=first.offset, nbytes=nbytes)
+        for first, nbytes in runs
+    )

@@ -1,7 +1,7 @@
 """What it costs to cut a plan of 671 B parameters into parts, to ship and to finish them:
 `pytest -m bench -s tests/bench/test_parts_speed.py`.
 
-Base and adapter are those of `test_plan_speed.py`, all sparse; the plan writes 1.34 TB, and every part of it is walked
+Base and adapter are DeepSeek-V3's of `sparse_models.py`; the plan writes 1.34 TB, and every part of it is walked
 without writing: cut, pickled, read again, its inputs compared with what the plan saw, its work handed out as units.
 """
 
@@ -21,7 +21,7 @@ from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
 from lora_tool.execution.worker import batches_of
-from tests.bench.test_plan_speed import make_adapter, make_base
+from tests.bench.sparse_models import DEEPSEEK_V3, make_adapter, make_base
 
 pytestmark = pytest.mark.bench
 
@@ -44,8 +44,8 @@ def walk(sent: bytes) -> int:
 
 
 def test_a_terabyte_in_parts(tmp_path: Path) -> None:
-    make_base(tmp_path / "base")
-    make_adapter(tmp_path / "adapter")
+    make_base(tmp_path / "base", DEEPSEEK_V3)
+    make_adapter(tmp_path / "adapter", DEEPSEEK_V3)
     print()
     with timed("plan"):
         plan = plan_merge(tmp_path / "base", tmp_path / "adapter", ignore=["LT208"])

@@ -122,12 +122,12 @@ main()
 
 
 def test_a_wide_gptq_matrix(tmp_path: Path) -> None:
-    """Print peak memory, and what is read, where a weight of 8192 by 28672 is packed along its inputs."""
-    base, inside, outside = tmp_path / "base", SMALL.hidden, 8192
-    sizes = replace(SMALL, hidden=outside, intermediate=28672, heads=64, vocabulary=256)
+    """Print peak memory, and what is read, where a weight of 2048 by 57344 is packed along its inputs."""
+    base, outside = tmp_path / "base", SMALL.hidden
+    sizes = replace(SMALL, intermediate=57344, vocabulary=256)
     make_base(base, layers=1, shards=1, sizes=sizes)
     make_adapter(tmp_path / "down", layers=1, rank=16, targets=("mlp.down_proj",), sizes=sizes)
-    name, random = "model.layers.0.mlp.down_proj", np.random.default_rng(inside)
+    name, random = "model.layers.0.mlp.down_proj", np.random.default_rng(outside)
     kept = {each: each_of.spec for each, each_of in open_model(base).tensors.items() if not each.startswith(name)}
     groups = sizes.intermediate // TILE
     shapes = {

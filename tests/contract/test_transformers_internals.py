@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
+from itertools import product
 
 import pytest
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
@@ -20,7 +21,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lora_tool.names.conversion import Conversion, by_template
+from lora_tool.names.conversion import Conversion, by_template, in_natural_order
 from lora_tool.names.model import RowMapping
 from tests.oracle.tiny import tiny_model
 
@@ -97,6 +98,12 @@ def test_layers_of_one_form_are_converted_as_one_by_one(model_type: str) -> None
         return [conversion.load(disk)[0], conversion.save(memory)]
 
     assert replayed(by_form=True) == replayed(by_form=False)
+
+
+def test_the_order_of_names_is_transformers_own() -> None:
+    parts = ("layers", "layers_2", "layers_10", "2", "10", "02", "weight", "w2", "10b", "2_", "")
+    names = [".".join(each) for length in (1, 2, 3) for each in product(parts, repeat=length)]
+    assert in_natural_order(names) == sorted(names, key=dot_natural_key)
 
 
 def test_rules_that_look_at_numbers_are_asked_name_by_name() -> None:

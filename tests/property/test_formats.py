@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from safetensors import safe_open
 
 from lora_tool import keys
 from lora_tool.errors import CorruptFile
+from lora_tool.formats.files import parse_json, parse_names
 from lora_tool.formats.safetensors import build_header, scan_file
 from lora_tool.keys import Part
 from lora_tool.tensors import DType, TensorSpec
@@ -75,6 +79,28 @@ def test_a_file_is_refused_by_us_wherever_the_reference_package_refuses_it(
             assert problems or names == set(read_file(path).tensors)
 
 
+TEXTS = st.text(':"\\ab', max_size=3).map(json.dumps)
+TABLES = st.recursive(
+    TEXTS | st.sampled_from(["7", "[1, 2]", "null", "broken"]),
+    lambda inner: st.lists(st.tuples(TEXTS, inner), max_size=3).map(
+        lambda pairs: "{" + ",".join(f"{key}:{value}" for key, value in pairs) + "}"
+    ),
+    max_leaves=8,
+)
+"""JSON with colons in its texts, with keys that repeat at any depth, and with errors."""
+
+
+@given(TABLES)
+def test_names_are_parsed_as_any_json_is(text: str) -> None:
+    def outcome(parse: Callable[[bytes, Path], Any]) -> object:
+        try:
+            return parse(text.encode(), Path("x"))
+        except CorruptFile as error:
+            return str(error)
+
+    assert outcome(parse_names) == outcome(parse_json)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_scanned_without_an_unexpected_error(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +127,25 @@ def test_every_name_parses_and_its_canonical_form_is_stable(name: str) -> None:
     key = keys.parse(name)
     assert key.text == name
     assert keys.parse(key.canonical).canonical == key.canonical
+
+
+ENDS = st.sampled_from(
+    [
+        "lora_A.weight",
+        "lora_B.default.weight",
+        "lora_A.3.weight",
+        "modules_to_save.2.0.bias",
+        "weight",
+        "lora_embedding_A",
+    ]
+)
+BEGINNINGS = st.sampled_from(["base_model.model.", "base_model.model.module.", "_orig_mod.", ""])
+NUMBERED = st.lists(st.sampled_from(["a", "lora_A", "0", "12", "w1", "_orig_mod"]), max_size=4).map(".".join)
+
+
+@given(st.lists(st.builds(lambda *parts: "".join(parts), BEGINNINGS, NUMBERED, st.just("."), ENDS), unique=True))
+def test_names_parsed_together_are_parsed_one_by_one(names: list[str]) -> None:
+    assert keys.parse_all(names) == {name: keys.parse(name) for name in names}
 
 
 @given(MODULES, st.sets(MODULES, max_size=4))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.adapter.view import AdapterView, view_of
+from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.architectures.heads import HEADS, NEW_MODULES, head_of, is_last_layer
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.formats.safetensors import build_header
@@ -50,6 +50,49 @@ def accounted(view: AdapterView) -> list[str]:
     whole = [*view.saved.values(), *view.frozen.values(), *(tokens.rows for tokens in view.tokens.values())]
     originals = [item.tensor for item in view.parts(Part.ORIGINAL_MODULE)]
     return sorted([*(tensor.name for tensor in (*lora, *whole, *originals)), *view.repeats])
+
+
+LAYERS: Shapes = {
+    f"{P}model.layers.{layer}.mlp.{name}.{part}.weight": shape
+    for layer in range(12)
+    for name in ("up_proj", "down_proj")
+    for part, shape in (("lora_A", (4, 16)), ("lora_B", (9 if (layer, name) == (7, "up_proj") else 8, 4)))
+}
+"""One of the layers has another shape than those that are called like it."""
+
+
+def test_layers_that_differ_in_their_numbers_alone_are_of_one_kind(tmp_path: Path) -> None:
+    view = viewed(tmp_path, LAYERS, {"target_modules": ["up_proj", "down_proj"]})
+    assert [layer.module.split(".", 2)[2] for layer in sorted(view.kinds, key=lambda layer: layer.kind)] == [
+        "0.mlp.up_proj",
+        "0.mlp.down_proj",
+        "7.mlp.up_proj",
+    ]
+    assert {layer.kind for layer in view.layers if layer.target.endswith("down_proj")} == {1}
+    asked: list[str] = []
+
+    def look(layer: LoraLayer) -> list[str]:
+        asked.append(layer.target)
+        return [layer.target] if layer.pair and layer.pair[1].shape[0] == 9 else []
+
+    assert list(view.found(look)) == ["model.layers.7.mlp.up_proj"]
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rank_pattern": {"layers.3.mlp.up_proj": 8}},
+        {"target_modules": r".*\.\d\.mlp\.up_proj"},
+        {"layers_to_transform": [0, 1]},
+        {"exclude_modules": ["layers.2.mlp.up_proj"]},
+    ],
+)
+def test_layers_are_looked_at_one_by_one_where_the_config_knows_their_numbers(
+    config: Mapping[str, Any], tmp_path: Path
+) -> None:
+    view = viewed(tmp_path, LAYERS, {"target_modules": ["up_proj", "down_proj"], **config})
+    assert len(view.kinds) == len(view.layers) == 24
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 def refusals(view: AdapterView) -> Iterator[Refusal]:
     """Yield every feature of the adapter that cannot be merged exactly here."""
     yield from refusals_of_config(view)
-    kernel = next((factor for layer in view.layers for factor in layer.factors if len(factor.shape) > MATRIX), None)
+    kernel = next(view.found(lambda layer: [each for each in layer.factors if len(each.shape) > MATRIX]), None)
     if kernel is not None:
         yield _only_peft(f"LoRA on convolutions: `{kernel.name}` has shape {list(kernel.shape)}")
 

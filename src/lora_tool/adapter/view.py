@@ -7,15 +7,15 @@ repeat. It is made from names and headers alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from lora_tool.adapter.naming import bare_path
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.keys import Part
+from lora_tool.keys import Part, without_numbers
 from lora_tool.tensors import StoredTensor
 
 FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
@@ -23,6 +23,7 @@ FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_
 LAYER_PARTS = FACTORS | {Part.MAGNITUDE}
 """Everything that belongs to the LoRA of a module."""
 
+Found = TypeVar("Found")
 Place: TypeAlias = tuple[Part, str | None]
 """Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""
 
@@ -43,6 +44,10 @@ class LoraLayer:
     """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
     scaling: float | None
     """What B·A is multiplied by; None where the config cannot be read."""
+    kind: int
+    """Layers of one kind differ in the numbers in their paths and in their values alone: the config treats them alike,
+    and their tensors have the same types and shapes.
+    """
     a: StoredTensor | None = field(init=False, repr=False, compare=False)
     """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
     b: StoredTensor | None = field(init=False, repr=False, compare=False)
@@ -142,6 +147,8 @@ class AdapterView:
     """Module path as the tensors' names have it → in the model, without anything that was put before it."""
     layers: tuple[LoraLayer, ...]
     """One for each module, and for each adapter's name where a file holds several."""
+    kinds: tuple[LoraLayer, ...]
+    """The first layer of each kind: of a hundred thousand layers of experts there are a dozen."""
     whole: tuple[WholeTensor, ...]
     """Every tensor that is in no layer, in the order of the file."""
     saved: Mapping[str, StoredTensor]
@@ -152,6 +159,17 @@ class AdapterView:
     """Embedding → its rows that were trained by themselves."""
     repeats: Mapping[str, StoredTensor]
     """Tensor name → the tensor that is in the file for the same place already."""
+
+    def found(self, look: Callable[[LoraLayer], Iterable[Found]]) -> Iterator[Found]:
+        """Yield what `look` finds in each layer, in their order; it is not asked again for a kind where it found nothing.
+
+        It may look at the layer's tensors but for their values, at what the config says of it, and at its path but for
+        the numbers.
+        """
+        sound = {first.kind for first in self.kinds if not any(True for _ in look(first))}
+        for layer in self.layers if len(sound) < len(self.kinds) else ():
+            if layer.kind not in sound:
+                yield from look(layer)
 
     def parts(self, *parts: Part) -> Iterator[WholeTensor]:
         """Yield the tensors of these parts that are in no layer, in the order of the file."""
@@ -170,7 +188,7 @@ def _viewed(adapter: AdapterDir) -> AdapterView:
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     tensors = adapter.tensors
     paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
-    layers: dict[tuple[str, str | None], dict[Place, StoredTensor]] = defaultdict(dict)
+    held: dict[tuple[str, str | None], dict[Place, StoredTensor]] = defaultdict(dict)
     repeats: dict[str, StoredTensor] = {}
     whole: list[WholeTensor] = []
     for name, key in adapter.keys.items():
@@ -178,11 +196,12 @@ def _viewed(adapter: AdapterDir) -> AdapterView:
         if part in LAYER_PARTS:
             # PEFT keeps the magnitude in a module of its own, and saves an embedding's under both names
             place = (part, None if part is Part.MAGNITUDE else key.leaf)
-            first = layers[module, key.adapter_name].setdefault(place, tensor)
+            first = held[module, key.adapter_name].setdefault(place, tensor)
             if first is not tensor:
                 repeats[name] = first
         else:
             whole.append(WholeTensor(tensor=tensor, part=part, module=module, leaf=key.leaf))
+    layers = tuple(_layers(held, None if adapter.config is None else config))
     saved = _saved(whole, config, repeats)
     frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))
     taken = {*repeats, *(tensor.name for tensor in saved.values())}
@@ -190,10 +209,8 @@ def _viewed(adapter: AdapterDir) -> AdapterView:
         adapter=adapter,
         config=config,
         paths=paths,
-        layers=tuple(
-            _layer(module, name, parts, None if adapter.config is None else config)
-            for (module, name), parts in layers.items()
-        ),
+        layers=layers,
+        kinds=tuple({layer.kind: layer for layer in reversed(layers)}.values()),
         whole=tuple(whole),
         saved=saved,
         frozen={item.name: item.tensor for item in frozen if item.tensor.name not in taken},
@@ -206,12 +223,26 @@ def _viewed(adapter: AdapterDir) -> AdapterView:
     )
 
 
-def _layer(
-    module: str, name: str | None, parts: Mapping[Place, StoredTensor], config: AdapterConfig | None
-) -> LoraLayer:
-    target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
-    scaling = None if config is None else config.scaling(target)
-    return LoraLayer(module=module, adapter_name=name, parts=parts, target=target, scaling=scaling)
+def _layers(
+    held: Mapping[tuple[str, str | None], Mapping[Place, StoredTensor]], config: AdapterConfig | None
+) -> Iterator[LoraLayer]:
+    alike = config is not None and config.ignores_numbers
+    kinds: dict[object, int] = {}
+    scalings: dict[str, float] = {}
+    for (module, name), parts in held.items():
+        form = without_numbers(module) if alike else module
+        target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
+        if config is not None and form not in scalings:
+            scalings[form] = config.scaling(target)
+        kind = form, name, tuple((place, tensor.dtype, tensor.shape) for place, tensor in parts.items())
+        yield LoraLayer(
+            module=module,
+            adapter_name=name,
+            parts=parts,
+            target=target,
+            scaling=scalings.get(form),
+            kind=kinds.setdefault(kind, len(kinds)),
+        )
 
 
 def _saved(

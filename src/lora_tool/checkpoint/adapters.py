@@ -40,7 +40,7 @@ def _open(folder: Folder) -> AdapterDir:
         folder=folder,
         config=config,
         weights=weights,
-        keys={name: keys.parse(name) for name in weights.tensors},
+        keys=keys.parse_all(weights.tensors),
         problems=(*folder.problems, *problems, *weights.problems),
     )
 

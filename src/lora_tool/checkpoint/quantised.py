@@ -13,9 +13,12 @@ from lora_tool.formats.quantised.encodings import dequantised, parts
 from lora_tool.formats.quantised.layouts import QuantisedWeights, is_sign, read_quantised
 from lora_tool.formats.quantised.names import give_full_precision, require_read
 from lora_tool.formats.quantised.parts import LayoutError
+from lora_tool.tensors import StoredTensor
 
 _TABLE = "quantization_config"
 _MATRICES = "matrices"
+_PLAIN = "plain"
+_SIGN = "sign"
 
 
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
@@ -25,9 +28,12 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     weights is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is
     not read, or weights that are not stored as it says.
     """
+    if _PLAIN in model.read:
+        known: ModelDir = model.read[_PLAIN]
+        return known
     config = model.whole_config
     require_read(config, hub_id)
-    if not quantisation_table(config) and not any(map(is_sign, model.tensors.values())):
+    if not quantisation_table(config) and sign_of(model) is None:
         return model
     try:
         found = quantised_weights(model)
@@ -42,7 +48,17 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
             tensors[by_place[name].name] = by_place[name]
         elif name not in beside:
             tensors[name] = tensor
-    return replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
+    plain = replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
+    model.read[_PLAIN] = plain
+    return plain
+
+
+def sign_of(model: ModelDir) -> StoredTensor | None:
+    """Return the first tensor that shows that the model is quantised, whatever its config says."""
+    if _SIGN not in model.read:
+        model.read[_SIGN] = next(filter(is_sign, model.tensors.values()), None)
+    found: StoredTensor | None = model.read[_SIGN]
+    return found
 
 
 def as_matrices(model: ModelDir) -> ModelDir:
@@ -77,7 +93,7 @@ def _with_table(raw: Mapping[str, Any], table: Mapping[str, Any] | None) -> dict
 def quantised_weights(model: ModelDir) -> QuantisedWeights:
     """Return the quantised weights of a model. Raises `LayoutError` for what is not stored as its format says."""
     table = {} if model.config is None else quantisation_table(model.config)
-    if not table and not any(map(is_sign, model.tensors.values())):
+    if not table and sign_of(model) is None:
         return QuantisedWeights(weights={}, calibrated=())
     if _TABLE not in model.read:
         model.read[_TABLE] = read_quantised(model.tensors, table)

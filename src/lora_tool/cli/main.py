@@ -165,9 +165,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     words = sys.argv[1:] if args is None else args
     # what `train` and `guard` print of a run that ended badly is JSON already
     as_json = "--json" in words and not {"train", "guard"} & set(words[:1])
-    # a short command makes no cycles worth looking for, and looking takes a tenth of its time: new objects are looked
-    # at once, and again only after ten million of them
-    gc.set_threshold(100_000, 100)
+    # a plan makes no cycles worth looking for, and looking takes a tenth of its time: that of a model with a hundred
+    # thousand tensors is two million objects
+    gc.set_threshold(3_000_000, 100)
     try:
         code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -168,6 +169,8 @@ def carry_out(
         return
     from lora_tool.pipeline.writing import intent, write  # noqa: PLC0415 - numpy, only now
 
+    gc.freeze()  # the plan stays: from here on only what the long work makes is looked through for cycles
+    gc.set_threshold(100_000, 100)
     silent = quiet or as_json
     if not silent:
         say(_weighed(intent(plan)))

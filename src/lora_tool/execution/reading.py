@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from lora_tool.formats.quantised.strips import Strips
 
 
+class _Buffers(threading.local):
+    """This thread's memory for the parts of coded rows, in the order in which they are read."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Bytes] = []
+        self.number = 0
+
+
 class Sources(OpenFiles):
     """The input files of a plan, opened when they are read. A context manager; safe to read from several threads."""
 
@@ -29,6 +38,7 @@ class Sources(OpenFiles):
         super().__init__(self._opened)
         self._stamps = {stamp.path: stamp for stamp in stamps}
         self._strips: Strips | None = None
+        self._read_again = _Buffers()
 
     def __enter__(self) -> Self:
         self.check_unchanged()
@@ -71,14 +81,32 @@ class Sources(OpenFiles):
         return raw
 
     def coded(self, tensor: StoredTensor, first: int, last: int) -> Scaled | None:
-        """Return rows of a matrix as codes with their scales; None where they are not quantised, or not only that."""
+        """Return rows of a matrix as codes with their scales; None where they are not quantised, or not only that.
+
+        They are valid until this thread asks for the next.
+        """
         found = rows_within(tensor, first, last)
         if found is None:
             return None
         from lora_tool.formats.quantised.coded import coded  # noqa: PLC0415 - for quantised weights alone
 
-        parts = coded(*found, self.bytes_of) or ()
+        self._read_again.number = 0
+        parts = coded(*found, self._bytes_again) or ()
         return parts[0] if len(parts) == 1 else None
+
+    def _bytes_again(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
+        """Return what `bytes_of` does, in the memory of this thread's last `coded` rows: new memory costs as much."""
+        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+
+        held = self._read_again
+        if held.number == len(held.buffers):
+            held.buffers.append(np.empty(0, np.uint8))
+        if held.buffers[held.number].size < nbytes:
+            held.buffers[held.number] = np.empty(nbytes, np.uint8)
+        raw = held.buffers[held.number][:nbytes]
+        held.number += 1
+        self.read_into(tensor, start, raw.data)
+        return raw
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""

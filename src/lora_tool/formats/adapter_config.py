@@ -18,7 +18,7 @@ from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields, is_number, shown
 from lora_tool.formats.files import read_object
-from lora_tool.formats.patterns import Patterns, compiled, is_path
+from lora_tool.formats.patterns import Patterns, compiled, ignores_numbers, is_path
 from lora_tool.keys import is_under
 
 FILE_NAME = "adapter_config.json"
@@ -147,6 +147,14 @@ class AdapterConfig:
     def is_of_another_kind(self) -> bool:
         """Whether it says that its tensors are those of another method."""
         return self.peft_type is not None and not self.has_known_type
+
+    @property
+    def ignores_numbers(self) -> bool:
+        """Whether it treats modules alike whose paths differ in their numbers alone, those of layers and experts."""
+        lists = (self.target_modules, self.exclude_modules, self.modules_to_save, self.token_indices)
+        named = [key for each in lists for key in ((each,) if isinstance(each, str) else each or ())]
+        keys = filter(None, (*named, *self.rank_pattern, *self.alpha_pattern))
+        return not self.layers_to_transform and not self.target_parameters and all(map(ignores_numbers, keys))
 
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from operator import attrgetter
 
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import Weights
+from lora_tool.tensors import DType
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -17,12 +19,19 @@ def fingerprint(weights: Weights) -> str:
     It covers every tensor's name, dtype and shape, and 4 KiB of up to 256 tensors spread over the files: it tells
     apart two models of one architecture, and any two trained adapters; it is no proof against tampering.
     """
-    digest = hashlib.sha256()
-    tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name)
+    tensors = sorted(weights.tensors.values(), key=attrgetter("spec.name"))
+    forms: dict[tuple[DType, tuple[int, ...]], str] = {}
+    lines = []
     for spec in (tensor.spec for tensor in tensors):
-        digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\n".encode("utf-8", "surrogatepass"))
+        form = spec.dtype, spec.shape
+        lines.append(f"{spec.name}{forms.get(form) or forms.setdefault(form, _line_end(*form))}")
+    digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass"))
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
         # from the middle, where embeddings have trained rows and padding is rare
         start = max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
         digest.update(read_part(tensor, start, min(_SAMPLE_BYTES, tensor.nbytes)))
     return digest.hexdigest()
+
+
+def _line_end(dtype: DType, shape: tuple[int, ...]) -> str:
+    return f"\0{dtype}\0{shape}\n"

@@ -24,6 +24,9 @@ _PATH = re.compile(r"\^?(?:[\w\-.]|\\\.)+\Z")
 r"""A key that is a path: a dot stands for any character, ``\.`` for a dot; after ``^`` it is the whole path."""
 
 
+_OF_NAMES = re.compile(r"(?:\.\*|\\\.|[A-Za-z_\-|()^$?:!=<])+\Z")
+
+
 class Patterns:
     """The keys of one table, in its order. Raises ValueError for a key that `compiled` refuses."""
 
@@ -74,6 +77,18 @@ def _ends(module: str) -> Iterator[str]:
 def is_path(key: str) -> bool:
     """Return whether a key is a path, which needs no compiling to be known as harmless."""
     return len(key) <= _MAX_PATTERN and _PATH.match(key) is not None
+
+
+def ignores_numbers(key: str) -> bool:
+    """Return whether a key matches all or none of the modules whose paths differ in their numbers alone.
+
+    Numbers are the parts of a path that are digits, as those of layers and experts. True only where it is plain: of paths
+    without a number, and of patterns that are names, `.*` and alternatives of these.
+    """
+    if is_path(key):
+        parts = key.removeprefix("^").replace(r"\.", ".").split(".")
+        return all(part and not part.isdigit() for part in parts)
+    return _OF_NAMES.match(key) is not None
 
 
 def _regex(key: str) -> re.Pattern[str]:

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import instead_of_weights, open_regular, parse_json, read_at
+from lora_tool.formats.files import instead_of_weights, open_regular, parse_names, read_at
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -76,7 +76,7 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     if not text.startswith(b"{"):
         raise corrupt(Defect.BAD_HEADER, "header does not start with `{`: not a safetensors file")
     try:
-        header = parse_json(text, stamp.path)
+        header = parse_names(text, stamp.path)
     except CorruptFile as error:
         if error.problem.defect is Defect.BAD_JSON:
             raise corrupt(Defect.BAD_HEADER, f"header {error.problem.message}") from error
@@ -101,9 +101,10 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
     data_bytes = stamp.size - data_start
     tensors: dict[str, StoredTensor] = {}
     ranges: list[tuple[int, int, str]] = []
+    forms: _Forms = {}
     for name, entry in header.items():
         try:
-            spec, begin, end = _entry(name, entry)
+            spec, begin, end = _entry(name, entry, forms)
         except ValueError as error:
             defect(Defect.BAD_HEADER, str(error), name)
             continue
@@ -123,22 +124,34 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
     return WeightsFile(stamp=stamp, data_start=data_start, tensors=tensors, metadata=metadata, problems=tuple(problems))
 
 
-def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:
+_Forms: TypeAlias = dict[tuple[object, str], tuple[DType, tuple[int, ...]]]
+"""Type and shape as a header has them → what they are: tens of thousands of tensors have some dozen."""
+
+
+def _entry(name: str, entry: object, forms: _Forms) -> tuple[TensorSpec, int, int]:
     """Return the spec and data range of one header entry. Raises ValueError with a sentence about it."""
     if not isinstance(entry, dict):
         raise ValueError("header entry is not an object")  # noqa: TRY004 - callers collect ValueErrors
-    dtype = _KNOWN_DTYPES.get(str(entry.get("dtype")))
-    if dtype is None:
-        raise ValueError(f"dtype {entry.get('dtype')!r} is not a dtype of safetensors")
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not _is_sizes(shape):
-        raise ValueError(f"shape {shape!r} is not a list of sizes")
+    form = str(entry.get("dtype")), repr(entry.get("shape"))
+    if form not in forms:
+        forms[form] = _form(entry)
+    dtype, shape = forms[form]
+    offsets = entry.get("data_offsets")
     if not _is_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004 - begin and end
         raise ValueError(f"data_offsets {offsets!r} is not a pair of offsets")
     begin, end = offsets
     if end < begin:
         raise ValueError(f"data_offsets {offsets!r} end before they begin")
-    return TensorSpec(name=name, dtype=dtype, shape=tuple(shape)), begin, end
+    return TensorSpec(name=name, dtype=dtype, shape=shape), begin, end
+
+
+def _form(entry: Mapping[str, Any]) -> tuple[DType, tuple[int, ...]]:
+    dtype, shape = _KNOWN_DTYPES.get(str(entry.get("dtype"))), entry.get("shape")
+    if dtype is None:
+        raise ValueError(f"dtype {entry.get('dtype')!r} is not a dtype of safetensors")
+    if not _is_sizes(shape):
+        raise ValueError(f"shape {shape!r} is not a list of sizes")
+    return dtype, tuple(shape)
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import read_json, require_inside
+from lora_tool.formats.files import MAX_JSON_BYTES, parse_names, read_all, require_inside
 from lora_tool.formats.safetensors import WeightsFile, scan_file
 from lora_tool.tensors import FileStamp, StoredTensor
 
@@ -123,7 +123,7 @@ def is_bare(name: str) -> bool:
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], object]:
-    raw = read_json(index)
+    raw = parse_names(read_all(index, limit=MAX_JSON_BYTES, too_large=Defect.BAD_JSON), index)
     weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         message = "has no `weight_map` of tensor names to file names"
@@ -133,11 +133,12 @@ def _read_index(index: Path) -> tuple[dict[str, str], object]:
 
 
 def _compare(gathering: _Gathering, index: Path, weight_map: Mapping[str, str]) -> None:
-    read = {file.path.name: file for file in gathering.files}
+    # a shard that is missing or broken has its own problem already
+    whole = {
+        file.path.name: file.tensors for file in gathering.files if not any(problem.fatal for problem in file.problems)
+    }
     for name, shard in weight_map.items():
-        # a shard that is missing or broken has its own problem already
-        broken = shard not in read or any(problem.fatal for problem in read[shard].problems)
-        if not broken and name not in read[shard].tensors:
+        if shard in whole and name not in whole[shard]:
             gathering.note(Defect.INDEX_MISMATCH, index, f"the index puts it in {shard}, which does not hold it", name)
     for name, tensor in gathering.tensors.items():
         if name not in weight_map:

@@ -83,7 +83,7 @@ class Conversion:
         by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         groups: dict[str, _Group] = {}
         unexpected = []
-        for name in sorted(disk, key=dot_natural_key):
+        for name in in_natural_order(disk):
             target, pattern = self.place(name)
             if target not in self._memory:
                 unexpected.append(name)
@@ -101,7 +101,7 @@ class Conversion:
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         rename = by_template(lambda name: (apply_renamings(name, renamings), None), used)
         groups: dict[str, _Group] = {}
-        for name in sorted(memory, key=dot_natural_key):
+        for name in in_natural_order(memory):
             target, pattern = apply_converters(name, converters)
             if pattern is None:
                 target = apply_renamings(name, renamings)
@@ -193,6 +193,19 @@ class Conversion:
         return made
 
 
+def in_natural_order(names: Iterable[str]) -> list[str]:
+    """Return the names in the order in which transformers goes through them, which is that of `dot_natural_key`.
+
+    The key of a name is the keys of its parts, and a hundred thousand names are made of a thousand parts: those are put
+    in order, and then only their places are compared.
+    """
+    parts = {name: name.split(".") for name in names}
+    keys = {part: tuple(dot_natural_key(part)) for part in {part for each in parts.values() for part in each}}
+    order = {key: place for place, key in enumerate(sorted(set(keys.values())))}
+    places = {part: order[key] for part, key in keys.items()}
+    return sorted(parts, key=lambda name: [places[part] for part in parts[name]])
+
+
 def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
     """Return `rename`, called once for all names that differ in their numbers alone, where no rule looks at a number.
 
@@ -256,12 +269,13 @@ class _Form:
     def named(self, layer: str, names: tuple[str, ...]) -> dict[str, RowMapping]:
         """Return the same of the layer at the path `layer`, made of the tensors `names`."""
         return {
-            layer + rest: replace(
-                one,
+            layer + rest: RowMapping(
+                shape=one.shape,
                 pieces=None
                 if pieces is None
                 else tuple(RowSlice(name=names[at], start=start, rows=rows) for at, start, rows in pieces),
                 sources=names,
+                transposed=one.transposed,
             )
             for rest, one, pieces in self.made
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -127,14 +128,25 @@ def _signed(codes: Array) -> Array:
     return np.asarray(np.where(codes < 128, codes, codes.astype(np.int32) - 256).astype(np.float64))  # noqa: PLR2004 - half of 256
 
 
+@cache
+def _bytes_as(dtype: DType) -> Array:
+    """Return what each byte is as a code of eight bits."""
+    every = np.arange(256)
+    return _signed(every) if dtype is DType.I8 else small_floats(every, exponent=4, mantissa=3)
+
+
 def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
-    raw = _elements(encoding.codes, rows * width + columns, 1, read)
-    codes = _signed(raw) if encoding.codes.dtype is DType.I8 else small_floats(raw, exponent=4, mantissa=3)
+    first, last = int(rows[0, 0]), int(rows[-1, 0]) + 1
+    raw = read(encoding.codes, first * width, (last - first) * width).reshape(-1, width)
+    codes = np.take(_bytes_as(encoding.codes.dtype), raw)
     grid = (math.ceil(height / down), math.ceil(width / across))
-    matrix, row = np.divmod(rows, height)
-    return codes * _floats(encoding.scales, (matrix * grid[0] + row // down) * grid[1] + columns // across, read)
+    matrix, row = np.divmod(rows[:, 0], height)
+    line = matrix * grid[0] + row // down
+    low, high = int(line.min()), int(line.max()) + 1
+    scales = floats_of(encoding.scales, low * grid[1], high * grid[1], read).reshape(-1, grid[1])
+    return np.asarray(codes * scales[line - low][:, columns[0] // across])
 
 
 def _bnb4(encoding: Bnb4, at: Array, read: Read) -> Array:

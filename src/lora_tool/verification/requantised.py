@@ -26,7 +26,8 @@ from lora_tool.verification.tally import Tally
 
 _ROUNDED = 2.0**-14
 """A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
-_SAMPLED = 8
+_SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 20
+"""Rows of scales that are looked at in a sample, and about how many weights they are for."""
 
 
 def written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:
@@ -100,7 +101,9 @@ def scale_rows(part: Compared, *, all_of_them: bool) -> list[Rows]:
     grid = grid_of(part.op.encoding)
     if all_of_them:
         return [[some] for some in grid.stretches(0, grid.down, PRODUCT_WEIGHTS)]
-    return [[(at, at + 1)] for at in sorted({grid.down * place // _SAMPLED for place in range(_SAMPLED)})]
+    height = grid.rows_of(0, 1)[1]
+    count = max(1, min(_SAMPLED, _SAMPLED_WEIGHTS // (height * grid.width)))
+    return [[(at, at + 1)] for at in sorted({grid.down * (2 * place + 1) // (2 * count) for place in range(count)})]
 
 
 def _scales(tensor: StoredTensor, grid: Grid, of: tuple[int, int], files: Files) -> Array:

@@ -18,6 +18,7 @@ class KernelRounding(Rounding):
     """See `Rounding`."""
 
     def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
         self._kernel = kernel
 
     def _extremes(self, grid: Grid, values: F32, first: int, scales: int, low: F32, high: F32) -> None:

@@ -6,7 +6,8 @@ own way. Both round where the library of the format rounds, so that a matrix has
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import get_args
 
 from lora_tool.tensors import Span, StoredTensor, TensorSpec
 
@@ -146,11 +147,20 @@ Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | Roun
 def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
     """Return the tensors on disk that the matrix is made of, the codes first."""
     found: list[StoredTensor] = []
-    for name in encoding.__dataclass_fields__:
+    for name in _HOLDING_TENSORS[type(encoding)]:
         value = getattr(encoding, name)
-        inner = (value.codes, value.levels, value.scales) if isinstance(value, NestedScales) else (value,)
-        found += (each for each in inner if isinstance(each, StoredTensor))
+        if isinstance(value, StoredTensor):
+            found.append(value)
+        elif isinstance(value, NestedScales):
+            found += (value.codes, value.levels, value.scales)
     return tuple(found)
+
+
+_HOLDING_TENSORS: dict[type, tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(kind) if StoredTensor.__name__ in str(each.type))
+    for kind in get_args(Encoding)
+}
+"""Class of encoding → its fields that may hold tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ _PARTS = (
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks")
 """Those of them that nothing else is called."""
+_NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_", "F4"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def is_sign(tensor: StoredTensor) -> bool:
 
 def _is_narrow(tensor: StoredTensor) -> bool:
     """Return whether the elements are floats of eight bits or less."""
-    return tensor.dtype.value[:3] in ("F8_", "F6_", "F4")
+    return tensor.dtype in _NARROW
 
 
 def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:
@@ -133,6 +134,7 @@ class _Layouts(Parts):
         super().__init__(tensors)
         self._tiles, self._bits = _sizes(table)
         self._table = table
+        self._known_tiles: dict[tuple[Shape, Shape, DType], tuple[int, int]] = {}
 
     def found(self) -> Iterator[Encoding]:
         """Yield every quantised weight. Raises `LayoutError`."""
@@ -145,21 +147,25 @@ class _Layouts(Parts):
         """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
         if STATE in name:
             return partial(four_bits, self)
-        by_end: dict[str, _Layout] = {
-            ".SCB": partial(int8, self),
-            ".qweight": partial(columns, self, self._table),
-            ".weight_packed": self._packed if tensor.dtype is DType.I32 else self._fp4_packed,
-        }
-        if tensor.dtype is DType.U8:
-            by_end["_blocks"] = self._gpt_oss
-            by_end |= {".weight": self._fp4_modelopt} if f"{name}_scale_2" in self.tensors else {}
         if tensor.dtype is DType.I8 and self._scales_of_halves(name, tensor):
             return self._fp4_of_integers
         of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
         if of_integers or of_floats:
             return self._tiled
-        return next((how for end, how in by_end.items() if name.endswith(end)), None)
+        return self._by_end(name, tensor)
+
+    def _by_end(self, name: str, tensor: StoredTensor) -> _Layout | None:
+        """Return what reads the weight of which the tensor is the sign by the end of its name."""
+        if tensor.dtype is DType.U8 and name.endswith("_blocks"):
+            return self._gpt_oss
+        if tensor.dtype is DType.U8 and name.endswith(".weight") and f"{name}_scale_2" in self.tensors:
+            return self._fp4_modelopt
+        if name.endswith(".weight_packed"):
+            return self._packed if tensor.dtype is DType.I32 else self._fp4_packed
+        if name.endswith(".qweight"):
+            return partial(columns, self, self._table)
+        return partial(int8, self) if name.endswith(".SCB") else None
 
     def _tiled(self, name: str, codes: StoredTensor) -> Encoding:
         module = name.removesuffix(".weight")
@@ -176,7 +182,10 @@ class _Layouts(Parts):
             )
         if scales.dtype not in (*_SCALES, *_POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
-        tile = self._tile(codes, scales)
+        form = codes.shape, scales.shape, scales.dtype  # of which a model with many thousand weights has a dozen
+        if form not in self._known_tiles:
+            self._known_tiles[form] = self._tile(codes, scales)
+        tile = self._known_tiles[form]
         kind = "int8" if codes.dtype is DType.I8 else "fp8 e4m3"
         height, width = codes.shape[-2:]
         whole = {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")

@@ -32,7 +32,10 @@ def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) ->
 
 
 class Rounding:
-    """How numbers become codes, in numpy; whoever does it faster gives the same bits."""
+    """How numbers become codes, in numpy; whoever does it faster gives the same bits. Not shared between threads."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
 
     def extremes(self, encoding: Requantisable, values: F32, first: int, scales: tuple[int, int]) -> tuple[F32, F32]:
         """Return the least and the largest value of each tile, [rows of scales, across], among `values`, rows from `first`.
@@ -46,7 +49,7 @@ class Rounding:
         return low, high
 
     def codes(self, encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
-        """Return the codes of `values`, rows from `first`, as they are stored; `values` may be lost.
+        """Return the codes of `values`, rows from `first`, as they are stored, until the next; `values` may be lost.
 
         `stored` are their scales, rows from `scales`.
         """
@@ -54,7 +57,9 @@ class Rounding:
         factors: Array = _of_codes(encoding, stored) if divided else stored
         factors = np.where(factors == 0, np.float32(1), factors)  # of a tile of zeros
         factors = factors if divided else np.float32(INT8_MOST) / factors
-        out = np.empty(values.shape, STORED[encoding.codes.dtype])
+        if self._memory.size < values.size:
+            self._memory = np.empty(values.size, np.uint8)
+        out = self._memory[: values.size].view(STORED[encoding.codes.dtype]).reshape(values.shape)
         self._codes(encoding, values, factors.astype(np.float32, copy=False), (first, scales), out)
         return out
 

@@ -140,7 +140,8 @@ def _consumed(tensor: StoredTensor, module: str) -> InputRecord:
 
 def _frozen(view: AdapterView) -> Iterator[InputRecord]:
     """Yield the frozen weights under LoRA and trained tokens, which a server has from its base."""
+    saved = {tensor.name for tensor in view.saved.values()}
     for item in view.parts(Part.BASE_LAYER, Part.TOKENS_BASE):
-        if item.tensor.name not in {tensor.name for tensor in view.saved.values()}:
+        if item.tensor.name not in saved:
             reason = "the frozen weight under LoRA, which the server's base has"
             yield InputRecord(path=item.tensor.path, name=item.tensor.name, action=TensorAction.DROPPED, reason=reason)

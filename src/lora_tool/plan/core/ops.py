@@ -142,6 +142,11 @@ class LoraDelta(_RowOperation):
     init: str | None = None
 
     @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        """The source, and both factors of each term: named here, because a large plan asks 50,000 times."""
+        return (self.source, *(factor for term in self.terms for factor in (term.a, term.b)))
+
+    @property
     def sums(self) -> Sums:
         return Sums(deltas=len(self.terms), products=sum(term.rank for term in self.terms), rounded=self.rounded)
 

@@ -16,13 +16,9 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
 def base_files(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
     """Return the base's file of each output that has one: where its tensor of that name is, or what it is made of."""
-    files = {tensor.path for tensor in base.values()}
-    found = {}
-    for step in steps:
-        tensor = base.get(step.out.name, step.op.source)
-        if tensor.path in files:
-            found[step.out.name] = tensor.path.name
-    return found
+    files = {path: path.name for path in {tensor.path for tensor in base.values()}}
+    held = {step.out.name: files.get(base.get(step.out.name, step.op.source).path) for step in steps}
+    return {name: file for name, file in held.items() if file is not None}
 
 
 def lay_out(steps: Sequence[Step], *, homes: Mapping[str, str], max_shard_bytes: int | None) -> tuple[Shard, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -33,8 +34,7 @@ class LoraTerm:
         return self.a.shape[0] // self.experts
 
     def __str__(self) -> str:
-        experts = f" on {self.experts} experts" if self.experts > 1 else ""
-        return f"rank {self.rank}{experts}, scaling {self.scaling:g}"
+        return _told(self.rank, self.experts, self.scaling)
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         """Return the term as JSON data."""
@@ -52,6 +52,12 @@ class LoraTerm:
         grouped = self.experts == 1 or self.layout is ExpertLayout.GROUPED_BY_EXPERT
         delta = self.scaling * (read(self.b)[:, own if grouped else spread] @ read(self.a)[own])
         return (delta.T if transposed else delta)[self.first : self.first + source.shape[0]]
+
+
+@lru_cache
+def _told(rank: int, experts: int, scaling: float) -> str:
+    """Return a term in words: those of one adapter are mostly the same, and there may be 50,000."""
+    return f"rank {rank}{f' on {experts} experts' if experts > 1 else ''}, scaling {scaling:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

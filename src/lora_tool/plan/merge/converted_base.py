@@ -74,7 +74,12 @@ class ConvertedBase:
         What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
         their names on disk, where an adapter has LoRA on one of them.
         """
-        held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+        labelled = bool(self.facts.label_axes)
+        held = (
+            {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+            if labelled
+            else {}
+        )
         dtype = self.base.dtype or DType.F32
         tensors: dict[str, StoredTensor] = {}
         for name, shape in self.facts.shapes.items():
@@ -145,8 +150,8 @@ class ConvertedBase:
         out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
         out |= {step.out.name: step for step in _stored(self, transposed)}
         out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
-        order = {name: place for place, name in enumerate(self.disk)}
-        return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
+        in_order = [out.pop(name) for name in self.disk if name in out]
+        return (*in_order, *out.values())
 
 
 def converted_base(
@@ -197,6 +202,8 @@ def converted_base(
 def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
     found = homes(adapter, mapping)
+    if all(path in (None, module) for (module, _), path in found.items()):
+        return adapter  # which has been looked at already
 
     def in_memory(key: AdapterKey) -> AdapterKey:
         path = found[key.module, _leaf_in_memory(key)] or key.module

@@ -30,10 +30,11 @@ def dropped_from_base(merge: MergeContext) -> Iterator[InputRecord]:
 def adapter_leftovers(merge: MergeContext) -> Iterator[InputRecord]:
     """Yield every tensor of the adapters with the output tensor that it is in, or why it is in none."""
     for part in merge.adapted:
+        tensors, dropped = part.adapter.tensors, part.modules.dropped
         for name, key in part.adapter.keys.items():
-            path = part.adapter.tensors[name].path
-            if name in part.modules.dropped:
-                yield InputRecord(path=path, name=name, action=TensorAction.DROPPED, reason=part.modules.dropped[name])
+            path = tensors[name].path
+            if name in dropped:
+                yield InputRecord(path=path, name=name, action=TensorAction.DROPPED, reason=dropped[name])
             else:
                 how = "is" if key.part in _WHOLE else "in"
                 yield InputRecord(
@@ -50,14 +51,21 @@ def _destination(key: AdapterKey) -> str:
 
 def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
     """Raise unless every adapter tensor is in a step or dropped by name."""
+    whole = {id(tensor) for step in steps for tensor in step.op.inputs}
+    left = [
+        (name, part)
+        for part in merge.adapted
+        for name, tensor in part.adapter.tensors.items()
+        if id(tensor) not in whole
+    ]
+    if not left:  # as for nearly all adapters: of some only rows are in a step
+        return
     used = {(tensor.path, tensor.name) for step in steps for tensor in step.op.inputs}
-    dropped = {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
-    accounted = used | dropped
-    for part in merge.adapted:
-        for name, key in part.adapter.keys.items():
-            tensor = part.adapter.tensors[name]
-            if (tensor.path, name) not in accounted:
-                raise _unplaced(merge, tensor, _destination(key))
+    accounted = used | {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
+    for name, part in left:
+        tensor = part.adapter.tensors[name]
+        if (tensor.path, name) not in accounted:
+            raise _unplaced(merge, tensor, _destination(part.adapter.keys[name]))
 
 
 def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:

@@ -13,13 +13,13 @@ from pathlib import Path
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY, WITH_PEFT
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.names.model import RowMapping, row_count
+from lora_tool.names.model import RowMapping, RowSlice, row_count
 from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Assemble, Cast, Copy, LoraDelta, Op, RowOp, row_ops
+from lora_tool.plan.core.ops import Assemble, Cast, Copy, Dequantise, LoraDelta, Op, RowOp, row_ops
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
-from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, contiguous
+from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
 
 _STACK = 3
 """Dimensions of a parameter that holds one matrix per expert."""
@@ -69,6 +69,11 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
         op = makers[0].op
         named = op if isinstance(op, Assemble | Requantise | Quantise) else _named(op, at_place)
         return replace(makers[0], out=replace(makers[0].out, name=name), op=named)
+    if len(made.pieces) == 1 and isinstance(op := makers[0].op, Copy | Cast | Dequantise):
+        known = _whole_tensor(made.pieces[0], op.source, at_place)
+        if known is not None:
+            out = TensorSpec(name=name, dtype=makers[0].out.dtype, shape=made.shape)
+            return Step(out=out, op=type(op)(source=known), action=makers[0].action, reason=makers[0].reason)
     dtypes = {maker.out.dtype for maker in makers}
     if len(dtypes) > 1:
         raise UnsupportedAdapter(f"`{name}` would be made of tensors with different dtypes: {sorted(map(str, dtypes))}")
@@ -80,6 +85,17 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
     out = TensorSpec(name=name, dtype=worth_telling.out.dtype, shape=made.shape)
     whole: Op = parts[0] if len(parts) == 1 else Assemble(parts=tuple(parts))
     return Step(out=out, op=whole, action=worth_telling.action, reason=worth_telling.reason)
+
+
+def _whole_tensor(piece: RowSlice, source: StoredTensor, at_place: _Places) -> StoredTensor | None:
+    """Return the tensor on disk that these rows of `source` are, as nearly all tensors of a model with experts are one."""
+    width = source.shape[-1:] if len(source.shape) > 1 else ()
+    row_bytes = source.nbytes // (row_count(source.shape) or 1)
+    spans = tuple(source.part(piece.start * row_bytes, piece.rows * row_bytes))
+    if len(spans) != 1 or isinstance(spans[0], TransposedSpan):
+        return None
+    known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes))
+    return known if known is not None and known.shape == (piece.rows, *width) else None
 
 
 def _is_stack(op: Op) -> bool:

@@ -47,13 +47,13 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     if not subject.layers:
         return
     if isinstance(config.target_modules, str):
-        if not any(targeting.layer_is_targeted(config, layer) for layer in subject.layers):
+        if not any(targeting.layer_is_targeted(config, layer) for layer in subject.view.kinds):
             message = "matches none of the modules that have LoRA tensors"
             yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
     else:
         # "all-linear" also names the layers inside a head that is saved whole
         carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
-        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject), *carried}
+        held = {*(layer.target for layer in subject.view.kinds), *_saved_whole(subject), *carried}
         entries = config.target_modules or ()
         seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
         for entry in entries:
@@ -90,7 +90,7 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
         if entry == _ROUTER and _FUSED in entries:
             continue  # PEFT adds both to every mixture of experts, whatever its router is called
         parent = entry.rpartition(".")[0]
-        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.layers):
+        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.view.kinds):
             message = "matches no module that has LoRA tensors"
             yield Fault(subject=f"target_parameters: {entry}", message=message, path=subject.config_path)
 
@@ -123,7 +123,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
     config of the run that wrote the weights.
     """
-    for layer in subject.layers:
+
+    def unexplained_in(layer: LoraLayer) -> Iterator[Fault]:
         if not targeting.layer_is_targeted(subject.config, layer):
             for tensor in layer.parts.values():
                 yield _dropped(tensor, "no entry of `target_modules` matches its module")
@@ -132,7 +133,9 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
         elif not subject.config.refused:
             for tensor in layer.strays:
                 yield _dropped(tensor, "LoRA layers have no tensor of this name")
-    adapted = {layer.target for layer in subject.layers}
+
+    yield from subject.view.found(unexplained_in)
+    adapted = {layer.target for layer in subject.layers} if subject.view.whole else ()
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)
         if message:

@@ -33,12 +33,15 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Save the adapter again from the training state, the only place that has the missing half.
     """
-    for layer in subject.layers:
+
+    def unpaired_in(layer: LoraLayer) -> Iterator[Fault]:
         lost = [part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None]
         if lost:
             message = f"its {' and '.join(lost)} {'are' if lost[1:] else 'is'} missing, and PEFT would put "
             message += f"{'zeros' if layer.zero_initialised is None else 'noise'} there"
             yield Fault(subject=(layer.a or layer.b or layer.any_tensor).name, message=message)
+
+    yield from subject.view.found(unpaired_in)
 
 
 @rule("LT202", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
@@ -55,10 +58,11 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Save the adapter again from one training state.
     """
-    for layer in subject.layers:
+
+    def of_other_ranks(layer: LoraLayer) -> Iterator[Fault]:
         a, b = layer.a, layer.b
         if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
-            continue
+            return
         if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B has shape {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
@@ -68,10 +72,14 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
                 f"{list(b.shape)})"
             )
             yield Fault(subject=a.name, message=ranks)
-    for layer in subject.layers:
+
+    def of_other_lengths(layer: LoraLayer) -> Iterator[Fault]:
         beside = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
         if beside and layer.rank is not None and swapped_rank(subject.config, layer) is None:
             yield from _of_other_length(layer, beside)
+
+    yield from subject.view.found(of_other_ranks)
+    yield from subject.view.found(of_other_lengths)
 
 
 def _of_other_length(layer: LoraLayer, beside: Iterable[StoredTensor]) -> Iterator[Fault]:
@@ -98,16 +106,19 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Put the trained rank into `adapter_config.json`, or use the `adapter_config.json` of the same run.
     """
-    for layer in subject.layers:
+
+    def of_another_rank(layer: LoraLayer) -> Iterator[Fault]:
         expected = ranks_of(subject.config, layer)
         found = layer.rank
         if found is None or found in expected or swapped_rank(subject.config, layer) is not None:
-            continue
+            return
         if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
-            continue
+            return
         name = layer.a.name if layer.a else layer.module
         message = f"has rank {found}, but the config gives this module rank {' or '.join(map(str, sorted(expected)))}"
         yield Fault(subject=name, message=message)
+
+    yield from subject.view.found(of_another_rank)
 
 
 def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
@@ -128,12 +139,15 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Convert the adapter again. PEFT expects `lora_A` as (r, in) and `lora_B` as (out, r).
     """
-    for layer in subject.layers:
+
+    def swapped(layer: LoraLayer) -> Iterator[Fault]:
         rank = swapped_rank(subject.config, layer)
         if rank is not None and layer.a and layer.b:
             shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
             message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
             yield Fault(subject=layer.a.name, message=message)
+
+    yield from subject.view.found(swapped)
 
 
 def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
@@ -203,7 +217,7 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
-    lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
+    lora = subject.view.found(lambda layer: [each for each in layer.parts.values() if not each.dtype.is_float])
     plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf in ("weight", "bias"))
     for tensor in (*lora, *plain):
         if not tensor.dtype.is_float:
@@ -224,9 +238,10 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Set the flag in `adapter_config.json` to match the tensors.
     """
     config = subject.config
-    for layer in subject.layers:
+
+    def against_its_flags(layer: LoraLayer) -> Iterator[Fault]:
         if layer.a is None or layer.b is None:
-            continue
+            return
         checks = (
             ("use_dora", config.use_dora, layer.magnitude, "lora_magnitude_vector"),
             ("lora_bias", config.lora_bias, layer.bias, "lora_B.bias"),
@@ -240,3 +255,5 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             elif tensor is None and wanted and not _is_stacked(config, layer):
                 message = f"has no {part}, but `{flag}` is true"
                 yield Fault(subject=layer.b.name, message=message)
+
+    yield from subject.view.found(against_its_flags)

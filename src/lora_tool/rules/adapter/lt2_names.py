@@ -63,7 +63,10 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
     base = subject.base
     if base is None or base.config is None:
         return
-    readings = Readings(subject.view, module_names(base.config, base.tensors, subject.config.task_type), prefixed=True)
+    modules = module_names(base.config, base.tensors, subject.config.task_type)
+    if modules is None:
+        return
+    readings = Readings(subject.view, modules, prefixed=True)
     fitting = readings.fitting() if readings.headed else []
     if fitting and AS_THEY_ARE not in fitting:
         path = readings.paths[0]
@@ -76,13 +79,14 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
 
 def _adapter_names(view: AdapterView, hint: str) -> Iterator[Fault]:
     """Say that tensors have an adapter's name in theirs, or those of several."""
-    named = {layer.adapter_name: layer.any_tensor.name for layer in view.layers}
-    if len(named) > 1:
-        listed = ", ".join(sorted(name or "one without a name" for name in named))
-        hint = hint if len(named.keys() - {None}) == 1 else _ONE_BY_ONE
-        yield Fault(message=f"holds {len(named)} adapters ({listed}), but PEFT loads only one per file", hint=hint)
+    names = {layer.adapter_name for layer in view.kinds}
+    if len(names) > 1:
+        listed = ", ".join(sorted(name or "one without a name" for name in names))
+        hint = hint if len(names - {None}) == 1 else _ONE_BY_ONE
+        yield Fault(message=f"holds {len(names)} adapters ({listed}), but PEFT loads only one per file", hint=hint)
         return
-    for name, first in named.items():
+    for name in names:
+        first = view.layers[-1].any_tensor.name
         if name == _DEFAULT:
             message = (
                 "contains the adapter name `default`: PEFT loads it only as an adapter of that name, and vLLM "
@@ -112,7 +116,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
     """
     plain = _plain(subject)
-    embeddings = {layer.target for layer in subject.layers if layer.embedding}
+    embeddings = {each.target for each in subject.view.found(lambda layer: [layer] if layer.embedding else [])}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
     repeats = subject.view.repeats.items()
     other_values = {name: first for name, first in repeats if not same_values(subject.tensors[name], first)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from lora_tool.adapter import targeting
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX, embeddings, is_end
+from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.choices import closest
 from lora_tool.display import counted
@@ -17,7 +17,8 @@ from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.tensors import StoredTensor
+from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
+from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
@@ -90,9 +91,10 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
 def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
     """Yield module and tensor name of what the adapter adapts and the base does not have, and what `_beyond` says."""
     match = subject.matched
-    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
-    if not without_weight:  # as nearly always: the names of the base need not be looked through
+    modules = (*subject.view.tokens, *(layer.target for layer in subject.layers))
+    if all(match.tensor(module) is not None for module in modules):  # as nearly always
         return
+    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
     held, indices = frozenset(name.rpartition(".")[0] for name in match.base.tensors), _held_indices(match)
     for module, name in without_weight.items():
         if match.name(module) not in held and not _may_be_absent(subject, module):
@@ -124,7 +126,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         close = closest(match.name(module), modules) if module is absent[0][0] else None
         nearest = f"; the closest name there is `{close}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
-    for module, name in _adapted(subject).items():
+    for module, name in _adapted(subject).items() if subject.is_reward() else ():
         if of_other := _of_causal_lm(subject, match, module):
             yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
 
@@ -147,27 +149,19 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     if _RESHAPED & set(subject.config.refused):
         return
     bare = _wrapped(subject, match)
+    fitting: set[tuple[int, DType, tuple[int, ...]]] = set()  # kinds of layers, and the base's weights that they fit
     for layer in subject.layers:
         if layer.module in bare:
             yield from _misfits_parameter(subject, match, layer, bare[layer.module])
             continue
-        held, pair = _held_or_tied(match, layer.target), layer.pair
-        weight = subject.view.frozen.get(f"{layer.target}.weight") or held
-        if weight is None or pair is None or layer.rank is None:
-            continue
-        if not weight.dtype.is_float:
-            yield Fault(
-                subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float"
-            )
-        needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
-        rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
-        rows_only = rows_only and needed[1:] == weight.shape[1:]
-        # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
-        comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
-        if comparable and needed != weight.shape and not rows_only:
-            whose = "the base's" if weight is held else "the adapter's own"
-            message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
-            yield Fault(subject=pair[0].name, message=message)
+        weight = match.tensor(layer.target)
+        alone = weight is None or f"{layer.target}.weight" in subject.view.frozen
+        beside = None if weight is None or alone else (layer.kind, weight.dtype, weight.shape)
+        if beside not in fitting:
+            faults = tuple(_misfits_weight(subject, match, layer))
+            yield from faults
+            if beside is not None and not faults:
+                fitting.add(beside)
     for module, tokens in subject.view.tokens.items():
         weight, rows = match.tensor(module), tokens.rows
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
@@ -176,6 +170,25 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
                 f"{list(weight.shape[1:])}"
             )
             yield Fault(subject=rows.name, message=message)
+
+
+def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer) -> Iterator[Fault]:
+    """Compare the shape of lora_B·lora_A with the weight's."""
+    held, pair = held_or_tied(match, layer.target), layer.pair
+    weight = subject.view.frozen.get(f"{layer.target}.weight") or held
+    if weight is None or pair is None or layer.rank is None:
+        return
+    if not weight.dtype.is_float:
+        yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose dtype {weight.dtype} is not a float")
+    needed = delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
+    rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
+    rows_only = rows_only and needed[1:] == weight.shape[1:]
+    # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
+    comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
+    if comparable and needed != weight.shape and not rows_only:
+        whose = "the base's" if weight is held else "the adapter's own"
+        message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
+        yield Fault(subject=pair[0].name, message=message)
 
 
 def _wrapped(subject: AdapterSubject, match: BaseMatch) -> Mapping[str, str]:
@@ -200,15 +213,6 @@ def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLay
         yield Fault(subject=a.name, message=message)
 
 
-def _held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
-    """Return the base's weight of a module; for an output layer that is not on disk, the embedding it is tied to."""
-    held = match.tensor(module)
-    if held is not None or f"{match.name(module)}.weight" not in match.arch.causal_only:
-        return held
-    inputs = embeddings(match.base, match.arch)
-    return inputs[0] if len(inputs) == 1 else None
-
-
 def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
     """Look at the last layer of a head, which has a row per label and reads the hidden states."""
     raw = match.base.config.raw if match.base.config else {}
@@ -228,17 +232,6 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
             yield Fault(
                 subject=tensor.name, message=f"is {tensor.shape[1]} wide, but the base's hidden states are {listed}"
             )
-
-
-def _delta_shape(
-    match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor], *, bare: bool
-) -> tuple[int, ...]:
-    """Return the shape of lora_B·lora_A as the weight is stored; a `bare` parameter is not a Conv1D's weight to PEFT."""
-    a, b = pair
-    conv1d = match.arch.conv1d
-    is_conv1d = not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
-    transposed = layer.embedding or (is_conv1d and not bare)
-    return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
 def whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:

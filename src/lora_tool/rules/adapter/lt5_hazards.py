@@ -236,13 +236,14 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.base is None or subject.base.config is None:
         return
-    if not any(".experts." in name for name in subject.base.tensors):
+    dense_ones = tuple(subject.view.found(lambda layer: [layer] if _DENSE.fullmatch(layer.target) else []))
+    if not dense_ones or not any(".experts." in name for name in subject.base.tensors):
         return
     by_layer: dict[str, list[str]] = {}
     for name in subject.base.tensors:
         if place := _LAYER.match(name):
             by_layer.setdefault(place[0], []).append(name.rpartition(".")[0])
-    for layer in subject.layers:
+    for layer in dense_ones:
         found, at = _DENSE.fullmatch(layer.target), _LAYER.match(f"{layer.target}.")
         held = by_layer.get(at[0], []) if at else []
         experts = next((name for name in held if ".experts." in name), None)

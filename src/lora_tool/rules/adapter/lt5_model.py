@@ -51,13 +51,16 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
     match = subject.matched
+    vocabularies = tuple(_vocabularies(subject))
+    if not vocabularies:
+        return
     severity = Severity.INFO if _is_extended(subject) else None
     carried = {*subject.view.saved, *subject.view.frozen}
     adapted = {layer.target for layer in subject.layers}
     torn = len(_rows_of_ends(subject, match)) > 1
     vocabulary = _brought(subject, match)
     left = _left_as_it_was(subject, match, vocabulary) if vocabulary is not None else None
-    for tensor, module, rows in _vocabularies(subject):
+    for tensor, module, rows in vocabularies:
         base = match.tensor(module)
         if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} vocabulary rows, but the base's `{base.name}` has {base.shape[0]:,}"
@@ -106,9 +109,9 @@ def _is_extended(subject: AdapterSubject) -> bool:
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
     for tensor, module in whole_ends(subject):
         yield tensor, module, tensor.shape[0]
-    for layer in subject.layers:
+    for layer in subject.view.found(lambda layer: [layer] if is_end(layer.target) else []):
         pair = layer.pair
-        if pair is not None and is_end(layer.target) and layer.rank is not None:
+        if pair is not None and layer.rank is not None:
             yield pair[0], layer.target, pair[0].shape[1] if layer.embedding else pair[1].shape[0]
 
 

@@ -165,7 +165,7 @@ class ModelSubject(Subject):
         config = self.checkpoint.config
         return self.plain.config if config is not None and not config.problems and self.tensors else None
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor, of what quantised weights stand for."""
         return {name: tensor.shape for name, tensor in self.matrices.items()}

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.architectures.fused_layers import fused_sets
-from lora_tool.checkpoint.quantised import quantisation_table, quantised_weights
+from lora_tool.checkpoint.quantised import quantisation_table, quantised_weights, sign_of
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.layouts import is_sign
 from lora_tool.formats.quantised.names import READ_METHODS
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.report import Severity
@@ -44,7 +43,7 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
     config = model.config
     if config is None or config.quantization not in READ_METHODS or config.custom_code:
         return
-    sign = next(filter(is_sign, model.tensors.values()), None)
+    sign = sign_of(model)
     if sign is not None and not quantisation_table(config) and _ELSEWHERE not in model.folder.files:
         message = (
             f"is stored as a quantised weight ({sign.dtype}), but config.json does not say so: loaders would "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import MATRIX, is_input
+from lora_tool.architectures.ends import INPUTS, MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.display import some
@@ -22,6 +22,7 @@ _SHARED_LAYERS = frozenset({"albert"})
 """Model types that use the weights of one layer for several."""
 _MORE_ROWS = frozenset({"mllama", "mllama_text_model"})
 """Model types that have rows for images, too, which `vocab_size` does not count."""
+_INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 
 @rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE)
@@ -62,7 +63,8 @@ def _largest(subject: Subject) -> int | None:
     if isinstance(subject, AdapterSubject):
         whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
         own = [(item.module, item.tensor, 0) for item in whole]
-        own += [(layer.target, layer.a, 1) for layer in subject.layers if layer.embedding and layer.a]
+        embeddings = subject.view.found(lambda layer: [layer] if layer.embedding else [])
+        own += [(layer.target, layer.a, 1) for layer in embeddings if layer.a]
         rows = [held.shape[at] for path, held, at in own if is_input(path) and len(held.shape) == MATRIX]
         base = {} if subject.base is None else embedding_rows(as_matrices(subject.base).tensors)
         return max([*rows, *base.values()], default=None)
@@ -75,7 +77,7 @@ def embedding_rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {
         name: tensor.shape[0]
         for name, tensor in tensors.items()
-        if name.endswith(".weight") and is_input(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
+        if name.endswith(_INPUT_WEIGHTS) and is_input(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
     }
 
 

@@ -43,7 +43,8 @@ def head_weight(tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
 
 def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the lora_B of each head that has LoRA on it, by module path."""
-    return {layer.target: layer.b for layer in subject.layers if head_of(layer.target) and layer.b is not None}
+    of_heads = subject.view.found(lambda layer: [layer] if head_of(layer.target) else [])
+    return {layer.target: layer.b for layer in of_heads if layer.b is not None}
 
 
 def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
