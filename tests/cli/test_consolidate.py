@@ -135,7 +135,8 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(worker, "_copy_in_kernel", full)
+    for name in ("_copy_in_kernel", "write_exactly"):  # what lies in short pieces is put together first
+        monkeypatch.setattr(worker, name, full)
     called = call("consolidate", REWARD, "-o", tmp_path / "out")
     assert called.code == 3
     assert "the disk is full" in called.err

@@ -187,6 +187,15 @@ def test_a_format_without_a_list_of_plain_modules_is_refused(
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="touched-16bit")
 
 
+def test_what_bitsandbytes_turned_before_it_quantised_it_is_refused(tmp_path: Path) -> None:
+    gpt2 = save_base(tmp_path / "gpt2", "gpt2", "causal-lm", BF16, n_embd=64)
+    base, _ = quantise(gpt2, tmp_path / "base", "nf4-double", lambda module: module.endswith("attn.c_proj"))
+    lora = {"r": 2, "target_modules": ["attn.c_proj"], "fan_in_fan_out": True}
+    adapter = save_adapter(tmp_path / "adapter", gpt2, "causal-lm", lora)
+    with pytest.raises(UnsupportedAdapter, match=r"gpt2 stores linear layers transposed, and bitsandbytes turns them"):
+        plan_merge(base, adapter)
+
+
 def test_gptq_names_the_plain_modules_for_each_of_its_loaders(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:

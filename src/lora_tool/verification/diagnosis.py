@@ -11,7 +11,7 @@ import numpy as np
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, limits
-from lora_tool.plan.core.ops import LowRank, RowOp
+from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
@@ -96,8 +96,7 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
     if part.copied or isinstance(op, Requantise | Quantise):
-        unmoved = isinstance(op, Quantise) and not tally.moved
-        return _Diagnosis(Verdict.UNCHANGED if unmoved else Verdict.DIFFERENT)
+        return _of_bytes(op, tally)
     if not tally.moved and not op.keeps_values:
         return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
     rows = _a_sample(part)
@@ -134,6 +133,14 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     wrong = tally.outside > tally.compared // 2
     unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
     return _Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
+
+
+def _of_bytes(op: RowOp | Coded, tally: Tally) -> _Diagnosis:
+    """Return what became of a copy, or of codes and scales that are no numbers by themselves."""
+    if not isinstance(op, Quantise):
+        return _Diagnosis(Verdict.DIFFERENT)
+    what = f"it is not what bitsandbytes makes of W + ΔW of `{op.weight.name}`"
+    return _Diagnosis(Verdict.DIFFERENT if tally.moved else Verdict.UNCHANGED, reason=what)
 
 
 def _misread(op: RowOp, part: Compared, files: Files) -> str:

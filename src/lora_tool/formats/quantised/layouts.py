@@ -26,6 +26,7 @@ _MX, _NV = 32, 16
 _SCALES = (DType.F32, DType.BF16, DType.F16)
 _POWERS = (DType.F8_E8M0, DType.U8)
 _READ = (DType.F8_E4M3, DType.F8_E8M0)
+_OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _CALIBRATED = (
     ".activation_scale",
     ".input_scale",
@@ -98,6 +99,11 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
         if tensor.name.endswith(_PARTS):
             raise LayoutError(tensor, "is a part of a quantised weight whose other parts are missing")
     return QuantisedWeights(weights=found, calibrated=calibrated)
+
+
+def is_of_cache(name: str) -> bool:
+    """Return whether a tensor scales what attention keeps of keys and values, by its name: weights have no part in it."""
+    return name.endswith(_OF_CACHES)
 
 
 def is_sign(tensor: StoredTensor) -> bool:

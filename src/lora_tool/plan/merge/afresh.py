@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.operation import Values
 
 _APART = 1 / 4
-"""How far the original, quantised again, may be from the base, as a share of what rounding cost: its own digits differ
-only where scales were rounded, of another model a weight that is 1% off is half of that share away."""
-_WITHOUT = "leave out `original`"
+"""How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next to
+nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error away.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def _require_same(encoding: Blockwise, weight: StoredTensor, model: ModelDir) ->
         raise IncompatibleBase(
             f"{model.root}: `{encoding.spec.name}`, quantised as {encoding}, is {share:.1%} away from that of "
             f"{encoding.codes.path.parent}, which was made from another model",
-            hint=f"`original` is the 16-bit model that the base was quantised from; {_WITHOUT} to round W + ΔW of the base",
+            hint="`original` is the 16-bit model that the base was quantised from; leave it out to round W + ΔW of the base",
         )
 
 

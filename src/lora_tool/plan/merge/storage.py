@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from lora_tool.actions import NEW, TensorAction
+from lora_tool.architectures import architecture_of
 from lora_tool.architectures.fused_layers import together
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
@@ -23,6 +24,8 @@ from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
+from lora_tool.formats.quantised.grids import Blockwise
+from lora_tool.formats.quantised.layouts import is_of_cache
 from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
@@ -96,6 +99,8 @@ class QuantisedBase:
                 hint=f'`store="{Storage.ALL_16BIT}"` writes another dtype, or only the text model',
             )
         storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
+        if touched or storage is Storage.ALL_16BIT:
+            self._require_not_turned()
         if self.original is not None and (storage is not Storage.AS_BASE or not touched):
             raise UnsupportedAdapter(
                 f"{self.stored.root}: no weight is quantised from {self.original.root} "
@@ -175,6 +180,16 @@ class QuantisedBase:
             note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
         return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
 
+    def _require_not_turned(self) -> None:
+        """Return if weights mean the matrices that the class has. Raises `UnsupportedAdapter`."""
+        arch = architecture_of(self.stored.whole_config.model_type or "")
+        if arch is not None and arch.conv1d and any(isinstance(each, Blockwise) for each in self.encodings.values()):
+            raise UnsupportedAdapter(
+                f"{self.stored.root}: {arch.model_type} stores linear layers transposed, and bitsandbytes turns them before "
+                "it quantises them; lora-tool does not turn them back",
+                hint="merge into the 16-bit model that it was made from: `base=MODEL`",
+            )
+
     def _touched(self, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that change a quantised weight, or compute with one."""
         quantised = self.encodings
@@ -229,7 +244,7 @@ class QuantisedBase:
                 )
             elif name not in self.plain.tensors and name not in of and freed:
                 everywhere = self.encodings.keys() <= set(freed)
-                if everywhere or name.rpartition(".")[0] in modules:
+                if everywhere or (name.rpartition(".")[0] in modules and not is_of_cache(name)):
                     reason = "measured on the quantised weight, and useless for a dequantised one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 

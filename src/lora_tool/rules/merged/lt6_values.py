@@ -58,6 +58,8 @@ def _as_part(subject: MergedSubject, found: TensorEvidence) -> str:
     weight = subject.quantised_parts.get(found.name)
     if weight is None:
         return ""
+    if found.action is TensorAction.RESCALED and found.reason:
+        return f"; {found.reason}"
     if found.action is TensorAction.RESCALED:
         return f"; scales of `{weight}` may only be raised, and only where a merged value did not fit"
     return f"; it is a part of `{weight}`, which the adapter leaves alone: it was quantised again"
