@@ -65,7 +65,7 @@ def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
 
 
 def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
-    """Return advice if too little of ΔW survives, None if enough does."""
+    """Return advice if rounding turns ΔW far from its direction, else None."""
     if found is None or found["cosine"] is None or found["cosine"] >= BAD_COSINE:
         return None
     weakest = [step.out.dtype for step in plan.steps if step.out.name in found["weakest"]]
@@ -73,8 +73,8 @@ def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
     is_plain = all(dtype.is_float for dtype in weakest)
     wider = "--dtype float32 keeps all of it" if is_plain else "--store all-16bit keeps more of it"
     return (
-        f"only {found['kept']:.0%} of ΔW survives rounding to {', '.join(dtypes)} (cosine {found['cosine']:.2f}): "
-        f"it is small relative to the weights; {wider}, or serve the adapter unmerged"
+        f"rounding to {', '.join(dtypes)} distorts ΔW, which is small relative to the weights: the change that is written "
+        f"has cosine {found['cosine']:.2f} to it (1 is exact); {wider}, or serve the adapter unmerged"
     )
 
 
