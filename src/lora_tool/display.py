@@ -52,6 +52,15 @@ def as_options(text: str) -> str:
     return _ARGUMENT.sub(option, text) if "=" in text else text
 
 
+_CELL = 90
+"""Letters in a cell of a table of several folders."""
+
+
+def as_cell(text: str) -> str:
+    """Return `text` short enough for a cell: all of it stands above the table, or where a folder is shown alone."""
+    return shortened(text, _CELL)
+
+
 def shortened(text: str, longest: int = 1_500) -> str:
     """Return `text` with its middle left out where it is longer than `longest`: a name may be a megabyte."""
     half = longest // 2

@@ -98,6 +98,11 @@ class LoraToolError(Exception):
         return _restored, (type(self), self.args, vars(self))
 
 
+def of_system(error: OSError, where: object = "system") -> LoraToolError:
+    """Return the error of the operating system as one of ours: about the file that it names, else about `where`."""
+    return LoraToolError(f"{error.filename or where}: {error.strerror or error}")
+
+
 def _restored(kind: type[LoraToolError], args: tuple[Any, ...], fields: dict[str, Any]) -> LoraToolError:
     error = kind.__new__(kind, *args)
     vars(error).update(fields)

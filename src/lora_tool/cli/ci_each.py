@@ -19,16 +19,13 @@ from lora_tool.cli.ci_view import (
 )
 from lora_tool.cli.reporting import ReportFile, report_text
 from lora_tool.cli.terminal import progress_bar, say, tell
-from lora_tool.display import counted, duration, printable, shortened
+from lora_tool.display import as_cell, counted, duration, printable
 from lora_tool.pipeline.jobs import sweep_of
 from lora_tool.pipeline.model import Job, Stage, Status, Swept, best_of, in_order
 from lora_tool.pipeline.running import run_each
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Ignored, Report, joined
 from lora_tool.rules.engine.registry import RULES
-
-_LONGEST = 90
-"""Letters of a reason in the table: all of it stands above."""
 
 
 def run_all(
@@ -100,7 +97,7 @@ def _row(each: Swept) -> Iterator[str]:
     yield "passed" if failed is None else f"{failed.name} failed"
     yield duration(sum(stage.seconds for stage in outcome.stages))
     yield from ("", "") if outcome.ranking is None else outcome.ranking.cells
-    yield "" if failed is None else shortened(_reason(failed), _LONGEST)
+    yield "" if failed is None else as_cell(_reason(failed))
 
 
 def _reason(failed: Stage) -> str:

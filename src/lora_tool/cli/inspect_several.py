@@ -13,13 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import fits_folded, new_table, print_all
-from lora_tool.display import counted, number, printable, shortened
+from lora_tool.display import as_cell, counted, number, printable, shortened
 from lora_tool.inspection.folders import spread
 from lora_tool.inspection.model import AdapterInspection, Inspection
 from lora_tool.inspection.naming import place, short_names
-
-_LONGEST = 90
-"""Letters of a cell where folders differ: what is longer is shown in full where its folder is inspected alone."""
 
 Column = Mapping[str, str]
 """What stands in each row of one folder."""
@@ -50,7 +47,7 @@ def _side_by_side(
     """Yield one table, or several where the columns do not fit into one."""
 
     def table(begin: int, end: int) -> Table:
-        shown = ((row, *(shortened(each.get(row, "-"), _LONGEST) for each in columns[begin:end])) for row in rows)
+        shown = ((row, *(as_cell(each.get(row, "-")) for each in columns[begin:end])) for row in rows)
         return new_table((what, *titles[begin:end]), shown)
 
     begin = 0

@@ -19,7 +19,7 @@ import click
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import show_error
 from lora_tool.display import printable
-from lora_tool.errors import LoraToolError
+from lora_tool.errors import LoraToolError, of_system
 from lora_tool.progress import listener, reasons
 from lora_tool.version import __version__
 
@@ -221,12 +221,9 @@ def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
 
 
 def _of_system(error: OSError) -> LoraToolError:
-    where = error.filename
-    if where is None and error.errno == errno.ENOENT:
-        where = "the working directory"  # it was removed
-    elif where is None and error.errno == errno.ENOSPC:
-        where = "stdout"  # files are written elsewhere, and say so
-    return LoraToolError(f"{where or 'system'}: {error.strerror or error}")
+    # where no file is named: the working directory was removed, and files are written elsewhere, which say so
+    nameless = {errno.ENOENT: "the working directory", errno.ENOSPC: "stdout"}
+    return of_system(error, nameless.get(error.errno or 0, "system"))
 
 
 def _require_machine() -> None:

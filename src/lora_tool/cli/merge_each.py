@@ -10,14 +10,11 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, exit_code
 from lora_tool.cli.terminal import progress_bar, say, show_error, show_findings, warn
-from lora_tool.display import duration, printable, shortened, size
+from lora_tool.display import as_cell, duration, printable, size
 from lora_tool.errors import FindingsFound
 from lora_tool.pipeline.sweep import MergedOne, merge_several
 from lora_tool.plan.merge.options import MergeArguments
 from lora_tool.report.findings import Finding
-
-_LONGEST = 90
-"""Letters of a reason in the table: all of it stands above."""
 
 
 def carry_out_each(
@@ -94,4 +91,4 @@ def _row(one: MergedOne, *, dry_run: bool) -> Iterator[str]:
 def _reason(one: MergedOne) -> str:
     report = one.error.report if isinstance(one.error, FindingsFound) else None
     first = report.findings[0] if report is not None and report.findings else one.error
-    return shortened(str(first), _LONGEST)
+    return as_cell(str(first))

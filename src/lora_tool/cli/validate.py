@@ -27,8 +27,8 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
-from lora_tool.display import as_options, json_text, shortened
-from lora_tool.errors import LoraToolError
+from lora_tool.display import as_cell, as_options, json_text
+from lora_tool.errors import LoraToolError, of_system
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 30
 """Bytes that take half a second to read from the page cache, and long from a disk."""
-_LONGEST = 90
-"""Letters of a finding in the table of several folders: all of it stands above."""
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -94,9 +92,9 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
     PATH is this folder by default; of several, each is checked on its own, a table ends the output, and the exit code is
-    the largest of all. Only --fix --apply changes files, and code in them is never run. An adapter on the
-    Hub, owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache
-    (adapters are small); the base model never is.
+    the largest of all. Only --fix --apply changes files, and code in them is never run. An adapter on the Hub,
+    owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters are
+    small); the base model never is.
     """
     paths = paths or (".",)
     if options["reward"] and options["num_labels"] not in (None, 1):
@@ -154,9 +152,8 @@ def _looked_at(path: str, asked: Mapping[str, Any], *, quiet: bool) -> _Looked:
     except LoraToolError as refused:
         error = refused
     except OSError as failed:
-        error = LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}")
-    message, hint = as_options(str(error)), error.hint and as_options(error.hint)
-    return _Looked(path=path, report=Report(unread=(Unread(path=path, message=message, hint=hint),)), error=error)
+        error = of_system(failed, path)
+    return _Looked(path=path, report=Report(unread=(Unread.of(path, error),)), error=error)
 
 
 def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
@@ -233,9 +230,9 @@ def _row(looked: _Looked, told: Reporting) -> Iterator[str]:
     yield looked.path
     yield report.subjects[0].kind if report.subjects else ""
     if looked.error is not None:
-        yield from ("not read", "", "", shortened(as_options(str(looked.error)), _LONGEST))
+        yield from ("not read", "", "", as_cell(as_options(str(looked.error))))
         return
     yield "failed" if told.fails(report) else "passed"
     yield from (str(report.count(severity) or "") for severity in (Severity.ERROR, Severity.WARNING))
     found = sorted(report.at_least(Severity.WARNING), key=lambda finding: -finding.severity.weight)
-    yield shortened(str(found[0]), _LONGEST) if found else ""
+    yield as_cell(str(found[0])) if found else ""

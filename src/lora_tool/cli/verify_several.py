@@ -14,16 +14,13 @@ import click
 from lora_tool.cli.exit_codes import exit_code
 from lora_tool.cli.reporting import Reporting, report_text
 from lora_tool.cli.terminal import say, show_error, wants_colour
-from lora_tool.display import as_options, printable, shortened
-from lora_tool.errors import LoraToolError
+from lora_tool.display import as_cell, as_options, printable
+from lora_tool.errors import LoraToolError, of_system
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
 
 if TYPE_CHECKING:
     from lora_tool.verification.verifying import Verification
-
-_LONGEST = 90
-"""Letters of a reason in the table: all of it stands above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +35,9 @@ class Seen:
     @property
     def report(self) -> Report:
         """What was found; an error stands in it as a folder that could not be read."""
-        if self.verification is not None:
-            return self.verification.report
-        hint = self.error and self.error.hint and as_options(self.error.hint)
-        message = as_options(str(self.error))
-        return Report(unread=(Unread(path=str(self.folder), message=message, hint=hint or None),))
+        if self.error is not None:
+            return Report(unread=(Unread.of(str(self.folder), self.error),))
+        return Report() if self.verification is None else self.verification.report
 
     def to_json(self) -> dict[str, Any]:
         """Return what `verify --json` says of one folder, or the error, with the folder and its exit code."""
@@ -86,7 +81,7 @@ def _seen(folder: Path, verified: Callable[[Path], Verification], code_of: Calla
     except LoraToolError as error:
         return Seen(folder=folder, code=exit_code(error), error=error)
     except OSError as failed:
-        told = LoraToolError(f"{failed.filename or folder}: {failed.strerror or failed}")
+        told = of_system(failed, folder)
         return Seen(folder=folder, code=exit_code(told), error=told)
     return Seen(folder=folder, code=code_of(verification), verification=verification)
 
@@ -107,7 +102,7 @@ def _row(seen: Seen) -> Iterator[str]:
     yield str(seen.folder)
     found = seen.verification
     if found is None:
-        yield from ("not verified", "", "", "", shortened(as_options(str(seen.error)), _LONGEST))
+        yield from ("not verified", "", "", "", as_cell(as_options(str(seen.error))))
         return
     from lora_tool.verification.verifying import summary_json  # noqa: PLC0415 - numpy, only now
 
@@ -116,4 +111,4 @@ def _row(seen: Seen) -> Iterator[str]:
     yield f"{summary['right']} of {summary['tensors']}"
     yield "" if summary["largest_ulps"] is None else f"{summary['largest_ulps']:.2f} ulp"
     yield "" if found.pairs is None else f"{found.pairs.merged.accuracy:.3f}"
-    yield shortened(str(found.report.findings[0]), _LONGEST) if seen.code and found.report.findings else ""
+    yield as_cell(str(found.report.findings[0])) if seen.code and found.report.findings else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from lora_tool.display import as_options
-from lora_tool.errors import FindingsFound, LoraToolError
+from lora_tool.errors import FindingsFound, LoraToolError, of_system
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
 from lora_tool.pipeline.passes import Passes
 from lora_tool.pipeline.stage_cache import StageCache
@@ -168,7 +168,7 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
 def _failed(name: str, error: LoraToolError | OSError) -> Stage:
     """Return the stage that this error ended."""
     if isinstance(error, OSError):
-        error = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
+        error = of_system(error)
     if isinstance(error, FindingsFound) and error.report is not None:
         return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     error.hint = error.hint and as_options(error.hint)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from lora_tool.display import as_options
+from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 
 
@@ -35,6 +37,11 @@ class Unread:
     hint: str | None = None
     during: str | None = None
     """What could not be done, where that was not the reading: a stage of `ci`."""
+
+    @classmethod
+    def of(cls, path: str, error: LoraToolError) -> Unread:
+        """Return the path that could not be read for this error, whose words name options."""
+        return cls(path=path, message=as_options(str(error)), hint=error.hint and as_options(error.hint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
