@@ -9,6 +9,7 @@ from lora_tool.adapter.view import LoraLayer
 from lora_tool.keys import AdapterKey, Part
 
 _ZEROS, _NOISE = "zeros", "noise"
+_HALF_SAVED = "use another step: a save that was interrupted, or of one pipeline stage, has a part of the tensors"
 _OTHER_HALF = {
     Part.LORA_A: (Part.LORA_B, _ZEROS),
     Part.LORA_B: (Part.LORA_A, _NOISE),
@@ -45,10 +46,10 @@ def half_pair_in(layer: LoraLayer) -> Iterator[HalfPair]:
         yield HalfPair(name, lacking, _ZEROS if layer.zero_initialised is None else _NOISE)
 
 
-def half_pairs_among(parsed: Mapping[str, AdapterKey], *, hint: str) -> Iterator[HalfPair]:
+def half_pairs_among(parsed: Mapping[str, AdapterKey]) -> Iterator[HalfPair]:
     """Yield the pairs of which a checkpoint, whose names are `parsed`, has one factor."""
     held = {(key.adapter_name, key.module, key.part) for key in parsed.values()}
     for name, key in parsed.items():
         other, instead = _OTHER_HALF.get(key.part, (key.part, ""))
         if (key.adapter_name, key.module, other) not in held:
-            yield HalfPair(name, (other.value,), instead, hint)
+            yield HalfPair(name, (other.value,), instead, _HALF_SAVED)

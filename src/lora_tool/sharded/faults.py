@@ -14,7 +14,6 @@ from lora_tool.report import Finding, Severity
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
 ANOTHER_TAG = "use another tag: lora-tool consolidate CKPT --tag T"
-HALF_SAVED = "use another step: a save that was interrupted, or of one pipeline stage, has a part of the tensors"
 
 _BASE = re.compile(r"\.base_layer(?=\.)")
 

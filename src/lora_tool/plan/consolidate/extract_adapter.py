@@ -21,7 +21,7 @@ from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, trained_adapter
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
-from lora_tool.sharded.faults import HALF_SAVED, fault
+from lora_tool.sharded.faults import fault
 from lora_tool.sharded.frozen_heads import (
     Heads,
     heads_of,
@@ -115,7 +115,7 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
 def _halves(state: TrainingState, names: Mapping[str, str]) -> Iterator[Finding]:
     """LT201: yield each factor of the adapter whose other half is not in the checkpoint."""
     parsed = {saved: keys.parse(name) for name, saved in names.items()}
-    for half in half_pairs_among(parsed, hint=HALF_SAVED):
+    for half in half_pairs_among(parsed):
         yield fault("LT201", state.folder, half.message, subject=half.name, hint=half.hint)
 
 

@@ -14,7 +14,6 @@ from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import Fault
 from lora_tool.rules.engine.subjects import LoraSubject
-from lora_tool.sharded.faults import HALF_SAVED
 from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class ShardedSubject(LoraSubject):
         from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # noqa: PLC0415 - slow to import, for few folders
 
         if has_lora(self.state.entries) and not self.why_no_values:
-            yield from half_pairs_among(parsed_keys(self.state), hint=HALF_SAVED)
+            yield from half_pairs_among(parsed_keys(self.state))
 
     def _look(self) -> list[Finding]:
         try:
