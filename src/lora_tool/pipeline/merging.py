@@ -8,7 +8,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -45,6 +45,7 @@ from lora_tool.weighted import all_weighted
 
 Keywords = ParamSpec("Keywords")
 Result = TypeVar("Result")
+Options = TypeVar("Options", bound=MergeOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,16 @@ def merge_inputs(
         error.hint = meant_instead(listed, base) or error.hint
         raise
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
+
+
+def with_opened_models(options: Options, near: Path | None = None) -> Options:
+    """Return the options of several merges with the base and the original that they name opened, once for all of them.
+
+    A relative path is looked for in the working directory and in `near`. Raises `CheckpointError` for what cannot be found or read.
+    """
+    named = {"base": options.base, "original": options.original}
+    opened = {name: opened_model(model, near=near) for name, model in named.items() if model is not None}
+    return replace(options, **opened)
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:
