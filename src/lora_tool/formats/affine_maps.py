@@ -88,7 +88,7 @@ def _block(piece: Any, whole: Shape, part: Shape) -> Block:  # noqa: ANN401
 
 
 def _corner(place: Any, sizes: Shape, around: Shape) -> Shape:  # noqa: ANN401
-    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for one that is no rectangle."""
+    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for a block that is no rectangle."""
     offset, strides = place
     usual = [math.prod(around[at + 1 :]) for at in range(len(around))]
     same = all(size == 1 or stride == row for size, stride, row in zip(sizes, strides, usual, strict=True))
