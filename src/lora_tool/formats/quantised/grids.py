@@ -116,6 +116,14 @@ def elements_of(encoding: Blockwise, first: int, last: int) -> tuple[int, int]:
     return first * block, min(last * block, encoding.spec.numel)
 
 
+def rows_around(encoding: Blockwise, first: int, last: int) -> tuple[int, int, slice]:
+    """Return the rows, first and last, that the blocks `first` to `last` lie in, and which of their values are in these."""
+    width = encoding.spec.shape[-1]
+    begin, end = elements_of(encoding, first, last)
+    top = begin // width
+    return top, -(-end // width), slice(begin - top * width, end - top * width)
+
+
 def bytes_before(encoding: Blockwise, block: int) -> int:
     """Return how many bytes of codes lie before a block."""
     values = elements_of(encoding, 0, block)[1]

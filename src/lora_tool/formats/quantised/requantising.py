@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Read, widened
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
 from lora_tool.tensors import DType
 
-_SEVENTH = np.float32(1 / 127)
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""
 
@@ -112,7 +111,7 @@ def _of_codes(encoding: Requantisable, stored: Array) -> F32:
     """Return what a code is multiplied with, of stored scales."""
     raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
     wide = widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
-    return np.asarray(wide * _SEVENTH if isinstance(encoding, BnbInt8) else wide)
+    return np.asarray(wide * INT8_STEP if isinstance(encoding, BnbInt8) else wide)
 
 
 def _spread(grid: Grid, scales: Array) -> Array:
