@@ -1,7 +1,7 @@
 """How DeepSpeed's AutoTP cut each parameter: rectangles of the whole and of each rank's slice, by its model files.
 
-`module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`, and
-`checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
+`module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`,
+and `checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
 `torch.as_strided` takes them, on both sides. All that DeepSpeed makes are rectangles; another block is not understood.
 """
 

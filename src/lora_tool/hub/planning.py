@@ -54,9 +54,8 @@ def plan_push(
 
     The folder is validated first, an adapter with its base if that is on this disk: `select` and `ignore` choose the
     rules, and a finding of severity `fail_on` or worse refuses the push. The files are searched for secrets. `private`
-    None makes a new repository
-    private. `revision` is the branch, `create_pr` makes a pull request instead of a commit on
-    it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
+    None makes a new repository private. `revision` is the branch, `create_pr` makes a pull request instead of a commit
+    on it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
     README is kept if both have one. Local files are hashed only where the Hub has one of the same name and size;
     `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """

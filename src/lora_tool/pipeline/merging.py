@@ -84,8 +84,8 @@ def merge_inputs(
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
-    `open_base` opens the folder that was found, for several merges once, say.
-    Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
+    `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
+    be found or read, `IncompatibleBase` where the adapters name two bases.
     """
     listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)

@@ -1,8 +1,9 @@
 """What merged numbers were quantised to afresh: each code the nearest to its value, each scale the largest of its block.
 
-The second formula gives W + ΔW, and its largest size in each block. A code is right where no other level is nearer to its
-value, but for what rounding to 16 bits may move value and scale. Scales that are quantised themselves are right where no
-other code is nearer, with the mean and the scales of scales that were written; those are compared with all of the scales.
+The second formula gives W + ΔW, and its largest size in each block. A code is right where no other level is nearer to
+its value, but for what rounding to 16 bits may move value and scale. Scales that are quantised themselves are right
+where no other code is nearer, with the mean and the scales of scales that were written; those are compared with all of
+the scales.
 """
 
 from __future__ import annotations

@@ -99,16 +99,15 @@ def verify(
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
-    `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers` how
-    many tasks it does at a time. `select` are the only rules to run, `ignore` the rules not to run; `jobs` are the
+    `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers`
+    how many tasks it does at a time. `select` are the only rules to run, `ignore` the rules not to run; `jobs` are the
     workers, by default one per core, and `progress` is called with the bytes that were read. `logits` runs both models
-    on `prompts`, by default eight built-in ones, and compares their answers (extra
-    `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
-    and a `prompt` where they do not begin with it: both reward models rank them, `min_accuracy` is the share that the
-    merged one must rank right (extra `merge`). `text` is a file on which the loss per token of causal models is
-    measured (extra `merge`), and `watch` is asked for the progress of what takes long. Raises `CheckpointError` for
-    inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
-    anything is compared.
+    on `prompts`, by default eight built-in ones, and compares their answers (extra `merge`). `pairs` is a file of JSON
+    lines with `chosen` and `rejected`, and a `prompt` where they do not begin with it: both reward models rank them,
+    `min_accuracy` is the share that the merged one must rank right (extra `merge`). `text` is a file on which the loss
+    per token of causal models is measured (extra `merge`), and `watch` is asked for the progress of what takes long.
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
     spread = spread_over(engine, address, workers)
     if (computed := find_computed(merged, adapters, base=base)) is not None:

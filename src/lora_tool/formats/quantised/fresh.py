@@ -1,7 +1,7 @@
 """Numbers quantised afresh, with scales of their own, as bitsandbytes quantised the weight whose place they take.
 
-Codes, scales, scales of scales and the mean of these are bit for bit those of bitsandbytes 0.50 for the same numbers, on
-one thread of a CPU.
+Codes, scales, scales of scales and the mean of these are bit for bit those of bitsandbytes 0.50 for the same numbers,
+on one thread of a CPU.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Grid:
         return matrix * self.height + tile * self.tile[0]
 
     def parts(self, first: int, last: int, scales: int) -> Iterator[tuple[slice, slice]]:
-        """Yield rows from `first` to `last`, counted from `first`, with their rows of scales, counted from row `scales`:
-        rows that share one, or all where each has its own.
+        """Yield rows from `first` to `last`, counted from `first`, with their rows of scales, counted from row
+        `scales`: rows that share one, or all where each has its own.
         """
         if self.tile[0] == 1:
             yield slice(0, last - first), slice(first - scales, last - scales)

@@ -1,9 +1,10 @@
 """Numbers stored again as a quantised weight was stored: its scales are kept, and raised where a number does not fit.
 
 A base lies exactly on the grid of its codes, so that another scale would move every weight of the tile and the old one
-moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide (compressed-tensors,
-axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size / the largest code, rounded
-to its type; a power of two is the next that is large enough, for rounding down would halve what fits.
+moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide
+(compressed-tensors, axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size /
+the largest code, rounded to its type; a power of two is the next that is large enough, for rounding down would halve
+what fits.
 """
 
 from __future__ import annotations

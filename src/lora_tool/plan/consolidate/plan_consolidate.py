@@ -69,15 +69,15 @@ def plan_consolidate(
     """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
 
     Writes nothing and reads no values. `what` is "adapter", "model", "state", or "auto": an adapter if there are LoRA
-    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config` is
-    adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If there
-    is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
-    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones. `max_shard_bytes`
-    None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not refuse the checkpoint;
-    they stay among the plan's findings. The execution of the plan checks every byte that it uses (CRC32, NaN, all-zero
-    parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for errors, as the execution
-    does for errors in the values; `UnknownRule` for a code that no rule has; `UnsupportedCheckpoint` and
-    `CheckpointError` for a checkpoint that cannot be consolidated.
+    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config`
+    is adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If
+    there is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
+    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones.
+    `max_shard_bytes` None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not
+    refuse the checkpoint; they stay among the plan's findings. The execution of the plan checks every byte that it uses
+    (CRC32, NaN, all-zero parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for
+    errors, as the execution does for errors in the values; `UnknownRule` for a code that no rule has;
+    `UnsupportedCheckpoint` and `CheckpointError` for a checkpoint that cannot be consolidated.
     """
     ignored = _rules(codes(ignore))
     dtype = None if dtype is None else float_type(dtype)

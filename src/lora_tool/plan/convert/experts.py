@@ -1,10 +1,11 @@
 """LoRA on experts, in its two layouts: one pair of factors for each expert's matrix, and PEFT's fused factors.
 
-transformers 5 keeps the matrices of all experts in two parameters: `experts.gate_up_proj` is [experts, 2·inner, hidden],
-`experts.down_proj` [experts, hidden, inner]. PEFT's LoRA on such a parameter (`target_parameters`) has A of
+transformers 5 keeps the matrices of all experts in two parameters: `experts.gate_up_proj` is [experts, 2·inner,
+hidden], `experts.down_proj` [experts, hidden, inner]. PEFT's LoRA on such a parameter (`target_parameters`) has A of
 [experts·r, in], one expert below the other, and B of [out, r·experts], whose columns are of the experts in turn.
-Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so two
-pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way back.
+Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so
+two pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way
+back.
 """
 
 from __future__ import annotations

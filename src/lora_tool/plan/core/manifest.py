@@ -88,9 +88,9 @@ def manifest_bytes(
 ) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes.
 
-    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding; `arithmetic`
-    names the backends that computed values, None if every tensor was copied; `verification` is the result of a check of
-    the written folder, None without one.
+    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding;
+    `arithmetic` names the backends that computed values, None if every tensor was copied; `verification` is the result
+    of a check of the written folder, None without one.
     """
     fidelity = summary(survived)
     table = {

@@ -71,8 +71,8 @@ class Plan:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's modules,
-        and how much of ΔW requantised weights keep.
+        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's
+        modules, and how much of ΔW requantised weights keep.
         """
         return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
 

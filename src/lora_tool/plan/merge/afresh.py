@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.operation import Values
 
 _APART = 1 / 4
-"""How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next to
-nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error away.
+"""How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next
+to nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error
+away.
 """
 
 
@@ -70,8 +71,8 @@ class Original:
 def original_of(model: ModelDir, encodings: Mapping[str, Encoding]) -> Original:
     """Return the original of a base with these quantised weights.
 
-    A sample of each weight, quantised again, is compared with the base's. Raises `UnsupportedAdapter` for a base that is
-    not of bitsandbytes, `IncompatibleBase` where the model is not what the base was made from.
+    A sample of each weight, quantised again, is compared with the base's. Raises `UnsupportedAdapter` for a base that
+    is not of bitsandbytes, `IncompatibleBase` where the model is not what the base was made from.
     """
     if quantisation_table(model.whole_config):
         raise IncompatibleBase(
