@@ -195,7 +195,7 @@ def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
 
 
 def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir, written: Manifest | None) -> None:
-    """Return unless the manifest records that a check of these weights failed. Raises `VerificationFailed`."""
+    """Raise `VerificationFailed` where the manifest records that a check of these weights failed."""
     entry = written.raw.get("verification") if written is not None else None
     errors = entry.get("errors") if isinstance(entry, Mapping) else None
     if isinstance(errors, int) and errors > 0:

@@ -118,9 +118,9 @@ def intent(plan: Plan) -> Iterator[str]:
         yield f"  {printable(file.filename)}: {printable(file.reason)}"
     counts = plan.counts()
     used = counts.pop(TensorAction.CONSUMED.value, 0)
-    fates = ", ".join(f"{count:,} {action}" for action, count in counts.items())
+    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items())
     whose = f"; all {used:,} tensors of the adapter used" if used else ""
-    yield f"tensors: {fates}{whose} (precision {plan.precision})"
+    yield f"tensors: {actions}{whose} (precision {plan.precision})"
 
 
 def farthest(summary: Mapping[str, Any]) -> str:

@@ -186,7 +186,7 @@ def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) ->
 
 
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
-    """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
+    """Raise `UnsupportedAdapter` where quantised weights are to be written with PEFT's arithmetic."""
     if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
         raise UnsupportedAdapter(
             '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
