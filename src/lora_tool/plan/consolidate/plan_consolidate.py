@@ -101,15 +101,10 @@ def plan_consolidate(
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
     shards = _shards(target, steps, max_shard_bytes)
-    side_files = selection.side_files
+    side_files = (*selection.side_files, *sharding.index_files(shards))
     if selection.beside:
         head = Shard(filename=VALUE_HEAD, steps=tuple(_steps(selection.beside, tensors, state.entries, dtype)))
         shards = (*shards, head)
-    elif len(shards) > 1:
-        index = SideFile(
-            filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
-        )
-        side_files = (*side_files, index)
     return Plan(
         shards=shards,
         side_files=side_files,
@@ -141,14 +136,14 @@ def plan_consolidate(
     )
 
 
-def _rules(codes: tuple[str, ...]) -> tuple[str, ...]:
+def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
     """Return the codes as reports write them. Raises `UnknownRule`."""
-    if codes:
+    if asked:
         import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
         from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
 
-        expand(codes)
-    return tuple(code.upper() for code in codes)
+        expand(asked)
+    return tuple(code.upper() for code in asked)
 
 
 def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:

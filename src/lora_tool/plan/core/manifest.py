@@ -36,13 +36,13 @@ def hub_sha256(path: Path) -> str | None:
     return blob.name if known else None
 
 
-def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, Any]:
+def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[str, Any]:
     """Return the manifest's entry of one input: its place, its revision, and its fingerprint."""
     return {
         "path": None if source.hub_id else str(source.path.resolve()),
         "hub_id": source.hub_id,
         "revision": source.revision,
-        "fingerprint": print_,
+        "fingerprint": fingerprint,
         "files": [
             {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}
             for file in weights.files
