@@ -109,9 +109,10 @@ def with_opened_models(options: Options, near: Path | None = None) -> Options:
 
     A relative path is looked for in the working directory and in `near`. Raises `CheckpointError` for what cannot be found or read.
     """
-    named = {"base": options.base, "original": options.original}
-    opened = {name: opened_model(model, near=near) for name, model in named.items() if model is not None}
-    return replace(options, **opened)
+    base, original = (
+        None if model is None else opened_model(model, near=near) for model in (options.base, options.original)
+    )
+    return replace(options, base=base, original=original)
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:
