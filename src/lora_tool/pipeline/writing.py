@@ -177,7 +177,8 @@ class ReadBack:
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
-        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.verified import summary_json  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.written import check_written  # noqa: PLC0415 - only where checked
 
         seen = check_written(self.plan, folder, jobs=self.jobs)
         # under the name that the user knows
