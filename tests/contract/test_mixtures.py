@@ -140,6 +140,7 @@ def test_a_base_that_is_not_its_class_is_for_transformers(model_type: str) -> No
         disk | {part.replace(".experts.3.", ".experts.4."): disk[part]},
         disk | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)},
         disk | {"score.weight": (1, 32)},
+        disk | {f"{part.partition('.3.')[0]}.gate_up_proj": (4, 48, 32)},
         {name.removeprefix("model."): shape for name, shape in disk.items()},
     ]
     assert [mixture_mapping(config, other, DType.BF16) for other in others] == [None] * len(others)

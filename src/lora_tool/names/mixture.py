@@ -40,6 +40,8 @@ class MixtureMapping:
     parameters: Mapping[str, RowMapping]
     parts: Mapping[str, Mapping[str, Shape]]
     """Stack → the experts' matrices that are its rows, in their order."""
+    pieces: Mapping[str, frozenset[str]]
+    """Stack → the names of these."""
     unexpected: tuple[str, ...]
     """The tensors of layers beyond the config's, which transformers leaves out."""
     outside: frozenset[str] = frozenset()
@@ -66,8 +68,8 @@ class MixtureMapping:
 
     def piece_names(self, parameter: str) -> frozenset[str]:
         """Return the names of the tensors on disk whose rows make the parameter."""
-        if parameter in self.parts:
-            return frozenset(self.parts[parameter])
+        if parameter in self.pieces:  # of a stack of hundreds, which each expert's factors ask for
+            return self.pieces[parameter]
         return frozenset({parameter} & self.parameters.keys())
 
     def is_written_as_in_memory(self, parameter: str) -> bool:
@@ -93,26 +95,28 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
     `dtype` is the type that the model is loaded in. None where transformers must be asked: for a class that no table
     knows, and for a base that lacks one of its tensors, or has others than further layers.
     """
+    tied = _tied(config)
     for row in mixtures_of(config.model_type or ""):
         memory = row.shapes(config) if config.architectures == (row.causal_lm,) else None
-        parts = {name: _parts_of(name, shape) for name, shape in (memory or {}).items() if _is_stack(name)}
-        tied = _tied(config)
-        if memory and tied is not None and _are_there(memory, parts, disk, tied):
-            known = memory.keys() | {name for matrices in parts.values() for name in matrices}
-            beyond = in_natural_order(disk.keys() - known)
-            if all(_is_beyond(name, config) for name in beyond):
-                return MixtureMapping(
-                    config=config,
-                    dtype=dtype,
-                    facts=_facts(row.causal_lm, memory, tied, dtype),
-                    parameters={
-                        name: _of_rows(memory[name], parts.get(name, {name: memory[name]}))
-                        for name in in_natural_order(memory)
-                        if name in parts or name in disk
-                    },
-                    parts=parts,
-                    unexpected=tuple(beyond),
-                )
+        if memory is None or tied is None:
+            continue
+        parts = {name: _parts_of(name, shape) for name, shape in memory.items() if _is_stack(name)}
+        of_class = {part: size for name in memory for part, size in parts.get(name, {name: memory[name]}).items()}
+        beyond = in_natural_order(disk.keys() - of_class.keys())
+        if _are_there(of_class, disk, tied) and all(_is_beyond(name, config) for name in beyond):
+            return MixtureMapping(
+                config=config,
+                dtype=dtype,
+                facts=_facts(row.causal_lm, memory, tied, dtype),
+                parameters={
+                    name: _of_rows(memory[name], parts.get(name, {name: memory[name]}))
+                    for name in in_natural_order(memory)
+                    if name in parts or name in disk
+                },
+                parts=parts,
+                pieces={name: frozenset(matrices) for name, matrices in parts.items()},
+                unexpected=tuple(beyond),
+            )
     return None
 
 
@@ -141,15 +145,9 @@ def _tied(config: ModelConfig) -> dict[str, str] | None:
     return ({f"{OUTPUT}.weight": f"{EMBEDDINGS}.weight"} if ties else {}) if isinstance(ties, bool) else None
 
 
-def _are_there(
-    memory: Mapping[str, Shape],
-    parts: Mapping[str, Mapping[str, Shape]],
-    disk: Mapping[str, Shape],
-    tied: Mapping[str, str],
-) -> bool:
-    """Return whether the tensors on disk have the class's names and shapes; one that is tied may be absent."""
-    wanted = ((part, size) for name, shape in memory.items() for part, size in parts.get(name, {name: shape}).items())
-    return all(disk.get(name) == shape or (name in tied and name not in disk) for name, shape in wanted)
+def _are_there(of_class: Mapping[str, Shape], disk: Mapping[str, Shape], tied: Mapping[str, str]) -> bool:
+    """Return whether the tensors of the class are on disk with their shapes; one that is tied may be absent."""
+    return all(disk.get(name) == shape or (name in tied and name not in disk) for name, shape in of_class.items())
 
 
 def _is_beyond(name: str, config: ModelConfig) -> bool:
