@@ -137,7 +137,7 @@ def _grouped(bias: str, norms: Mapping[str, str] | None = None, *, biased_output
     """Return attention with fewer heads for keys and values, `bias` the switch of its biases."""
     rows = {"q_proj": "num_attention_heads*head_dim"}
     rows |= dict.fromkeys(("k_proj", "v_proj"), "num_key_value_heads*head_dim")
-    made = {}
+    made: dict[str, str] = {}
     for name, size in rows.items():
         made |= {f"self_attn.{name}.weight": f"{size} hidden_size", f"self_attn.{name}.bias": f"{size} if {bias}"}
     made["self_attn.o_proj.weight"] = "hidden_size num_attention_heads*head_dim"

@@ -65,7 +65,7 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
         generator, classifier = (None, found) if task in CLASSIFIERS else (found, None)
     if generator is None and classifier is None:
         raise errors[0] if errors else _unknown_type(config, what)
-    arch = class_row(config, generator and generator.facts, classifier and classifier.facts)
+    arch = class_row(config, generator.facts if generator else None, classifier.facts if classifier else None)
     decided = task or decide_task(asked, adapters, base, arch.head)
     mapping = classifier if decided in CLASSIFIERS else generator
     if mapping is None:
