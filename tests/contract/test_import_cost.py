@@ -69,7 +69,7 @@ def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_p
     assert "numpy" in seen
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
     assert not seen & {"lora_tool.verification.verifying", "lora_tool.plan.convert", "lora_tool.plan.algebra"}
-    assert not seen & {"statistics", "decimal", "random"}
+    assert not seen & {"statistics", "decimal"}
 
 
 @pytest.mark.parametrize("options", [["--untie"], ["--precision", "peft"]], ids=" ".join)
