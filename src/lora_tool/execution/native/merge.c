@@ -35,6 +35,8 @@ enum level { SCALAR, AVX2, AVX512, NEON };
 
 #define ROWS_MOST 12
 #define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
+#define WIDE_MOST (ROWS_MOST * 16) /* doubles of the largest */
+#define F64 TYPES                  /* of factors alone */
 #define STRIP 512                  /* columns of a quantised weight that are decoded together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
@@ -71,6 +73,9 @@ typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
 typedef void extremes_function(const float *numbers, int64_t count, float *low, float *high);
+typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth);
+typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
+typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
 typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
@@ -84,6 +89,10 @@ struct words {
     int8_function *int8_of;
     ratios_function *ratios;
     extremes_function *extremes, *column_extremes;
+    int wide_columns; /* of a tile of float64 */
+    wide_function *wide_product;
+    scaled_function *scaled[TYPES + 1];
+    rounded_function *rounded;
 };
 
 static inline uint32_t bits_of(float value) {
@@ -416,4 +425,94 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     uint32_t largest = words->convert[source_type][out_type](source, out, count);
     restore_mode(before);
     return largest >= too_large[out_type];
+}
+
+/* Rows and columns of a tile of float64 of the level; 0 where this processor does not have it. */
+EXPORT int lora_tool_wide_columns(int level) { return words_of(level) ? words_of(level)->wide_columns : 0; }
+
+static inline size_t wide_size_of(int type) { return type == F64 ? 8 : size_of(type); }
+
+static inline int is_wide_type(int type) { return type >= 0 && type <= F64; }
+
+static inline int is_too_large(uint32_t largest, int type) { return largest >= (type == F64 ? UINT32_MAX : too_large[type]); }
+
+/* Write columns of a factor, every `step`-th of a row of `stride`, times `scale`, each product rounded to float64 and
+ * then once to `out_type`, to every `apart`-th column of rows of `wide`. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_scale(int level, const void *source, int source_type, int64_t stride, int64_t step, void *out,
+                           int out_type, int64_t wide, int64_t apart, int64_t rows, int64_t columns, double scale) {
+    const struct words *words = words_of(level);
+    if (!words || !is_wide_type(source_type) || !is_wide_type(out_type)) {
+        return -1;
+    }
+    if (stride == columns && wide == columns && step == 1 && apart == 1) { /* one long row */
+        stride = wide = columns = rows * columns;
+        rows = columns > 0;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const char *read = (const char *)source + (size_t)(row * stride) * wide_size_of(source_type);
+        char *write = (char *)out + (size_t)(row * wide) * wide_size_of(out_type);
+        for (int64_t at = 0; at < columns; at += STRIP) {
+            _Alignas(64) double line[STRIP];
+            const int64_t count = least_of(columns - at, STRIP);
+            words->scaled[source_type](line, read + (size_t)(at * step) * wide_size_of(source_type), step, scale, count);
+            char *place = write + (size_t)(at * apart) * wide_size_of(out_type);
+            uint32_t size = words->rounded(line, place, out_type, apart, count);
+            largest = size > largest ? size : largest;
+        }
+    }
+    restore_mode(before);
+    return is_too_large(largest, out_type);
+}
+
+/* As `lora_tool_pack`, in float64 and of any type, into the places `from` to `from + depth` of panels that are `whole`
+ * deep: parts of a factor are packed one after the other. */
+EXPORT int lora_tool_pack_wide(int level, double *packed, int64_t width, int64_t whole, int64_t from, const void *factor,
+                               int type, int64_t length, int64_t depth, int64_t along, int64_t down) {
+    const struct words *words = words_of(level);
+    if (!words || !is_wide_type(type)) {
+        return -1;
+    }
+    const size_t size = wide_size_of(type);
+    mode_type before = ieee_mode();
+    for (int64_t first = 0; first < length; first += width) {
+        const int64_t lanes = least_of(length - first, width);
+        double *panel = packed + first * whole + from * width;
+        const char *read = (const char *)factor + (size_t)(first * along) * size;
+        for (int64_t k = 0; k < depth; k++) {
+            words->scaled[type](panel + k * width, read + (size_t)(k * down) * size, along, 1.0, lanes);
+            for (int64_t lane = lanes; lane < width; lane++) {
+                panel[k * width + lane] = 0.0;
+            }
+        }
+    }
+    restore_mode(before);
+    return 0;
+}
+
+/* Write the product of packed factors, `rows` by `columns` elements: each a chain in float64, rounded once to the type,
+ * in rows that are `stride` elements apart. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_product_wide(int level, const double *left, const double *right, int64_t depth, void *out,
+                                  int out_type, int64_t stride, int64_t rows, int64_t columns) {
+    const struct words *words = words_of(level);
+    if (!words || !is_wide_type(out_type)) {
+        return -1;
+    }
+    const int64_t high = words->rows, wide = words->wide_columns;
+    mode_type before = ieee_mode();
+    uint32_t largest = 0;
+    for (int64_t column = 0; column < columns; column += wide) {
+        for (int64_t row = 0; row < rows; row += high) {
+            _Alignas(64) double tile[WIDE_MOST] = {0};
+            words->wide_product(tile, left + row * depth, right + column * depth, depth);
+            for (int64_t r = 0; r < least_of(rows - row, high); r++) {
+                char *write = (char *)out + (size_t)((row + r) * stride + column) * wide_size_of(out_type);
+                uint32_t size = words->rounded(tile + r * wide, write, out_type, 1, least_of(columns - column, wide));
+                largest = size > largest ? size : largest;
+            }
+        }
+    }
+    restore_mode(before);
+    return is_too_large(largest, out_type);
 }
