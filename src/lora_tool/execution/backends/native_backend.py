@@ -10,10 +10,11 @@ import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.native_factors import NativeFactors
-from lora_tool.execution.backends.numpy_backend import retention
+from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term
 from lora_tool.execution.native.rows import CodedRows, PlainRows
+from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.core.factor_ops import FactorOp
@@ -54,6 +55,12 @@ class NativeBackend(NativeFactors):
         wide = self._buffer("wider", single.shape, np.dtype(np.float64))
         np.copyto(wide, single)
         return wide
+
+    def _write(self, result: Array, out: int, offset: int) -> None:
+        """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
+        done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
+        if done < result.nbytes:
+            write_exactly(out, bytes_of(result)[done:], offset + done)
 
     def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
         """Return rows of the source in the type of the output, flat; None where one is not finite."""

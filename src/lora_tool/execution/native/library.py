@@ -177,6 +177,11 @@ class Kernel:
         )
         return flagged == 0
 
+    def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
+        """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
+        done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
+        return done
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -269,6 +274,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
     library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
     library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
+    library.lora_tool_write.argtypes = [number, pointer, size, size, size]
+    library.lora_tool_write.restype = size
     return library
 
 
