@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from lora_tool.adapter.half_pairs import HalfPair, half_pair_in
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
@@ -217,7 +218,16 @@ class BaseMatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterSubject(Subject):
+class LoraSubject(Subject):
+    """A folder that LoRA may be in: an adapter, or rank files. Each says how its pairs are found."""
+
+    def half_pairs(self) -> Iterator[HalfPair]:
+        """Yield the pairs of which only one factor is there."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterSubject(LoraSubject):
     """An adapter folder, the view of what it holds, and the base it is compared with."""
 
     checkpoint: AdapterDir
@@ -236,6 +246,10 @@ class AdapterSubject(Subject):
     def config(self) -> AdapterConfig:
         """Its config, PEFT's defaults where the file could not be read; rules that need the config do not run then."""
         return self.view.config
+
+    def half_pairs(self) -> Iterator[HalfPair]:
+        """See `LoraSubject`."""
+        return self.view.found(half_pair_in)
 
     @property
     def layers(self) -> tuple[LoraLayer, ...]:
