@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.cluster import ray_cluster
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.errors import ExecutionError, WrongValue
 from lora_tool.plan.merge.options import MergeArguments
@@ -24,6 +25,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[
         ("somewhere", "is not the address of a Ray cluster"),
         ("host:99999999", "no Ray cluster answers"),
         ("ray://127.0.0.1:10001", "Ray's client"),
+        ("http://127.0.0.1:8265", "the dashboard"),
     ],
 )
 def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: str, tmp_path: Path) -> None:
@@ -38,12 +40,28 @@ def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: st
 
 
 def test_the_address_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_is_a_node", lambda: True)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ExecutionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         RayCluster().require()
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    RayCluster().require()
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         RayCluster().require()
+
+
+def test_a_machine_that_is_no_node_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    processes = tmp_path / "proc"
+    monkeypatch.setattr(ray_cluster, "_PROCESSES", processes)
+    RayCluster().require()  # nobody can tell
+    for number, name in (("1", "init"), ("22", "python")):
+        (processes / number).mkdir(parents=True)
+        (processes / number / "comm").write_text(f"{name}\n")
+    with pytest.raises(ExecutionError, match="no Ray node runs on this machine"):
+        RayCluster().require()
+    (processes / "22" / "comm").write_text("raylet\n")
+    RayCluster().require()
 
 
 def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:

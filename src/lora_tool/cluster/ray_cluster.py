@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
@@ -39,6 +40,10 @@ _REPORT_BYTES = 32 << 20
 _LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN})
 """What network storage answers for a moment, and not when it is asked again."""
 
+_PROCESSES = Path("/proc")
+_START = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
+_SUBMIT = "send the command to the cluster: ray job submit --address http://HEAD:8265 -- lora-tool …"
+
 GroupError = LoraToolError | OSError
 """What ends the tasks of a group."""
 
@@ -57,24 +62,19 @@ class RayCluster:
     workers: int | None = None
 
     def require(self) -> None:
-        """Return if Ray is installed and something listens at the address. Raises `MissingDependency`, `ExecutionError`."""
+        """Return if Ray is installed, something listens at the address, and this machine is a node of some cluster.
+
+        Raises `MissingDependency`, `ExecutionError`.
+        """
         require_packages(("ray",), extra="ray")
-        where = os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
-        if where == "auto":
-            return
-        if "://" in where:
+        where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
+        if where != "auto":
+            _require_listener(where)
+        if not _is_a_node():
             raise ExecutionError(
-                f"{where} is an address of Ray's client, which is not supported",
-                hint="give HOST:PORT of the cluster, or run the command inside it: ray job submit -- lora-tool …",
+                "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster",
+                hint=f"join it: ray start --address=HOST:PORT; or {_SUBMIT}",
             )
-        host, _, port = where.rpartition(":")
-        hint = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
-        if not host or not port.isdigit():
-            raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=hint)
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=hint) from error
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -90,14 +90,40 @@ class RayCluster:
                 ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ExecutionError(
-                    f"cannot join a Ray cluster at {self.address!r}: {_first_line(error)}",
-                    hint="start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`",
+                    f"cannot join a Ray cluster at {self.address!r}: {_why_not(error)}", hint=_START
                 ) from error
             restore()
             try:
                 yield Connection(ray, self.workers)
             finally:
                 ray.shutdown()
+
+
+def _require_listener(where: str) -> None:
+    """Return if something listens at the address HOST:PORT. Raises `ExecutionError`."""
+    if "://" in where:
+        whose = "the dashboard" if where.startswith("http") else "Ray's client, which is not supported"
+        raise ExecutionError(f"{where} is an address of {whose}", hint=f"give HOST:PORT of the cluster, or {_SUBMIT}")
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit():
+        raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=_START)
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=_START) from error
+
+
+def _is_a_node() -> bool:
+    """Return whether a node's process runs here, which Ray looks for in vain for a minute; True where nobody can tell."""
+    commands = list(_PROCESSES.glob("[0-9]*/comm"))
+    return not commands or any(_content(each) == "raylet\n" for each in commands)
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # the process has ended
+        return ""
 
 
 def _handler_of_sigterm() -> Callable[[], None]:
@@ -109,6 +135,12 @@ def _handler_of_sigterm() -> Callable[[], None]:
             signal.signal(signal.SIGTERM, before)
 
     return restore
+
+
+def _why_not(error: BaseException) -> str:
+    """Return why the cluster could not be joined; the versions of both sides are lines of their own."""
+    text = str(error)
+    return " ".join(text.split()) if text.startswith("Version mismatch") else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:
