@@ -246,9 +246,9 @@ def test_a_task_whose_process_is_killed_is_done_again(
             connection.map(group(Dying(folder=folders[2], times=99)), progress=reported.append)
         with pytest.raises(ExecutionError, match=r"stale was started 4 times.*Stale file handle"):
             connection.map(group(Stale(folder=folders[3], times=99)), progress=reported.append)
+        full = group(Stale(folder=folders[3], times=99, number=errno.ENOSPC))
         with pytest.raises(OutOfSpace, match=r"the disk is full; nothing was kept \(on node "):
-            full = Stale(folder=folders[3], times=99, number=errno.ENOSPC)
-            connection.map(group(full), progress=reported.append)
+            connection.map(full, progress=reported.append)
         with pytest.raises(MissingDependency, match=r"torch is not installed \(on node ") as raised:
             connection.map(group(Lacking()), progress=reported.append)
         assert raised.value.package == "torch"

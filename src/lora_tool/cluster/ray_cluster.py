@@ -12,15 +12,14 @@ import errno
 import os
 import platform
 import signal
-import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_tool.cluster.reaching import START, require_head, require_node
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 4
 """How often a task is begun whose process is lost, before the run is given up."""
-_CONNECT_S = 5.0
 _NODE_S = 90.0
 """How long a node may take to answer the first question: it imports numpy, perhaps from a busy network disk."""
 _POLL_S = 0.25
@@ -39,10 +37,6 @@ _CANCEL_S = 5.0
 _REPORT_BYTES = 32 << 20
 _LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN})
 """What network storage answers for a moment, and not when it is asked again."""
-
-_PROCESSES = Path("/proc")
-_START = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
-_SUBMIT = "send the command to the cluster: ray job submit --address http://HEAD:8265 -- lora-tool …"
 
 GroupError = LoraToolError | OSError
 """What ends the tasks of a group."""
@@ -62,19 +56,15 @@ class RayCluster:
     workers: int | None = None
 
     def require(self) -> None:
-        """Return if Ray is installed, something listens at the address, and this machine is a node of some cluster.
+        """Return if Ray is installed, and a cluster's head can be reached from this machine, which is a node.
 
         Raises `MissingDependency`, `ExecutionError`.
         """
         require_packages(("ray",), extra="ray")
         where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
         if where != "auto":
-            _require_listener(where)
-        if not _is_a_node():
-            raise ExecutionError(
-                "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster",
-                hint=f"join it: ray start --address=HOST:PORT; or {_SUBMIT}",
-            )
+            require_head(where)
+        require_node()
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -89,41 +79,12 @@ class RayCluster:
             try:
                 ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise ExecutionError(
-                    f"cannot join a Ray cluster at {self.address!r}: {_why_not(error)}", hint=_START
-                ) from error
+                raise _not_joined(self.address, error) from error
             restore()
             try:
                 yield Connection(ray, self.workers)
             finally:
                 ray.shutdown()
-
-
-def _require_listener(where: str) -> None:
-    """Return if something listens at the address HOST:PORT. Raises `ExecutionError`."""
-    if "://" in where:
-        whose = "the dashboard" if where.startswith("http") else "Ray's client, which is not supported"
-        raise ExecutionError(f"{where} is an address of {whose}", hint=f"give HOST:PORT of the cluster, or {_SUBMIT}")
-    host, _, port = where.rpartition(":")
-    if not host or not port.isdigit():
-        raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=_START)
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=_START) from error
-
-
-def _is_a_node() -> bool:
-    """Return whether a node's process runs here, which Ray looks for in vain for a minute; True where nobody can tell."""
-    commands = list(_PROCESSES.glob("[0-9]*/comm"))
-    return not commands or any(_content(each) == "raylet\n" for each in commands)
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the process has ended
-        return ""
 
 
 def _handler_of_sigterm() -> Callable[[], None]:
@@ -137,10 +98,14 @@ def _handler_of_sigterm() -> Callable[[], None]:
     return restore
 
 
-def _why_not(error: BaseException) -> str:
-    """Return why the cluster could not be joined; the versions of both sides are lines of their own."""
+def _not_joined(address: str, error: Exception) -> ExecutionError:
+    """Return why the cluster could not be joined."""
     text = str(error)
-    return " ".join(text.split()) if text.startswith("Version mismatch") else _first_line(error)
+    if text.startswith("Version mismatch"):  # those of both sides follow, each a line of its own
+        why, hint = " ".join(text.split()), "use the cluster's versions of Ray and Python here, too"
+    else:
+        why, hint = _first_line(error), START
+    return ExecutionError(f"cannot join a Ray cluster at {address!r}: {why}", hint=hint)
 
 
 def _first_line(error: BaseException) -> str:

@@ -67,7 +67,9 @@ class FoundInputs:
     def notes(self) -> tuple[str, ...]:
         """What was found elsewhere than it was named: an adapter one folder down."""
         found = zip(self.sources, self.adapters, strict=True)
-        return tuple(f"merging the adapter in {adapter.root}" for source, adapter in found if adapter.root != source.path)
+        return tuple(
+            f"merging the adapter in {adapter.root}" for source, adapter in found if adapter.root != source.path
+        )
 
     @property
     def default_output(self) -> Path:
