@@ -48,7 +48,7 @@ from lora_tool.sources import Wanted, located, opened_model
 from lora_tool.validation.validating import validate
 
 if TYPE_CHECKING:
-    from lora_tool.verification.verifying import Verification
+    from lora_tool.verification.verified import Verification
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class Stages:
         return Stage(name=name, status=Status.PLANNED, summary=counts_of(plan, folder), warnings=plan.warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
-        """Return unless a model that needs no merge is of another class than was asked for."""
+        """Raise `UnsupportedCheckpoint` where a model that needs no merge is of another class than was asked for."""
         if not isinstance(opened, ModelDir):
             return
         asked, config = Task(self._job.options.task), opened.config
@@ -312,7 +312,8 @@ class Stages:
         if merged is None or self.result is None:
             return self._rank_alone()
         from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
+        from lora_tool.verification.verified import summary_json  # noqa: PLC0415
+        from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
         options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
         key = key_of(options, [*merged.paths, self.result], own=job.own)

@@ -2,72 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from lora_tool.actions import Verdict
-from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
-from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint import MERGED_MODEL, ModelDir
 from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
-from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
-from lora_tool.formats import model_config
-from lora_tool.formats.weights import Weights, read_single
+from lora_tool.errors import UnsupportedAdapter, require_packages
 from lora_tool.plan.computed import ComputedInputs, find_computed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress, StageWatch, unwatched
-from lora_tool.report import Finding, Report, Severity, Skipped
-from lora_tool.rules.engine.registry import Need, Rule
+from lora_tool.report import Finding, Skipped
+from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.registry import chosen as chosen_rules
-from lora_tool.rules.judging import Judge
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.expected import Expected
-from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
-from lora_tool.verification.texts import LossEvidence, Texts, read_texts
+from lora_tool.verification.texts import Texts, read_texts
+from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
 
-_OWN_RULES = ("LT1", "LT6")
-"""What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
 _OF_USE = frozenset({"LT625"})
 """What says how much a model is worth, whoever wrote it, and nothing of how it was written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The result of verifying one folder: the rules' report, and the evidence for every tensor."""
-
-    merged: Path
-    base: str
-    adapters: tuple[str, ...]
-    level: Level
-    precision: Precision | None
-    evidence: Mapping[str, TensorEvidence]
-    report: Report
-    outputs: OutputEvidence | None = None
-    """The answers of both models, if `logits` was requested."""
-    pairs: PairEvidence | None = None
-    """How both models ranked the `pairs`, if any were given."""
-    loss: LossEvidence | None = None
-    """The loss of the language models on `text`, if it was given."""
-
-    def __repr__(self) -> str:
-        return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
-
-    def raise_for_errors(self) -> None:
-        """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
-        errors = self.report.at_least(Severity.ERROR)
-        if errors:
-            more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
-            raise VerificationFailed(f"{errors[0]}{more}", hint=errors[0].hint)
 
 
 def verify(
@@ -91,24 +53,25 @@ def verify(
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
-    """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
-    evidence. `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too.
+    """Return what comparing the folder `merged` with `base` and `adapters`, by default those in its manifest, shows.
 
-    An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
-    it.
+    `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too. An adapter that was
+    computed from others is compared with their sum, by QR; options that run models do not apply to it.
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers` how
     many tasks it does at a time. `select` are the only rules to run, `ignore` the rules not to run; `jobs` are the
-    workers, by default one per core, and `progress` is called with the bytes that were read. `logits` runs both models
-    on `prompts`, by default eight built-in ones, and compares their answers (extra
-    `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
-    and a `prompt` where they do not begin with it: both reward models rank them, `min_accuracy` is the share that the
-    merged one must rank right (extra `merge`). `text` is a file on which the loss per token of causal models is
-    measured (extra `merge`), and `watch` is asked for the progress of what takes long. Raises `CheckpointError` for
-    inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
-    anything is compared.
+    workers, by default one per core, `progress` is called with the bytes that were read, and `watch` is asked for the
+    progress of what takes long.
+
+    With the extra `merge`: `logits` runs both models on `prompts`, by default eight built-in ones, and compares their
+    answers. `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with
+    it: both reward models rank them, `min_accuracy` is the share that the merged one must rank right. `text` is a file
+    on which the loss per token of causal models is measured.
+
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
     spread = spread_over(engine, address, workers)
     if (computed := find_computed(merged, adapters, base=base)) is not None:
@@ -166,18 +129,9 @@ def verify_inputs(
         reading = losses.prepare(inputs, plan, text)
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:
-        tensors, precision = inputs.merged.tensors, inputs.precision
         seen = unwatched if level is Level.SAMPLE else watch
         with seen("comparing", inputs.merged.weights.nbytes) as bar:
-            told = progress or bar
-            if spread.cluster is not None:
-                from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
-
-                evidence = check_on_cluster(
-                    plan, inputs.merged.weights, spread.cluster, level=level, precision=precision, progress=told
-                )
-            else:
-                evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=told)
+            evidence = _compared(inputs, plan, level, spread, jobs=jobs, progress=progress or bar)
     outputs, why_no_outputs = None, ""
     if logits:
         from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
@@ -199,8 +153,20 @@ def verify_inputs(
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    found = _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    found = by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
     return found if reading is None else replace(found, loss=reading(watch))
+
+
+def _compared(
+    inputs: Provenance, plan: Plan, level: Level, spread: Spread, *, jobs: int | None, progress: Progress
+) -> Mapping[str, TensorEvidence]:
+    """Return the evidence of every tensor of the plan, found by this machine or by the cluster that was asked for."""
+    weights, precision = inputs.merged.weights, inputs.precision
+    if spread.cluster is None:
+        return check_tensors(plan, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+    from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
+
+    return check_on_cluster(plan, weights, spread.cluster, level=level, precision=precision, progress=progress)
 
 
 def verify_computed(
@@ -235,51 +201,10 @@ def verify_computed(
         recomputed=True,
         inputs=inputs.fingerprints(),
     )
-    rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(_OWN_RULES))
+    rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(OWN_RULES))
     rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
-    return _by_rules(
+    return by_rules(
         subject, tuple(rules), level, Precision.FLOAT64, adapters=tuple(str(each.root) for each in inputs.sources)
-    )
-
-
-def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
-    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
-    written = _written(plan, folder)
-    evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
-    subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
-    return _by_rules(subject, chosen_rules(_OWN_RULES), level, plan.precision)
-
-
-def _by_rules(
-    subject: MergedSubject,
-    rules: tuple[Rule, ...],
-    level: Level,
-    precision: Precision | None,
-    *,
-    adapters: tuple[str, ...] = (),
-    skipped: tuple[Skipped, ...] = (),
-) -> Verification:
-    """Return the verification of a folder whose values were read, by the rules that read none."""
-    merged, evidence = subject.checkpoint.root, subject.evidence
-    by_reason: dict[str, list[str]] = {}
-    for found in evidence.values():
-        if found.verdict is Verdict.UNKNOWN:
-            by_reason.setdefault(found.reason, []).append(found.name)
-    for reason, (first, *others) in by_reason.items():
-        more = f" and {len(others)} more" if others else ""
-        unknown = Skipped(code="LT608", path=str(merged), reason=f"`{first}`{more} not recomputed: {reason}")
-        skipped = (*skipped, unknown)
-    report = Judge(rules=rules, deep=False).folder(subject)
-    return Verification(
-        merged=merged,
-        base=subject.base_name or "",
-        adapters=adapters,
-        level=level,
-        precision=precision,
-        evidence=evidence,
-        report=replace(report, skipped=(*report.skipped, *skipped)),
-        outputs=subject.outputs,
-        pairs=subject.pairs,
     )
 
 
@@ -293,43 +218,9 @@ def judged_alone(
     from lora_tool.verification.rewards import rank_alone  # noqa: PLC0415 - torch and transformers, only where asked for
 
     subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
-    return _by_rules(
-        subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None
-    )
+    return by_rules(subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None)
 
 
 def written_wrong(failing: Iterable[Finding]) -> bool:
     """Return whether the findings say that what was written is not what it should be, and not its worth alone."""
     return any(finding.code not in _OF_USE for finding in failing)
-
-
-def _written(plan: Plan, folder: Path) -> ModelDir:
-    """Return the folder as a model; the weight files alone where the plan writes an adapter or a state dict."""
-    if any(file.filename == model_config.FILE_NAME for file in plan.side_files):
-        return open_model(folder)
-    found = [read_single(folder / shard.filename) for shard in plan.shards]
-    weights = Weights(
-        files=tuple(file for each in found for file in each.files),
-        tensors={name: tensor for each in found for name, tensor in each.tensors.items()},
-        problems=tuple(problem for each in found for problem in each.problems),
-    )
-    return ModelDir(
-        kind=MERGED_MODEL, folder=read_folder(folder), config=None, weights=weights, problems=weights.problems
-    )
-
-
-def summary_json(verification: Verification) -> dict[str, Any]:
-    """Return what a manifest records of a verification: how much was compared, and the largest distances."""
-    found = tuple(verification.evidence.values())
-    ulps = [item.ulps for item in found if item.ulps is not None]
-    return {
-        "level": verification.level.value,
-        "errors": verification.report.count(Severity.ERROR),
-        "warnings": verification.report.count(Severity.WARNING),
-        "tensors": len(found),
-        "right": sum(item.verdict is Verdict.RIGHT for item in found),
-        "not_recomputed": [item.name for item in found if item.verdict is Verdict.UNKNOWN],
-        "values_compared": sum(item.compared for item in found),
-        "values": sum(item.numel for item in found),
-        "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
-    }
