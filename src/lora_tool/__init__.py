@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.ops import Precision as Precision
     from lora_tool.plan.core.plan import Plan as Plan
     from lora_tool.plan.merge.plan_merge import plan_merge as plan_merge
-    from lora_tool.plan.merge.storage import Storage as Storage
+    from lora_tool.plan.merge.storages import Storage as Storage
     from lora_tool.progress import Progress as Progress
     from lora_tool.progress import StageWatch as StageWatch
     from lora_tool.progress import Watch as Watch
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from lora_tool.validation.validating import Criteria as Criteria
     from lora_tool.validation.validating import validate as validate
     from lora_tool.verification.checking import Level as Level
-    from lora_tool.verification.verifying import Verification as Verification
+    from lora_tool.verification.verified import Verification as Verification
     from lora_tool.verification.verifying import verify as verify
     from lora_tool.version import __version__ as __version__
 
@@ -117,7 +117,7 @@ _HOMES = {
     "plan.core.ops": "Precision",
     "plan.core.plan": "Plan",
     "plan.merge.plan_merge": "plan_merge",
-    "plan.merge.storage": "Storage",
+    "plan.merge.storages": "Storage",
     "progress": "Progress StageWatch Watch",
     "report.findings": "Finding Severity",
     "report.model": "Report",
@@ -126,7 +126,8 @@ _HOMES = {
     "tensors": "DType",
     "validation.validating": "Criteria validate",
     "verification.checking": "Level",
-    "verification.verifying": "Verification verify",
+    "verification.verified": "Verification",
+    "verification.verifying": "verify",
     "version": "__version__",
 }
 """Module below `lora_tool` → the public names in it."""

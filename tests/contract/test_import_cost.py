@@ -64,10 +64,12 @@ def test_nothing_is_loaded_before_it_is_needed(code: str, allowed: set[str]) -> 
     assert loaded(code) <= allowed
 
 
-def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
-    seen = loaded(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
+def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_path: Path) -> None:
+    seen = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
     assert "numpy" in seen
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
+    assert not seen & {"lora_tool.verification.verifying", "lora_tool.plan.convert", "lora_tool.plan.algebra"}
+    assert not seen & {"statistics", "decimal"}
 
 
 @pytest.mark.parametrize("options", [["--untie"], ["--precision", "peft"]], ids=" ".join)
@@ -84,6 +86,13 @@ def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
     assert not seen & {"lora_tool.plan.core.plan", "lora_tool.plan.adapter.modules", "lora_tool.names.model"}
     assert not seen & {"lora_tool.formats.torch_zip", "zipfile", "difflib", "textwrap"}
+
+
+def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
+    assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.pipeline.merging"}
+    assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.storage", "statistics", "decimal"}
 
 
 def test_a_plan_is_printed_without_what_computes_and_rank_files_without_rules(tmp_path: Path) -> None:

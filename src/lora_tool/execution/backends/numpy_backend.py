@@ -15,6 +15,7 @@ from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import write_exactly
+from lora_tool.execution.past_cache import PAGE, PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
@@ -42,8 +43,6 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
-_WIDER = 4
-"""Blocks of factors are this many times smaller: they are computed in float64, from more values."""
 _STRIP, _TALL = 1 << 9, 1 << 9
 """Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
@@ -51,12 +50,16 @@ _LEAST_ROWS = 16
 
 _ALIGNMENT = 64
 """Of buffers, in bytes: a cache line, and the widest vector."""
+_WIDEST = 8
+"""Bytes of the largest element, at whose multiples every one is aligned."""
 
 
 class NumpyBackend:
     """See `Backend`."""
 
     whole_tensors: ClassVar[bool] = False
+    factor_blocks: ClassVar[int] = 4
+    """How many times smaller blocks of factors are: they are computed in float64, from more values."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
@@ -65,6 +68,7 @@ class NumpyBackend:
         self._column_norms: Array = np.empty(0)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
+        self._like: int | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
         self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
@@ -81,11 +85,12 @@ class NumpyBackend:
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """See `Backend`."""
         with self._ready_for(unit):
-            for first, last in _blocks(unit):
+            for first, last in self._blocks(unit):
                 if self._stopped():
                     break
-                result = self._block(unit, first, last, sampled=first == unit.first)
-                self._write(result, out, unit.at + first * unit.row_bytes)
+                offset = unit.at + first * unit.row_bytes
+                self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
+                self._write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
         return self._retained
 
     def _write(self, result: Array, out: int, offset: int) -> None:
@@ -116,12 +121,22 @@ class NumpyBackend:
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
         """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""
         squares = np.zeros(op.source.shape[1], np.float64)
-        for first, last in _blocks(unit):
+        for first, last in self._blocks(unit):
             if self._stopped():
                 break
             moved = self._moved(op, first, last).astype(np.float64, copy=False)
             squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
+
+    def _blocks(self, unit: ComputeUnit) -> Iterator[tuple[int, int]]:
+        """Yield the unit's rows in blocks of about as many weights and about the same height."""
+        shape = unit.out.shape
+        rows = unit.last - unit.first
+        width = max(1, math.prod(shape[1:]))
+        weights = BLOCK_WEIGHTS // (self.factor_blocks if isinstance(unit.op, FactorOp) else 1)
+        count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
+        edges = [unit.first + rows * number // count for number in range(count + 1)]
+        return itertools.pairwise(edges)
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer.
@@ -130,7 +145,7 @@ class NumpyBackend:
         """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
-        result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
+        result = self._buffer("result", source.shape, kernels.STORAGE[dtype], like=self._like)
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
             if change is None:
@@ -332,17 +347,18 @@ class NumpyBackend:
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
         row = math.prod(tensor.shape[1:])
-        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype])
+        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, like: int | None = None) -> Array:
+        """Return this worker's buffer of that name, at an address that differs from an offset `like` it by whole pages."""
         needed = math.prod(shape) * dtype.itemsize
         held = self._buffers.get(name)
-        if held is None or held.nbytes < needed:
-            raw = np.empty(needed + _ALIGNMENT, np.uint8)
-            held = self._buffers[name] = raw[-raw.ctypes.data % _ALIGNMENT :]
-        return held[:needed].view(dtype).reshape(shape)
+        if held is None or held.nbytes < needed + PAGE:
+            held = self._buffers[name] = np.empty(needed + PAGE, np.uint8)
+        at = -held.ctypes.data % _ALIGNMENT if like is None else (like - held.ctypes.data) % PAGE
+        return held[at : at + needed].view(dtype).reshape(shape)
 
 
 _SAMPLES = 1024
@@ -358,17 +374,6 @@ def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
     delta, effect = after - before, now - before
     sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
     return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
-
-
-def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
-    """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
-    shape = unit.out.shape
-    rows = unit.last - unit.first
-    width = max(1, math.prod(shape[1:]))
-    weights = BLOCK_WEIGHTS // _WIDER if isinstance(unit.op, FactorOp) else BLOCK_WEIGHTS
-    count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
-    edges = [unit.first + rows * number // count for number in range(count + 1)]
-    return itertools.pairwise(edges)
 
 
 def bytes_of(array: Array) -> memoryview:

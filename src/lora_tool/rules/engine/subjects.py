@@ -13,6 +13,7 @@ from lora_tool.adapter.half_pairs import HalfPair, half_pair_in
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.text_classes import TextClass, text_class_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
@@ -261,6 +262,14 @@ class AdapterSubject(LoraSubject):
         if not isinstance(self.match, BaseMatch):
             raise TypeError("rules that need a base run only with one that matches")
         return self.match
+
+    @property
+    def text_class(self) -> TextClass | None:
+        """The text class of a multimodal base that it was trained on; None of any other base, and without one."""
+        if self.base is None or self.base.config is None:
+            return None
+        modules = (layer.target for layer in self.layers)
+        return text_class_of(self.base.config.model_type or "", self.base.tensors, modules)
 
     @property
     def why_no_match(self) -> str | None:
