@@ -115,8 +115,7 @@ def groups_of(tag: ZeroTag) -> Iterator[Group]:
 
 def _whole_files(tag: ZeroTag) -> dict[str, tuple[ExpertFile | LayerFile, LazyTensor]]:
     """Return the name of each tensor in the files of experts and layers → the file and the tensor."""
-    files = (*tag.experts.values(), *tag.layers.values())
-    return {name: (file, tensor) for file in files for name, tensor in file.tensors.items()}
+    return {name: (file, tensor) for file in tag.whole_files for name, tensor in file.tensors.items()}
 
 
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:

@@ -79,6 +79,11 @@ class ZeroTag:
         return (*self.model.values(), *self.optim.values())
 
     @property
+    def whole_files(self) -> tuple[ExpertFile | LayerFile, ...]:
+        """The files of experts and layers, whose tensors are whole."""
+        return (*self.experts.values(), *self.layers.values())
+
+    @property
     def first(self) -> ModelStates | None:
         """The model file of the lowest rank, whose names count; None where none can be read."""
         return self.model[min(self.model)] if self.model else None

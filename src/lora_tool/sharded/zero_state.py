@@ -53,7 +53,7 @@ class ZeroState(TrainingState):
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
-        for file in (*tag.experts.values(), *tag.layers.values()):
+        for file in tag.whole_files:
             records += [file.file.record(held) for name, held in file.tensors.items() if name in names and held.numel]
         used = {span.path for tensor in tensors.values() for span in tensor.spans}
         return frozenset(record for record in records if record.path in used)
@@ -188,7 +188,7 @@ def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
-    files = [states.file for states in (*found.files, *found.experts.values(), *found.layers.values())]
+    files = [*(states.file for states in found.files), *(whole.file for whole in found.whole_files)]
     files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
     return ZeroState(
