@@ -10,6 +10,7 @@ import ctypes
 import enum
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -75,6 +76,22 @@ class Codes(ctypes.Structure):
     )
 
 
+class Storing(ctypes.Structure):
+    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
+
+    _fields_ = (
+        ("raised", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("meant", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+        ("panel", ctypes.c_int64),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("scale_type", ctypes.c_int32),
+        ("divided", ctypes.c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
@@ -127,6 +144,16 @@ class Kernel:
     ) -> None:
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
+
+    def requantise(
+        self, codes: Codes, storing: Storing, out: int, size: tuple[int, int], terms: tuple[Term, ...]
+    ) -> bool:
+        """Write what codes stand for, with the deltas, as codes at `out`; returned as by `merge`."""
+        listed = (Term * len(terms))(*terms)
+        flagged: int = self.library.lora_tool_requantise(
+            self.level.number, codes, storing, out, *size, listed, len(terms)
+        )
+        return flagged == 0
 
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
@@ -210,11 +237,14 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
+    storing = ctypes.POINTER(Storing)
+    library.lora_tool_requantise.argtypes = [number, codes, storing, pointer, size, size, pointer, size]
     return library
 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
-CHECKSUM = 3661876134
+_GROUP, _GROUPS = 12, 4
+CHECKSUM = 1122147602
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -231,7 +261,9 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 
 def checksum(kernel: Kernel) -> int:
-    """Return the CRC-32 of W + 0.3·(B·A) of `trial`, stored as each type from each type, W + B·A + 0.3·(B·A) last."""
+    """Return the CRC-32 of W + 0.3·(B·A) of `trial`, stored as each type from each type, W + B·A + 0.3·(B·A) last; then
+    of the bytes of W as codes: their numbers, and W + 0.3·(B·A) as codes again.
+    """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
     packed = [(ctypes.c_float * (_DEPTH * 64))() for _ in range(2)]
@@ -260,4 +292,45 @@ def checksum(kernel: Kernel) -> int:
                     ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
                 )
                 total = zlib.crc32(out.raw, total)
+    for kind in range(3):
+        for part in _of_codes(kernel, kind, weights, scaled):
+            total = zlib.crc32(part, total)
     return total
+
+
+def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[bytes]:  # noqa: ANN401 - an array
+    """Yield what the bytes of W are as codes of a kind, and, where these have eight bits, W + ΔW as codes, and its scales."""
+    raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
+    if kind == 0:  # the largest code of E4M3 is NaN
+        raw = bytearray(byte - (byte & 0x7F == 0x7F) for byte in raw)  # noqa: PLR2004
+    stored = (ctypes.c_char * len(raw)).from_buffer(raw)
+    scales = (ctypes.c_float * _GROUPS)(*(0.01 * (at + 1) for at in range(_GROUPS)))
+    table = (ctypes.c_float * 512)(*(float(at % 37 - 18) for at in range(512)))
+    codes = Codes(
+        bytes=ctypes.addressof(stored),
+        table=ctypes.addressof(table),
+        scales=ctypes.addressof(scales),
+        stride=_COLUMNS,
+        apart=_GROUPS,
+        group=_GROUP,
+        tall=_ROWS,
+        again=1.0,
+        kind=kind,
+        type=TYPES[DType.F32],
+    )
+    numbers = ctypes.create_string_buffer(4 * _ROWS * _COLUMNS)
+    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS))
+    yield numbers.raw
+    if kind < 2:  # noqa: PLR2004 - two codes in a byte are not written again
+        raised, again = (ctypes.c_float * _GROUPS)(), ctypes.create_string_buffer(_ROWS * _COLUMNS)
+        storing = Storing(
+            raised=ctypes.addressof(raised),
+            scratch=ctypes.addressof(numbers),
+            panel=_COLUMNS,
+            least=-448.0 if kind == 0 else -127.0,
+            most=448.0 if kind == 0 else 127.0,
+            scale_type=TYPES[DType.BF16],
+            divided=kind == 0,
+        )
+        kernel.requantise(codes, storing, ctypes.addressof(again), (_ROWS, _COLUMNS), (term,))
+        yield bytes(raised) + again.raw
