@@ -117,9 +117,7 @@ def stored_again(case: CodedCase) -> tuple[bool, bytes] | None:
     divided = of_floats or columns % 2 == 1
     least, most = (-448, 448) if of_floats else (-128 if divided else -127, 127)
     down, across = range(0, rows, part.tall), range(0, columns, part.group)
-    low, high = (
-        of.reduceat(of.reduceat(values, down, axis=0), across, axis=1) for of in (np.minimum, np.maximum)
-    )
+    low, high = (of.reduceat(of.reduceat(values, down, axis=0), across, axis=1) for of in (np.minimum, np.maximum))
     scales = part.scales[: len(down)]
     with np.errstate(all="ignore"):
         room = np.abs(scales * part.again)
@@ -137,7 +135,7 @@ def as_scales(needed: Array, kind: int) -> Array:
     """Return numbers in the type of scales: an `enum type` of `merge.c`, or the next powers of two."""
     if kind < len(TYPES):
         return needed.astype(STORAGE[list(TYPES)[kind]]).astype(np.float32)
-    return np.exp2(np.ceil(np.log2(needed.astype(np.float64))).clip(-127, 127)).astype(np.float32)
+    return np.asarray(np.exp2(np.ceil(np.log2(needed.astype(np.float64))).clip(-127, 127)).astype(np.float32))
 
 
 def program(*names: str) -> str:

@@ -61,7 +61,7 @@ class Requantiser:
         made = self._numbers.stored_again(unit.out.name, unit.op, top, bottom, encoding, some)
         if made is None:
             return self._in_steps(unit, of, out, some)
-        stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.read), made.scales)
+        stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
         if self._write_scales(unit, of, stored, out):
             return None
         write_exactly(out, bytes_of(made.codes), unit.place(*of)[0])
@@ -97,7 +97,7 @@ class Requantiser:
             values = self._rows(unit, first, last)
             less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
-        scales = raised(encoding, stored_scales(encoding, *of, self._numbers.read), low, high)
+        scales = raised(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), low, high)
         if self._write_scales(unit, of, scales, out):
             return None
         begin, _ = unit.place(*of)

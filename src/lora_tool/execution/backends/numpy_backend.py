@@ -89,8 +89,12 @@ class NumpyBackend:
                 if self._stopped():
                     break
                 result = self._block(unit, first, last, sampled=first == unit.first)
-                write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
+                self._write(result, out, unit.at + first * unit.row_bytes)
         return self._retained
+
+    def _write(self, result: Array, out: int, offset: int) -> None:
+        """Write a block to the descriptor `out` at `offset`."""
+        write_exactly(out, bytes_of(result), offset)
 
     def numbers(self, unit: ComputeUnit) -> Array:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
@@ -157,7 +161,7 @@ class NumpyBackend:
         return result
 
     def _made(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
-        """Return what `_parts` does; of a factor its rows as they are to be, which nothing is added to."""
+        """Return what `_parts` does; of a computed factor its own rows, to which nothing is added."""
         match op:
             case Beside():
                 return self._beside(op, first, last), None, False

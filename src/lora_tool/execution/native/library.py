@@ -155,6 +155,11 @@ class Kernel:
         )
         return flagged == 0
 
+    def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
+        """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
+        done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
+        return done
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -239,6 +244,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
     storing = ctypes.POINTER(Storing)
     library.lora_tool_requantise.argtypes = [number, codes, storing, pointer, size, size, pointer, size]
+    library.lora_tool_write.argtypes = [number, pointer, size, size, size]
+    library.lora_tool_write.restype = size
     return library
 
 

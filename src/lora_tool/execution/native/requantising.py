@@ -16,7 +16,6 @@ from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limi
 from lora_tool.formats.quantised.requantising import Rounding, StoredAgain
 from lora_tool.tensors import DType
 
-
 _COLUMNS, _CACHED = 512, 1 << 20
 """Columns that are computed together, where so many rows of a tile have no more than that many weights."""
 

@@ -58,7 +58,6 @@ class CodedRows:
         size = last - first, self.part.columns
         return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
-
     def write_again(self, storing: Storing, out: Array, terms: Terms) -> bool:
         """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""
         scales = np.ascontiguousarray(self.part.scales)

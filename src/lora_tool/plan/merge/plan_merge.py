@@ -22,7 +22,7 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import MergeContext, merge_context
@@ -66,9 +66,9 @@ def plan_merge(
 ) -> Plan:
     """Return the plan that merges `adapter`, or several of them, into `base`.
 
-    The rules judge the adapters first, as `validate` does. Reads headers, the adapters' values, and a few KB of samples;
-    writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The manifest
-    records the Hub id and commit of inputs in the Hub's cache.
+    The rules judge the adapters first, as `validate` does. Reads headers, the adapters' values, and a few KB of
+    samples; writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The
+    manifest records the Hub id and commit of inputs in the Hub's cache.
 
     All inputs may be paths, Hub ids or opened checkpoints. The merge sums the ΔW of several adapters in their order,
     each times its weight: one of `weights`, by default the number in its name ("A=0.7"), or 1. `head_alone` leaves ΔW
@@ -77,9 +77,10 @@ def plan_merge(
     `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
     writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
     default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
-    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W + ΔW
-    of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
-    `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
+    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W
+    + ΔW of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
+    `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is
+    packed, if its config does not.
 
     `select` and `ignore` are codes of rules, or their beginnings. An ignored error still refuses the merge if nothing
     can be computed despite it. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the other findings,
@@ -131,10 +132,7 @@ def plan_merge(
     notes = tuple(trained_on_quantised(adapters, base)) if plain is base else rounded
     whole = _original(original, base, is_quantised=plain is not base and base_as is None)
     if plain is not base and base_as is None:
-        if merge.head is None and not text_only:
-            steps = _with_what_no_class_has(steps, view, merge, plain)
-            kept = view.of_no_class
-            left = tuple(item for item in left if item.name not in kept)
+        steps, left = (steps, left) if text_only else _with_what_no_class_has(steps, view, merge, plain)
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
         stored = QuantisedBase(stored=base, plain=plain, original=whole).settle(
@@ -142,8 +140,8 @@ def plan_merge(
         )
         _require_numbers(stored.steps, precision)
         steps, notes = stored.steps, (stored.note,)
-        if stored.storage is not Storage.ALL_16BIT:  # what the class computes stays with the rest
-            left = left if merge.head is not None else ()
+        # what the class computes stays with the rest
+        left = left if stored.storage is Storage.ALL_16BIT or merge.head is not None else ()
         left, options = (*left, *stored.leftovers), {**options, "store": stored.storage.value}
         options |= {"requantised": stored.kept} if stored.kept else {}
         merge = replace(merge, base=replace(merge.base, config=stored.config))
@@ -174,18 +172,20 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
 
 
 def _with_what_no_class_has(
-    steps: Sequence[Step], view: BaseView, merge: MergeContext, plain: ModelDir
-) -> tuple[Step, ...]:
-    """Return the steps, and one for each weight of a quantised base that its class has no place for, in the base's order.
+    steps: tuple[Step, ...], view: BaseView, merge: MergeContext, plain: ModelDir
+) -> tuple[tuple[Step, ...], tuple[InputRecord, ...]]:
+    """Return the steps and one for each weight of a quantised base that its class has no place for, in the base's order,
+    and what is left out still: of a classifier, all of these.
 
     Servers use such weights: the layers that predict further tokens.
     """
     names = view.of_no_class
-    if not names:
-        return tuple(steps)
+    if not names or merge.head is not None:
+        return steps, view.leftovers
     beside = (kept_step(merge, tensor) for name, tensor in plain.tensors.items() if name in names)
     places = {name: at for at, name in enumerate(plain.tensors)}
-    return tuple(sorted((*steps, *beside), key=lambda step: places.get(step.out.name, len(places))))
+    ordered = sorted((*steps, *beside), key=lambda step: places.get(step.out.name, len(places)))
+    return tuple(ordered), tuple(item for item in view.leftovers if item.name not in names)
 
 
 def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:
@@ -204,7 +204,7 @@ def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) ->
 
 
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
-    """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
+    """Raise `UnsupportedAdapter` where quantised weights are to be written with PEFT's arithmetic."""
     if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
         raise UnsupportedAdapter(
             '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
