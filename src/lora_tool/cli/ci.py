@@ -54,7 +54,8 @@ from lora_tool.validation.validating import Criteria
 @click.option(
     "--each",
     is_flag=True,
-    help="Do it for every adapter and checkpoint under CKPT on its own, into OUTPUT/NAME; --pairs rank them.",
+    help="Do it for every adapter under CKPT and every checkpoint of a run, each on its own, into OUTPUT/NAME; --pairs "
+    "rank them.",
 )
 @pair_options
 @rank_file_options

@@ -68,9 +68,8 @@ def command(
 
     options.spread.require()
     inputs = merge_inputs(adapters or (".",), options.base)
-    for source, adapter in zip(inputs.sources, inputs.adapters, strict=True):
-        if adapter.root != source.path:
-            _note(f"note: merging the adapter in {adapter.root}")
+    for note in inputs.notes:
+        _note(f"note: {note}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
     with planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:

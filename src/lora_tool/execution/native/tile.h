@@ -8,6 +8,8 @@
  *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
  *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
+ *   WIDE, WIDE_LANES           vectors of doubles, as many side by side in a tile
+ *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
  */
 #define JOINED(a, b) a##_##b
 #define JOIN(a, b) JOINED(a, b)
@@ -44,6 +46,7 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 }
 
 #include "codes.h"
+#include "wide.h"
 
 /* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
@@ -113,6 +116,10 @@ static const struct words NAME(words) = {
     ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
+    WIDE_COLUMNS,
+    NAME(wide_product),
+    {NAME(scaled_bf16), NAME(scaled_f16), NAME(scaled_f32), NAME(scaled_f64)},
+    NAME(rounded),
 };
 
 #undef JOINED
@@ -123,6 +130,8 @@ static const struct words NAME(words) = {
 #undef STEPS
 #undef TABLE
 #undef CUT_OFF
+#undef SCALED
+#undef WIDE_COLUMNS
 #undef WIDEN_f32
 #undef NARROW_f32
 #undef LEVEL
@@ -150,3 +159,9 @@ static const struct words NAME(words) = {
 #undef NOTHING
 #undef LARGER
 #undef LARGEST
+#undef WIDE
+#undef WIDE_LANES
+#undef WIDE_SET
+#undef WIDE_LOAD
+#undef WIDE_STORE
+#undef WIDE_FMA
