@@ -78,22 +78,6 @@ class Codes(ctypes.Structure):
     )
 
 
-class Storing(ctypes.Structure):
-    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
-
-    _fields_ = (
-        ("raised", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("meant", ctypes.c_void_p),
-        ("kept", ctypes.c_int64),
-        ("panel", ctypes.c_int64),
-        ("least", ctypes.c_float),
-        ("most", ctypes.c_float),
-        ("scale_type", ctypes.c_int32),
-        ("divided", ctypes.c_int32),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
@@ -149,14 +133,11 @@ class Kernel:
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
 
-    def requantise(
-        self, codes: Codes, storing: Storing, out: int, size: tuple[int, int], terms: tuple[Term, ...]
-    ) -> bool:
-        """Write what codes stand for, with the deltas, as codes at `out`; returned as by `merge`."""
+    def requantise(self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[Term, ...]) -> bool:
+        """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
         listed = (Term * len(terms))(*terms)
-        flagged: int = self.library.lora_tool_requantise(
-            self.level.number, codes, storing, out, *size, listed, len(terms)
-        )
+        number = self.level.number
+        flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
         return flagged == 0
 
     def scale(
@@ -297,8 +278,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
-    storing = ctypes.POINTER(Storing)
-    library.lora_tool_requantise.argtypes = [number, codes, storing, pointer, size, size, pointer, size]
+    library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
     four, double = [size] * 4, ctypes.c_double
     library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
     library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
@@ -310,7 +290,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
 _GROUP, _GROUPS = 12, 4
-CHECKSUM = 3816489848
+CHECKSUM = 161974711
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -328,8 +308,8 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 def checksum(kernel: Kernel) -> int:
     """Return the CRC-32 of what the kernel makes of `trial`: of B·A in float64, and of W + 0.3·(B·A), stored as each type
-    from each type, W + B·A + 0.3·(B·A) last; then of the bytes of W as codes: their numbers, and W + 0.3·(B·A) as codes
-    again.
+    from each type, W + B·A + 0.3·(B·A) last; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as
+    codes again.
     """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
@@ -366,7 +346,7 @@ def checksum(kernel: Kernel) -> int:
 
 
 def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[bytes]:  # noqa: ANN401 - an array
-    """Yield what the bytes of W are as codes of a kind, and, where these have eight bits, W + ΔW as codes, and its scales."""
+    """Yield the numbers that the bytes of W are as codes of a kind, with ΔW, and these as codes of eight bits again."""
     raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
     if kind == 0:  # the largest code of E4M3 is NaN
         raw = bytearray(byte - (byte & 0x7F == 0x7F) for byte in raw)  # noqa: PLR2004
@@ -385,22 +365,13 @@ def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[b
         kind=kind,
         type=TYPES[DType.F32],
     )
-    numbers = ctypes.create_string_buffer(4 * _ROWS * _COLUMNS)
-    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS))
+    numbers, again = (ctypes.create_string_buffer(each * _ROWS * _COLUMNS) for each in (4, 1))
+    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS), (term,))
     yield numbers.raw
     if kind < 2:  # noqa: PLR2004 - two codes in a byte are not written again
-        raised, again = (ctypes.c_float * _GROUPS)(), ctypes.create_string_buffer(_ROWS * _COLUMNS)
-        storing = Storing(
-            raised=ctypes.addressof(raised),
-            scratch=ctypes.addressof(numbers),
-            panel=_COLUMNS,
-            least=-448.0 if kind == 0 else -127.0,
-            most=448.0 if kind == 0 else 127.0,
-            scale_type=TYPES[DType.BF16],
-            divided=kind == 0,
-        )
-        kernel.requantise(codes, storing, ctypes.addressof(again), (_ROWS, _COLUMNS), (term,))
-        yield bytes(raised) + again.raw
+        place = ctypes.addressof(numbers)
+        kernel.quantise(codes, ctypes.addressof(again), place, (_ROWS, _COLUMNS), divided=kind == 0, least=-127.0)
+        yield again.raw
 
 
 def _checksum_wide(kernel: Kernel, left: int, right: int) -> int:

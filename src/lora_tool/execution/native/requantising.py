@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.execution.native.library import TYPES, Codes, Kernel, Storing, kernel
+from lora_tool.execution.native.library import TYPES, Codes, Kernel, kernel
 from lora_tool.execution.native.rows import KINDS
 from lora_tool.formats.quantised.arrays import F32, Array
 from lora_tool.formats.quantised.coded import Code
@@ -46,6 +47,22 @@ def _layout(grid: Grid, first: int, scales: int) -> Codes:
     """
     tall, (top, _) = min(grid.tile[0], grid.height), grid.rows_of(scales, scales)
     return Codes(apart=grid.across, group=grid.tile[1], tall=tall, above=first - top)
+
+
+class Storing(ctypes.Structure):
+    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
+
+    _fields_ = (
+        ("raised", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("meant", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+        ("panel", ctypes.c_int64),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("scale_type", ctypes.c_int32),
+        ("divided", ctypes.c_int32),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.execution.native.library import TYPES, Codes, Kernel, Storing, Term
+from lora_tool.execution.native.library import TYPES, Codes, Kernel, Term
 from lora_tool.formats.quantised.coded import Code, Scaled
 from lora_tool.tensors import DType
 
@@ -58,11 +58,11 @@ class CodedRows:
         size = last - first, self.part.columns
         return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
-    def write_again(self, storing: Storing, out: Array, terms: Terms) -> bool:
+    def write_again(self, storing: ctypes.Structure, out: Array, terms: Terms) -> bool:
         """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""
         scales = np.ascontiguousarray(self.part.scales)
         codes = codes_of(self.part, scales, self.dtype)
-        return self.kernel.requantise(codes, storing, out.ctypes.data, out.shape, terms)
+        return self.kernel.requantise(codes, ctypes.addressof(storing), out.ctypes.data, out.shape, terms)
 
 
 def codes_of(part: Scaled, scales: NDArray[np.float32], dtype: DType = DType.F32) -> Codes:
