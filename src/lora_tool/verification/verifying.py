@@ -13,6 +13,7 @@ from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
+from lora_tool.display import and_more
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
@@ -270,9 +271,8 @@ def _by_rules(
         if found.verdict is Verdict.UNKNOWN:
             by_reason.setdefault(found.reason, []).append(found.name)
     for reason, (first, *others) in by_reason.items():
-        more = f" and {len(others)} more" if others else ""
-        unknown = Skipped(code="LT608", path=str(merged), reason=f"`{first}`{more} not recomputed: {reason}")
-        skipped = (*skipped, unknown)
+        why = f"`{first}`{and_more(len(others))} not recomputed: {reason}"
+        skipped = (*skipped, Skipped(code="LT608", path=str(merged), reason=why))
     report = Judge(rules=rules, deep=False).folder(subject)
     return Verification(
         merged=merged,
