@@ -12,10 +12,13 @@
  *
  * A level is one set of vector instructions: `tile.h` is written once, and compiled with the words of each.
  */
+#define _XOPEN_SOURCE 700    /* pwrite, */
+#define _FILE_OFFSET_BITS 64 /* also beyond 2 GB where a long has 32 bits */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "lora-tool's kernel promises IEEE arithmetic: compile it without -ffast-math and -Ofast"
@@ -35,6 +38,8 @@ enum level { SCALAR, AVX2, AVX512, NEON };
 
 #define ROWS_MOST 12
 #define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
+#define WIDE_MOST (ROWS_MOST * 16) /* doubles of the largest */
+#define F64 TYPES                  /* of factors alone */
 #define STRIP 512                  /* columns of a quantised weight that are decoded together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
@@ -71,6 +76,9 @@ typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
 typedef void extremes_function(const float *numbers, int64_t count, float *low, float *high);
+typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth);
+typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
+typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
 typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
@@ -84,6 +92,10 @@ struct words {
     int8_function *int8_of;
     ratios_function *ratios;
     extremes_function *extremes, *column_extremes;
+    int wide_columns; /* of a tile of float64 */
+    wide_function *wide_product;
+    scaled_function *scaled[TYPES + 1];
+    rounded_function *rounded;
 };
 
 static inline uint32_t bits_of(float value) {
@@ -417,3 +429,19 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     restore_mode(before);
     return largest >= too_large[out_type];
 }
+
+/* Write `count` bytes to the open `file` at `offset`, some at a time; return how many were written before the system
+ * refused, or was interrupted: who calls writes the rest, and is told why. */
+EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64_t offset, int64_t some) {
+    int64_t done = 0;
+    while (done < count) {
+        int64_t now = pwrite(file, bytes + done, (size_t)least_of(count - done, some), offset + done);
+        if (now <= 0) {
+            break;
+        }
+        done += now;
+    }
+    return done;
+}
+
+#include "factors.h"
