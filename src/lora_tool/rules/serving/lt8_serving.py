@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
-from lora_tool.display import and_more
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -51,7 +50,7 @@ def _asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
 
 def _listed(names: Iterator[str] | list[str]) -> str:
     found = sorted(set(names))
-    return ", ".join(f"`{name}`" for name in found[:4]) + and_more(len(found) - 4)
+    return ", ".join(f"`{name}`" for name in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")  # noqa: PLR2004
 
 
 _WHOLE_MODULES = {
