@@ -12,26 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
+import pkgutil
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from lora_tool.architectures import ARCHITECTURES, is_computed
-from lora_tool.architectures.model_tensors import TABLE
+from lora_tool.architectures.model_tensors import TABLE, model_tensors
+from lora_tool.formats.model_config import model_config_of
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 
 _COMMON = frozenset(field.name for field in dataclasses.fields(PretrainedConfig)) - {
@@ -142,6 +147,38 @@ def classes(model_type: str) -> Iterator[tuple[Task, str]]:
 def type_of(model_type: str, task: Task) -> str:
     found = AUTO[task]._model_mapping._model_mapping[model_type]
     return str(found if isinstance(found, str) else found[0])
+
+
+def other_classes(model_type: str, known: Collection[str]) -> Iterator[PreTrainedModel]:
+    """Yield the classes of a model type that are not `known`, each under its smallest config, without memory."""
+    config_class = CONFIG_MAPPING[model_type]
+    package = importlib.import_module(config_class.__module__.rpartition(".")[0])
+    modules = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith("modeling_")]
+    for module in modules:
+        for name, found in vars(importlib.import_module(f"{package.__name__}.{module}")).items():
+            own = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is config_class
+            if own and name not in known and hasattr(transformers, name):
+                with contextlib.suppress(Exception), torch.device("meta"):  # what only other classes build
+                    yield found(tiny_config(model_type, "feature-extraction"))
+
+
+def lacks_what_all_have(model: PreTrainedModel) -> bool:
+    """Return whether a class outside the table lacks a tensor that all classes in it have, or has it in another shape."""
+    raw = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = model_tensors(model_config_of(raw, Path()), shapes)
+    said = found.shapes.items() if found else ()
+    others = [
+        n
+        for n, s in said
+        if len(s) != len(shapes[n]) or any(a not in (None, b) for a, b in zip(s, shapes[n], strict=True))
+    ]
+    return bool(others or (found and found.missing))
+
+
+def apart(model_type: str, known: Collection[str]) -> list[str]:
+    """Return the classes outside the table that are not built like those in it: a decoder or an encoder alone."""
+    return sorted(type(model).__name__ for model in other_classes(model_type, known) if lacks_what_all_have(model))
 
 
 def source_of(class_name: str) -> tuple[str, ...]:
@@ -676,6 +713,10 @@ def main(asked: Sequence[str]) -> None:
             if line:
                 kept[model_type] = line
             TABLE.write_text("".join(f"{kept[name]}\n" for name in sorted(kept)))
+    for entry in [json.loads(kept[name]) for name in wanted if name in kept]:
+        names = apart(entry["model_type"], entry["classes"])
+        kept[entry["model_type"]] = json.dumps(entry | ({"apart": names} if names else {}), separators=(",", ":"))
+    TABLE.write_text("".join(f"{kept[name]}\n" for name in sorted(kept)))
 
 
 if __name__ == "__main__":

@@ -107,8 +107,12 @@ def _why_no_row(config: ModelConfig) -> str | None:
         return "the model's class is custom code, so lora-tool does not know its tensors"
     if config.quantization:
         return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
-    if _row(config.model_type or "") is None:
+    row = _row(config.model_type or "")
+    if row is None:
         return f"lora-tool has no table of the tensors of a {config.model_type or 'model without a type'} model"
+    for name in config.architectures[:1]:
+        if name in row.get("apart", ()):  # a decoder alone, whose encoder is not lost
+            return f"lora-tool has no table of the tensors of a {name}"
     return (
         "config.json lists layers of several kinds, so lora-tool does not know their tensors"
         if lists_layers(config.raw)
