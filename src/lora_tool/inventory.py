@@ -59,7 +59,6 @@ class Listed:
     """Whether it is the best whole checkpoint of its run by the metric, or the latest where the run evaluated nothing."""
     pointed_at: bool = False
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
-
     newest: bool = False
     """Whether a file of the run names it as its newest: `latest`, `latest_checkpointed_iteration.txt`."""
     refused: bool = False

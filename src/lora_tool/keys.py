@@ -1,10 +1,10 @@
 """The grammar of PEFT's tensor names.
 
 A LoRA tensor is called ``base_model.model.<module path>.<part>[.<adapter name>][.<leaf>]``, for example
-``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. `save_pretrained` takes the adapter name out;
-a raw `state_dict`, or a ZeRO checkpoint, still has it (``lora_A.default.weight``). Everything that is not a LoRA part
-is the plain name of a tensor of the model, as `modules_to_save` and saved biases are
-(peft 0.21, `peft/utils/save_and_load.py::get_peft_model_state_dict`).
+``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. `save_pretrained` takes the adapter name out; a raw
+`state_dict`, or a ZeRO checkpoint, still has it (``lora_A.default.weight``). Everything that is not a LoRA part is the
+plain name of a tensor of the model, as `modules_to_save` and saved biases are (peft 0.21,
+`peft/utils/save_and_load.py::get_peft_model_state_dict`).
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ def resolve(
     folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory
     and in `near`, then for a model in the folders above it (PEFT writes the path as it was typed when training); if two
     exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache; it is downloaded only with
-    `download`, and only the weights that are `wanted`; never those of a format that is not read. Raises `NotACheckpoint` with what was
-    looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the Hub does not give it,
-    `UnsupportedAdapter` for a model whose quantised weights are not read.
+    `download`, and only the weights that are `wanted`; never those of a format that is not read. Raises
+    `NotACheckpoint` with what was looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the
+    Hub does not give it, `UnsupportedAdapter` for a model whose quantised weights are not read.
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory

@@ -41,8 +41,8 @@ class MlxAdapter:
     """An adapter of MLX-LM."""
 
     adapter: AdapterDir
-    """The PEFT adapter that it stands for: under PEFT's names the tensors of the file, transposed or cut, whose own names
-    are those in the file.
+    """The PEFT adapter that it stands for: under PEFT's names the tensors of the file, transposed or cut, whose own
+    names are those in the file.
     """
     fields: Mapping[str, Any]
     """Those of the `adapter_config.json` that PEFT needs."""

@@ -64,9 +64,9 @@ class Readings:
     def chosen(self, hint: str) -> Reading:
         """Return the one reading of the names.
 
-        Those with PEFT's prefix are read as they are unless the base has no such modules, and those of one other
-        reading. What no reading explains stays as it is: that the base has no such module is LT501's. Raises
-        `UnsupportedAdapter` with the `hint` where the names fit two readings.
+        Names with PEFT's prefix are read as they are where the base has these modules, else in the one other reading
+        whose modules it has. Names that fit no reading stay as they are: LT501 says that the base has no such module.
+        Raises `UnsupportedAdapter` with the `hint` where the names fit two readings.
         """
         if self._model is None and not self._prefixed:
             for text in self._doubts():

@@ -13,10 +13,10 @@ _NAMES = frozenset({"embed_tokens", "lm_head"})
 
 
 def add_the_same(view: AdapterView, embedding: str, output: str) -> bool:
-    """Return whether the adapter's LoRA adds one ΔW to the modules `embedding` and `output`, which it both adapts.
+    """Return whether the adapter's LoRA adds the same ΔW to the modules `embedding` and `output`.
 
-    So are the two under `ensure_weight_tying`: the factors of one are the other's, transposed. Then the shared matrix
-    of tied ends is W + ΔW, and serves both as they were trained. Reads the factors; raises as `read_part`.
+    Under `ensure_weight_tying` it does: the factors of one are the other's, transposed. Then the shared matrix of tied
+    ends is W + ΔW, and serves both as they were trained. Reads the factors; raises as `read_part`.
     """
     layers = {layer.module: layer for layer in view.layers}
     first, last = layers.get(embedding), layers.get(output)

@@ -1,7 +1,7 @@
 """What the layers of a model say of one another, for model types of which no table knows the tensors.
 
-A stack is a list of layers, as ``model.layers``. A layer of another kind (of experts, of another attention) differs from
-its neighbours in much; one that a tensor was lost from, or cut in, differs from them in that alone.
+A stack is a list of layers, as ``model.layers``. A layer of another kind (of experts, of another attention) differs
+from its neighbours in much; one that a tensor was lost from, or cut in, differs from them in that alone.
 """
 
 from __future__ import annotations

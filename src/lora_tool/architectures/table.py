@@ -31,11 +31,11 @@ class Architecture:
 
     Where both classes are named they share their trunk, name by name: the causal LM without `causal_only` is the
     sequence classifier without its `head`. `head` is the module path whose output is the labels; some encoders have a
-    further dense layer beside it (``pre_classifier``, ``pooler``), which belongs to the base model.
-    `causal_only` are the tensors of the language-modelling head, as named in memory: a tied one is not on disk.
-    `wide_in` are the types of which transformers loads a model with some parameters in float32 all the same (T5's `wo`,
-    GPT-OSS's norms): a base of such a type is not stored as it is in memory.
-    `conv1d` are the last components of modules that store their weight transposed, (in, out), as `Conv1D` does.
+    further dense layer beside it (``pre_classifier``, ``pooler``), which belongs to the base model. `causal_only` are
+    the tensors of the language-modelling head, as named in memory: a tied one is not on disk. `wide_in` are the types
+    of which transformers loads a model with some parameters in float32 all the same (T5's `wo`, GPT-OSS's norms): a
+    base of such a type is not stored as it is in memory. `conv1d` are the last components of modules that store their
+    weight transposed, (in, out), as `Conv1D` does.
     """
 
     model_type: str

@@ -24,9 +24,9 @@ _SIGN = "sign"
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     """Return the model with a matrix for each quantised weight, decoded when it is read, and a plain config.
 
-    Scales of inputs and caches, measured on the quantised model alone, are left out. A model without quantised
-    weights is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is
-    not read, or weights that are not stored as it says.
+    Scales of inputs and caches, measured on the quantised model alone, are left out. A model without quantised weights
+    is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is not
+    read, or weights that are not stored as it says.
     """
     if _PLAIN in model.read:
         known: ModelDir = model.read[_PLAIN]

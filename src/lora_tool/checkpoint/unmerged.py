@@ -1,7 +1,7 @@
 """A PEFT model that was saved as if it were a model: `pytorch_model.bin` or `model.safetensors` with LoRA in it.
 
-DeepSpeed's `zero_to_fp32.py` and `save_16bit_model` write such files of LoRA runs, and accelerate's `merge-weights`. Only
-the names of the tensors tell them from a model's: the kind is not in the registry, which goes by names of files.
+DeepSpeed's `zero_to_fp32.py` and `save_16bit_model` write such files of LoRA runs, and accelerate's `merge-weights`.
+Only the names of the tensors tell them from a model's: the kind is not in the registry, which goes by names of files.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ def command(
     """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 
     Both models are read four times, in blocks; no matrix is decomposed whole. For each module it reports how much does
-    not fit in the rank, and how much rounding the weights to 16 bits
-    explains. Norms, embeddings and heads are saved whole,
-    so a reward model and its causal base give a reward adapter.
+    not fit in the rank, and how much rounding the weights to 16 bits explains. Norms, embeddings and heads are saved
+    whole, so a reward model and its causal base give a reward adapter.
     """
     if base is None:
         raise click.UsageError("missing option --base: give the model that MODEL was trained from")

@@ -8,8 +8,9 @@ import shlex
 import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +20,11 @@ from lora_tool.errors import TrainingFailed, TrainingStopped
 from lora_tool.report import Severity
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lora_tool.report import Finding
     from lora_tool.train.config import GuardSettings
+    from lora_tool.train.job import TrainingOutcome
     from lora_tool.train.remains import Saved
 
 
@@ -52,10 +57,8 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     has lora-tool. When it ends, its result is checked. Its output is passed through, and so is its exit code if it
     fails by itself. Exit code 1 means that a guard stopped it, or that its result is bad. Needs lora-tool[train].
     """
-    from lora_tool.report import Report  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.report.json import report_json  # noqa: PLC0415
-    from lora_tool.train.config import GuardSettings, require_training  # noqa: PLC0415
-    from lora_tool.train.job import TrainingStatus, read_outcomes  # noqa: PLC0415
+    from lora_tool.train.config import GuardSettings, require_training  # noqa: PLC0415 - after the usage is known
+    from lora_tool.train.job import read_outcomes  # noqa: PLC0415
     from lora_tool.train.remains import saved_in  # noqa: PLC0415
     from lora_tool.train.traps import CODES  # noqa: PLC0415
 
@@ -69,40 +72,80 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         code = _run(words, Path(folder), settings, own_stdout=not as_json)
         outcomes = read_outcomes(Path(folder))
     outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts["outputs"]})
-    saved = list(saved_in(outputs, since=begun - 1))
-    rescued = [_rescue(item) for item in saved if item.empty]
-    # every rank of a training says the same
-    found = tuple(dict.fromkeys(found for outcome in outcomes for found in outcome.findings))
-    stopped = next((outcome for outcome in outcomes if outcome.status is TrainingStatus.STOPPED), None)
-    bad = [error for item in saved for error in item.errors]
+    saved = tuple(saved_in(outputs, since=begun - 1))
+    rescued = tuple(_rescue(item) for item in saved if item.empty)
+    ended = _Ended(words=words, code=code, outcomes=outcomes, saved=saved, rescued=rescued)
     if as_json:
-        status = TrainingStatus.STOPPED if stopped else TrainingStatus.BAD_RESULT if bad else TrainingStatus.DONE
-        results = {
-            "results": [str(item.path) for item in saved],
-            "consolidated": [str(path) for path in rescued if path],
+        click.echo(json.dumps(ended.to_json(), indent=2))
+    return ended.judged(quiet=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """How a command ended: its exit code, what its trainings saw, the results that they left, and those put together."""
+
+    words: tuple[str, ...]
+    code: int
+    outcomes: Sequence[TrainingOutcome]
+    saved: Sequence[Saved]
+    rescued: Sequence[Path | None]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the guards found, once: every rank of a training says the same."""
+        return tuple(dict.fromkeys(found for outcome in self.outcomes for found in outcome.findings))
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """What is wrong with the results."""
+        return tuple(error for item in self.saved for error in item.errors)
+
+    @property
+    def stopped(self) -> TrainingOutcome | None:
+        """The training that a guard stopped, None where none was."""
+        from lora_tool.train.job import TrainingStatus  # noqa: PLC0415 - after the usage is known to be right
+
+        return next((outcome for outcome in self.outcomes if outcome.status is TrainingStatus.STOPPED), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        from lora_tool.report import Report  # noqa: PLC0415 - after the usage is known to be right
+        from lora_tool.report.json import report_json  # noqa: PLC0415
+        from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
+
+        bad = TrainingStatus.BAD_RESULT if self.errors else TrainingStatus.DONE
+        status = TrainingStatus.STOPPED if self.stopped else bad
+        return {
+            **report_json(Report(findings=(*self.findings, *self.errors))),
+            "command": list(self.words),
+            "exit_code": self.code,
+            "status": str(status) if self.outcomes else "unguarded",
+            "results": [str(item.path) for item in self.saved],
+            "consolidated": [str(path) for path in self.rescued if path],
         }
-        told = {"command": list(words), "exit_code": code, "status": str(status) if outcomes else "unguarded"}
-        click.echo(json.dumps({**report_json(Report(findings=(*found, *bad))), **told, **results}, indent=2))
-    if stopped is not None:
-        click.echo(err=True)  # it was stopped within the line of a progress bar
-        raise TrainingStopped(f"lora-tool stopped the training: {stopped.error}", hint=stopped.hint)
-    if code:
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        click.echo(f"error: {printable(words[0])} failed with {how}; see its output above", err=True)
-        return code if code > 0 else 128 - code  # as a shell has it
-    if bad:
-        rescue = f"; reassembled from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
-        raise TrainingStopped(f"the result is bad: {bad[0]}{rescue}", hint=bad[0].hint)
-    if not outcomes:
-        raise TrainingFailed(
-            f"{words[0]} succeeded, but created no HF Trainer, so nothing was guarded",
-            hint="run it with the Python environment that has lora-tool",
-        )
-    if not as_json:
-        warnings = sum(item.severity is Severity.WARNING for item in found)
-        seen = f"{counted(warnings, 'warning')}, {counted(len(saved), 'result')} checked"
-        click.echo(f"guarded {printable(words[0])}: {seen}", err=True)
-    return 0
+
+    def judged(self, *, quiet: bool) -> int:
+        """Return the exit code. Raises `TrainingStopped` for a stopped run or a bad result, `TrainingFailed` for no run."""
+        if (stopped := self.stopped) is not None:
+            click.echo(err=True)  # it was stopped within the line of a progress bar
+            raise TrainingStopped(f"lora-tool stopped the training: {stopped.error}", hint=stopped.hint)
+        if self.code:
+            how = f"exit code {self.code}" if self.code > 0 else signal.Signals(-self.code).name
+            click.echo(f"error: {printable(self.words[0])} failed with {how}; see its output above", err=True)
+            return self.code if self.code > 0 else 128 - self.code  # as a shell has it
+        if self.errors:
+            rescue = f"; reassembled from the rank files in {self.rescued[0]}" if any(self.rescued[:1]) else ""
+            raise TrainingStopped(f"the result is bad: {self.errors[0]}{rescue}", hint=self.errors[0].hint)
+        if not self.outcomes:
+            raise TrainingFailed(
+                f"{self.words[0]} succeeded, but created no HF Trainer, so nothing was guarded",
+                hint="run it with the Python environment that has lora-tool",
+            )
+        if not quiet:
+            warnings = sum(item.severity is Severity.WARNING for item in self.findings)
+            seen = f"{counted(warnings, 'warning')}, {counted(len(self.saved), 'result')} checked"
+            click.echo(f"guarded {printable(self.words[0])}: {seen}", err=True)
+        return 0
 
 
 def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_stdout: bool) -> int:

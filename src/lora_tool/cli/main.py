@@ -155,7 +155,7 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with the code that design and README document."""
+    """Run the command line and exit with the code that the README documents."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is signal.SIG_DFL:  # `nohup` has the second ignored
             signal.signal(ending, _as_interrupt)

@@ -58,9 +58,10 @@ def command(
     """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
 
     Scalings are multiplied into B, so the server need not know rsLoRA or alpha patterns; all ranks are padded to one
-    with zeros; targets become plain names; for MLX-LM, factors are transposed. With --base, PiSSA and OLoRA become plain
-    LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA on those. What the server cannot
-    represent exactly (DoRA, biases, other saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
+    with zeros; targets become plain names; for MLX-LM, factors are transposed. With --base, PiSSA and OLoRA become
+    plain LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA on those. What the
+    server cannot represent exactly (DoRA, biases, other saved modules) is refused by name;
+    `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite, inputs=(opened.root,))

@@ -91,10 +91,10 @@ _LONG = 1 << 30
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
-    PATH is this folder by default; of several, each is checked on its own, a table ends the output, and the exit code is
-    the largest of all. Only --fix --apply changes files, and code in them is never run. An adapter on the Hub,
-    owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters are
-    small); the base model never is.
+    PATH is this folder by default; of several, each is checked on its own, a table ends the output, and the exit code
+    is the largest of all. Only --fix --apply changes files, and code in them is never run. An adapter on the Hub,
+    owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters
+    are small); the base model never is.
     """
     paths = paths or (".",)
     if options["reward"] and options["num_labels"] not in (None, 1):

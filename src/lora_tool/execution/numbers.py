@@ -24,6 +24,7 @@ class Numbers:
         self._sources = sources
         self._precision = precision
         self.stopped = stopped
+        self.bytes_of = sources.bytes_of
         self._backends: dict[object, NumpyBackend] = {}
 
     def rows(self, name: str, op: Coded, first: int, last: int, dtype: DType) -> Array:
@@ -50,12 +51,6 @@ class Numbers:
         values = np.empty(last - first, STORAGE[tensor.dtype])
         self._sources.read_into(tensor, first * values.itemsize, bytes_of(values))
         return values
-
-    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Array:
-        """Return bytes of a tensor."""
-        raw = np.empty(nbytes, np.uint8)
-        self._sources.read_into(tensor, start, raw.data)
-        return raw
 
     def _backend(self, op: RowOp) -> NumpyBackend:
         chosen = backend_for(self._precision, op)

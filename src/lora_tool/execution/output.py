@@ -33,8 +33,8 @@ def most_open(jobs: int) -> int:
 class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
-    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that opened
-    a file write it, and it is flushed when it is complete, in any order.
+    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that
+    opened a file write it, and it is flushed when it is complete, in any order.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:

@@ -13,7 +13,7 @@ from lora_tool.formats.quantised.arrays import F32
 from lora_tool.formats.quantised.bitsandbytes import with_mean
 from lora_tool.formats.quantised.encodings import Bnb4, NestedScales
 from lora_tool.formats.quantised.fresh import OfScales, codes_of, quantised_scales, scales_of_blocks
-from lora_tool.formats.quantised.grids import block_of, elements_of
+from lora_tool.formats.quantised.grids import block_of, rows_around
 from lora_tool.plan.core.ops import Computed
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 
@@ -42,7 +42,7 @@ class Quantiser:
                 values = self._flat(unit.out.name, unit.op, first, last)
                 made = scales_of_blocks(unit.op.encoding, values)
                 if unit.op.part is FreshPart.CODES:
-                    data = codes_of(unit.op.encoding, values, made, self._numbers.read).tobytes()
+                    data = codes_of(unit.op.encoding, values, made, self._numbers.bytes_of).tobytes()
                 else:
                     data = made.astype("<f4").tobytes()
                 write_exactly(out, memoryview(data), at)
@@ -77,7 +77,7 @@ class Quantiser:
                 if self._numbers.stopped():
                     return None
                 parts.append(scales_of_blocks(encoding, self._flat(unit.out.name, op, first, last)))
-            self._held = op, quantised_scales(encoding.scales, np.concatenate(parts), self._numbers.read)
+            self._held = op, quantised_scales(encoding.scales, np.concatenate(parts), self._numbers.bytes_of)
         return self._held[1]
 
     def _stretches(self, op: Quantise[Computed], first: int, last: int) -> list[tuple[int, int]]:
@@ -86,8 +86,6 @@ class Quantiser:
 
     def _flat(self, name: str, op: Quantise[Computed], first: int, last: int) -> F32:
         """Return the values in these blocks of the flattened weight, rounded to 16 bits, as float32."""
-        width = op.encoding.spec.shape[-1]
-        begin, end = elements_of(op.encoding, first, last)
-        top = begin // width
-        rows = self._numbers.rows(name, op, top, -(-end // width), op.dtype)
-        return np.asarray(rows.reshape(-1)[begin - top * width : end - top * width].astype(np.float32))
+        top, bottom, part = rows_around(op.encoding, first, last)
+        rows = self._numbers.rows(name, op, top, bottom, op.dtype)
+        return np.asarray(rows.reshape(-1)[part].astype(np.float32))

@@ -62,7 +62,7 @@ class Requantiser:
             values = self._rows(unit, first, last)
             less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
-        scales = raised(encoding, stored_scales(encoding, *of, self._numbers.read), low, high)
+        scales = raised(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), low, high)
         begin, _ = unit.place(*of)
         if unit.op.part is QuantisedPart.SCALES:
             write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)

@@ -163,8 +163,8 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
     `whole` says whether all rows of an operation are one unit, because the bits of its arithmetic depend on the shape;
-    those of one that needs all rows always are. What an adapter saved whole is computed, too, although it is only copied:
-    no other code checks its values.
+    those of one that needs all rows always are. What an adapter saved whole is computed, too, although it is only
+    copied: no other code checks its values.
     """
     pending: list[CopyUnit] = []
     together = _scales_beside_codes(shard)

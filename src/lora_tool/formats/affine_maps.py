@@ -1,7 +1,7 @@
 """How DeepSpeed's AutoTP cut each parameter: rectangles of the whole and of each rank's slice, by its model files.
 
-`module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`, and
-`checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
+`module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`,
+and `checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
 `torch.as_strided` takes them, on both sides. All that DeepSpeed makes are rectangles; another block is not understood.
 """
 
@@ -88,7 +88,7 @@ def _block(piece: Any, whole: Shape, part: Shape) -> Block:  # noqa: ANN401
 
 
 def _corner(place: Any, sizes: Shape, around: Shape) -> Shape:  # noqa: ANN401
-    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for one that is no rectangle."""
+    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for a block that is no rectangle."""
     offset, strides = place
     usual = [math.prod(around[at + 1 :]) for at in range(len(around))]
     same = all(size == 1 or stride == row for size, stride, row in zip(sizes, strides, usual, strict=True))

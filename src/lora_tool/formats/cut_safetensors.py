@@ -1,7 +1,7 @@
 """Safetensors files of which each holds one rank's rectangles; their headers say where in the whole they lie.
 
-Source: torch 2.13 `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: `DCP_SHARDING_INFO` in a file's metadata is
-JSON, tensor name → `saved_offsets`. The shape of the whole stands in no file: it is as far as the rectangles reach.
+Source: torch 2.13 `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: `DCP_SHARDING_INFO` in a file's metadata
+is JSON, tensor name → `saved_offsets`. The shape of the whole stands in no file: it is as far as the rectangles reach.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The experts of DeepSpeed's own mixtures (`deepspeed.moe`): a file for each, of each layer, in the model's type.
 
 ``layer_L_expert_E_mp_rank_00_model_states.pt`` is written by `engine.py` (`_save_moe_checkpoint`, DeepSpeed 0.19.8). L
-counts the mixtures of the module, E the experts of one mixture over all ranks, and the names in the file use the same E.
-The shapes in the model file, which rank 0 wrote, and the flat groups number the experts as each rank holds them.
+counts the mixtures of the module, E the experts of one mixture over all ranks, and the names in the file use the same
+E. The shapes in the model file, which rank 0 wrote, and the flat groups number the experts as each rank holds them.
 """
 
 from __future__ import annotations

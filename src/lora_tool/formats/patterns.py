@@ -82,8 +82,8 @@ def is_path(key: str) -> bool:
 def ignores_numbers(key: str) -> bool:
     """Return whether a key matches all or none of the modules whose paths differ in their numbers alone.
 
-    Numbers are the parts of a path that are digits, as those of layers and experts. True only where it is plain: of paths
-    without a number, and of patterns that are names, `.*` and alternatives of these.
+    Numbers are the parts of a path that are digits, as those of layers and experts. True only where it is plain: of
+    paths without a number, and of patterns that are names, `.*` and alternatives of these.
     """
     if is_path(key):
         parts = key.removeprefix("^").replace(r"\.", ".").split(".")

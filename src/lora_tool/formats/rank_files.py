@@ -101,8 +101,8 @@ class RankFolder:
 def read_rank_files(folder: Path, paths: Mapping[int, Path], module: str | None = None) -> RankFolder:
     """Return what the rank files `paths` of `folder` hold; files that cannot be read are among its problems.
 
-    No tensor is read, no code runs. Of several modules `module` is the wanted one. Raises `UnsupportedCheckpoint` where they hold several modules, and for a tensor of
-    which it is not known where its parts lie.
+    No tensor is read, no code runs. Of several modules `module` is the wanted one. Raises `UnsupportedCheckpoint` for
+    several modules without it, and for a tensor of which it is not known where its parts lie.
     """
     files: dict[int, RankFile] = {}
     problems = []

@@ -38,8 +38,8 @@ RankTensor = LazyTensor | DistributedTensor
 def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str | None = None) -> dict[str, str]:
     """Return the checkpoint's name → the module's own, of the module's tensors alone; `paths` are the keys to each.
 
-    Of several modules `module` is the one that is wanted, by its keys with dots between. Raises `UnsupportedCheckpoint`,
-    which names `path`, where there are several and none is wanted, or no such one.
+    Of several modules `module` is the one that is wanted, by its keys with dots between. Raises
+    `UnsupportedCheckpoint`, which names `path`, where there are several and none is wanted, or no such one.
     """
     held = frozenset(paths.values())
     weights = {

@@ -54,9 +54,8 @@ def plan_push(
 
     The folder is validated first, an adapter with its base if that is on this disk: `select` and `ignore` choose the
     rules, and a finding of severity `fail_on` or worse refuses the push. The files are searched for secrets. `private`
-    None makes a new repository
-    private. `revision` is the branch, `create_pr` makes a pull request instead of a commit on
-    it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
+    None makes a new repository private. `revision` is the branch, `create_pr` makes a pull request instead of a commit
+    on it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
     README is kept if both have one. Local files are hashed only where the Hub has one of the same name and size;
     `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
@@ -196,7 +195,7 @@ def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
 
 
 def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir, written: Manifest | None) -> None:
-    """Return unless the manifest records that a check of these weights failed. Raises `VerificationFailed`."""
+    """Raise `VerificationFailed` where the manifest records that a check of these weights failed."""
     entry = written.raw.get("verification") if written is not None else None
     errors = entry.get("errors") if isinstance(entry, Mapping) else None
     if isinstance(errors, int) and errors > 0:

@@ -65,7 +65,7 @@ def _merge_rows(manifest: Manifest | None) -> Iterator[tuple[str, str]]:
             yield _md(name), _input(entry)
     counts = raw.get("counts")
     if isinstance(counts, Mapping):
-        yield "tensors", _md(", ".join(f"{count} {fate}" for fate, count in counts.items()))
+        yield "tensors", _md(", ".join(f"{count} {action}" for action, count in counts.items()))
     for key, shown in (("task", "task"), ("num_labels", "labels"), ("precision", "precision"), ("dtype", "stored as")):
         if raw.get(key) is not None:
             yield shown, _md(raw[key])

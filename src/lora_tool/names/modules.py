@@ -13,8 +13,9 @@ from lora_tool.names.meta import build, candidates
 def built_modules(base: ModelDir, class_name: str | None, auto_class: str) -> ModuleNames | None:
     """Return the modules of the class that the base is trained as, and of its base model's own class.
 
-    `class_name` is that class where somebody names it, else it is the one that `auto_class` gives. Single experts, which
-    transformers fuses, are among the modules by their names on disk. None where transformers cannot build the class.
+    `class_name` is that class where somebody names it, else it is the one that `auto_class` gives. Single experts,
+    which transformers fuses, are among the modules by their names on disk. None where transformers cannot build the
+    class.
     """
     config = base.whole_config
     named = [class_name] if class_name else []

@@ -1,8 +1,8 @@
 """A text class beside the whole model that a multimodal checkpoint holds, by transformers' own mapping of both.
 
 `AutoModelForCausalLM` makes a text model of some multimodal checkpoints (Qwen3.5, Llama 4, Mllama): the names of its
-parameters, and so those of its adapters, are other ones than the whole model's. Both classes say which rows on disk make
-each parameter; parameters of the same rows are the same.
+parameters, and so those of its adapters, are other ones than the whole model's. Both classes say which rows on disk
+make each parameter; parameters of the same rows are the same.
 """
 
 from __future__ import annotations

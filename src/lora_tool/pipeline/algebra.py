@@ -44,9 +44,9 @@ def combine(
 ) -> Written:
     """Write the adapter whose ΔW is the weighted sum of the ΔW of `adapters` to `out`, and return the result.
 
-    `weights`, `rank`, `keep`, `head_of`, `base`, `dtype` and `ignore` are those of `plan_combine`. With `verify` samples
-    are read back before the folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises
-    `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError`, `VerificationFailed`, `WrongValue`.
+    `weights`, `rank`, `keep`, `head_of`, `base`, `dtype` and `ignore` are those of `plan_combine`. With `verify`
+    samples are read back before the folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`.
+    Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError`, `VerificationFailed`, `WrongValue`.
     """
     plan = plan_combine(
         adapters, weights=weights, rank=rank, keep=keep, head_of=head_of, base=base, dtype=dtype, ignore=ignore
@@ -107,7 +107,8 @@ def prepare(
 
     `base`, `max_rank`, `approximate`, `dtype` and `ignore` are those of `plan_prepare`. `reward_base` is where the base
     with the adapter's head goes, which vLLM needs beside a reward adapter; None writes none. With `verify` samples are
-    read back before a folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
+    read back before a folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as
+    `combine`.
     """
     opened = opened_adapter(adapter)
     asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}

@@ -42,12 +42,12 @@ def consolidate(
     """Reassemble the rank files of `checkpoint`, a path or an opened checkpoint, in the folder `out`; return the
     result.
 
-    `out` None is a sibling of the checkpoint. `what`, `tag`, `adapter_config`, `lora_alpha`, `dtype` and `ignore` are those of
-    `plan_consolidate`; `max_shard_size` is the maximum size of a weights file, 5 GB by default. Every byte that is used
-    is checked while it is
-    read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are those of `execute`;
-    `engine` "ray" has a running cluster do the work: `address` is HOST:PORT, `workers` how many tasks it does at a time.
-    Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
+    `out` None is a sibling of the checkpoint. `what`, `tag`, `adapter_config`, `lora_alpha`, `dtype` and `ignore` are
+    those of `plan_consolidate`; `max_shard_size` is the maximum size of a weights file, 5 GB by default. Every byte
+    that is used is checked while it is read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are
+    those of `execute`; `engine` "ray" has a running cluster do the work: `address` is HOST:PORT, `workers` how many
+    tasks it does at a time. Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and
+    `WrongValue` for an argument.
     """
     spread = spread_over(engine, address, workers)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)

@@ -8,7 +8,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -45,6 +45,7 @@ from lora_tool.weighted import all_weighted
 
 Keywords = ParamSpec("Keywords")
 Result = TypeVar("Result")
+Options = TypeVar("Options", bound=MergeOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ def merge_inputs(
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
-    `open_base` opens the folder that was found, for several merges once, say.
-    Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
+    `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
+    be found or read, `IncompatibleBase` where the adapters name two bases.
     """
     listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
@@ -101,6 +102,17 @@ def merge_inputs(
         error.hint = meant_instead(listed, base) or error.hint
         raise
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
+
+
+def with_opened_models(options: Options, near: Path | None = None) -> Options:
+    """Return the options of several merges with the base and the original that they name opened, once for all of them.
+
+    A relative path is looked for in the working directory and in `near`. Raises `CheckpointError` for what cannot be found or read.
+    """
+    base, original = (
+        None if model is None else opened_model(model, near=near) for model in (options.base, options.original)
+    )
+    return replace(options, base=base, original=original)
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:

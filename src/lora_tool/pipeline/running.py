@@ -10,6 +10,7 @@ from functools import cache, partial
 
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, of_system
+from lora_tool.pipeline.merging import with_opened_models
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
 from lora_tool.pipeline.passes import Passes
 from lora_tool.pipeline.stage_cache import StageCache
@@ -53,17 +54,12 @@ def run_each(
     pass over their base, then verified. Raises `OutOfSpace` before the merges where the disk has no room for all of
     them, and `CheckpointError` for a base that is given and cannot be read.
     """
-    options = jobs[0].options
-    if options.base is not None:
-        options = replace(options, base=opened_model(options.base, near=jobs[0].checkpoint))
-    if options.original is not None:
-        options = replace(options, original=opened_model(options.original, near=jobs[0].checkpoint))
+    options = with_opened_models(jobs[0].options, near=jobs[0].checkpoint)
     passes = Passes(spread=options.spread, jobs=options.jobs, one_by_one=options.allow_in_memory, watch=watch)
     open_base = cache(opened_model)
     all_of_them = []
     for job in jobs:
-        opened = replace(job, options=replace(job.options, base=options.base))
-        stages = Stages(opened, watch, on_plan, open_base)
+        stages = Stages(replace(job, options=options), watch, on_plan, open_base)
         all_of_them.append(_Running(job, stages, partial(on_stage, job)))
     with contextlib.ExitStack() as interrupted:
         for together in passes.planned_together(all_of_them):

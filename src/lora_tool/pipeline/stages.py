@@ -256,7 +256,7 @@ class Stages:
         return Stage(name=name, status=Status.PLANNED, summary=counts_of(plan, folder), warnings=plan.warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
-        """Return unless a model that needs no merge is of another class than was asked for."""
+        """Raise `UnsupportedCheckpoint` where a model that needs no merge is of another class than was asked for."""
         if not isinstance(opened, ModelDir):
             return
         asked, config = Task(self._job.options.task), opened.config

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import hub_name
-from lora_tool.pipeline.merging import called_with, merge_inputs, planned
+from lora_tool.pipeline.merging import called_with, merge_inputs, planned, with_opened_models
 from lora_tool.pipeline.passes import Passes, Underway
 from lora_tool.pipeline.writing import Written
 from lora_tool.plan.core.plan import Plan
@@ -99,10 +99,7 @@ def merge_several(
     asked.spread.require()
     listed = several(adapters)
     names = names_of(listed)
-    if asked.base is not None:
-        asked = replace(asked, base=opened_model(asked.base))
-    if asked.original is not None:
-        asked = replace(asked, original=opened_model(asked.original))
+    asked = with_opened_models(asked)
     passes = Passes(
         spread=asked.spread,
         jobs=asked.jobs,

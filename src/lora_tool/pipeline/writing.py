@@ -118,9 +118,9 @@ def intent(plan: Plan) -> Iterator[str]:
         yield f"  {printable(file.filename)}: {printable(file.reason)}"
     counts = plan.counts()
     used = counts.pop(TensorAction.CONSUMED.value, 0)
-    fates = ", ".join(f"{count:,} {action}" for action, count in counts.items())
+    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items())
     whose = f"; all {used:,} tensors of the adapter used" if used else ""
-    yield f"tensors: {fates}{whose} (precision {plan.precision})"
+    yield f"tensors: {actions}{whose} (precision {plan.precision})"
 
 
 def farthest(summary: Mapping[str, Any]) -> str:
@@ -143,9 +143,9 @@ def write(
 ) -> Written:
     """Write the folder `out` as `plan` says and return the result.
 
-    `jobs`, `overwrite` and `resume` are those of `execute`, `spread` says where the work is done. With `verify`, samples
-    of what was written are read back and compared before the folder gets its name, and `found` is called with what the
-    rules say of it. `watch` is asked for the progress of the writing. Raises as `execute` does, and
+    `jobs`, `overwrite` and `resume` are those of `execute`, `spread` says where the work is done. With `verify`,
+    samples of what was written are read back and compared before the folder gets its name, and `found` is called with
+    what the rules say of it. `watch` is asked for the progress of the writing. Raises as `execute` does, and
     `VerificationFailed`.
     """
     from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it

@@ -35,8 +35,8 @@ def find_computed(
 ) -> ComputedInputs | None:
     """Return a computed adapter with what its manifest says it was computed from; None for anything else.
 
-    `adapters` and `base` replace those that the manifest names. Raises `NotACheckpoint` for an input that does not exist
-    any more, and as `open_checkpoint`.
+    `adapters` and `base` replace those that the manifest names. Raises `NotACheckpoint` for an input that does not
+    exist any more, and as `open_checkpoint`.
     """
     written = _written(folder, adapters)
     if written is None:

@@ -66,8 +66,8 @@ class Heads:
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     """Return the tensors' names, and those without values, each parsed without what wrappers put into it.
 
-    The weight and the bias of a module under LoRA are those of its base layer, also where, as prime-rl saves them, their
-    names do not say so.
+    The weight and the bias of a module under LoRA are those of its base layer, also where, as prime-rl saves them,
+    their names do not say so.
     """
     names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
     wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())

@@ -21,8 +21,8 @@ def choose_tag(
 ) -> str:
     """Return the requested tag, else the one that the file `pointer` names, else the only one.
 
-    For verl it is the actor's, if there is one. Where nothing chooses one, `or_newest` takes the newest. `called` is the
-    framework's word for tags. Raises `NotACheckpoint` where there is no such tag, or no way to choose.
+    For verl it is the actor's, if there is one. Where nothing chooses one, `or_newest` takes the newest. `called` is
+    the framework's word for tags. Raises `NotACheckpoint` where there is no such tag, or no way to choose.
     """
     tags = tuple(checkpoint.rank_files)
     trained = [name for name in tags if not name.endswith("critic")] or list(tags)

@@ -1,7 +1,7 @@
 """What the modules around a model put before all names in a training state: a Lightning module's ``net.``, say.
 
-A class of transformers has its base model under a name of its own (``model.layers``), and heads and output layers beside
-that, at the root. Where they lie deeper, what is before them is not the model's.
+A class of transformers has its base model under a name of its own (``model.layers``), and heads and output layers
+beside that, at the root. Where they lie deeper, what is before them is not the model's.
 """
 
 from __future__ import annotations

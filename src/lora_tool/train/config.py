@@ -1,7 +1,7 @@
 """A run's configuration: TRL's own flat YAML, options typed over it, and one block of ours.
 
-What is TRL's is read by TRL's own parser, what is accelerate's by accelerate's; the block ``lora_tool:`` is taken out, so
-that the file without it is one for `trl` too. Importing this is cheap; reading a run imports TRL, and with it torch:
+What is TRL's is read by TRL's own parser, what is accelerate's by accelerate's; the block ``lora_tool:`` is taken out,
+so that the file without it is one for `trl` too. Importing this is cheap; reading a run imports TRL, and with it torch:
 seconds, as `trl` itself takes.
 """
 

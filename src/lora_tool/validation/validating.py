@@ -69,20 +69,17 @@ def validate(
     """Return all findings of the rules on `checkpoint`; nothing is changed, and no code is run.
 
     Every checkpoint may be a path, a Hub id or an opened checkpoint; a base is never downloaded. `base` enables the
-    rules that compare with it; None means the base that the adapter names, if it is on this
-    disk. A relative path of the base is
-    looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are the ones a model
-    was merged with, which is then compared with what base and adapters give; for an adapter, they are the ones it is to
-    be merged together
-    with. `task` "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models;
-    `num_labels` are the rows that the head must have. `select` are the only rules to run, `ignore` the rules not to
-    run. `deep` True reads all weights, False none, None only those of adapters. `servers` enables the rules of the
-    servers that serve the adapter
-    unmerged. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged
-    one by one, with `checkpoints` also those beside finished weights, and put into one table of `runs`. `progress` is
-    called with the bytes that were read, where they are many; `watch` is called for the progress of reading rank files.
-    Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a `select` or `ignore` that means no rule,
-    `WrongValue` for another argument.
+    rules that compare with it; None means the base that the adapter names, if it is on this disk. A relative path of
+    the base is looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are the
+    ones a model was merged with, which is then compared with what base and adapters give; for an adapter, they are the
+    ones it is to be merged together with. `task` "reward" expects a reward model with one label, "seq-cls" and
+    "causal-lm" such models; `num_labels` are the rows that the head must have. `select` are the only rules to run,
+    `ignore` the rules not to run. `deep` True reads all weights, False none, None only those of adapters. `servers`
+    enables the rules of the servers that serve the adapter unmerged. Rules that could not run are in `skipped`. The
+    checkpoints of a run folder are judged one by one, with `checkpoints` also those beside finished weights, and put
+    into one table of `runs`. `progress` is called with the bytes that were read, where they are many; `watch` is called
+    for the progress of reading rank files. Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a
+    `select` or `ignore` that means no rule, `WrongValue` for another argument.
     """
     checkpoint = opened(checkpoint)
     several = tuple(map(opened_adapter, adapters))

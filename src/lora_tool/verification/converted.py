@@ -1,10 +1,11 @@
 """Whether an adapter in another form is the one that it was: bits of every tensor, and what they do to each module.
 
-The bits are compared with those that the same conversion gives, planned again. That says nothing of the config, by which
-ranks and scalings are found, so ΔW is compared too. A tensor that was only renamed is in a layer of the same path's end
-and scaling. LoRA on experts is compared expert by expert: with L = [B | B'] and R = [Aᵀ | A'ᵀ] of one expert in both
-layouts and their triangles T_L and T_R, s·B·A - s'·B'·A' has the norm of T_L·C·T_Rᵀ (see `products`). The columns of a
-fused lora_B are taken here as PEFT's forward pass does (peft 0.21, `ParamWrapper`), not as the planner cuts them.
+The bits are compared with those that the same conversion gives, planned again. That says nothing of the config, by
+which ranks and scalings are found, so ΔW is compared too. A tensor that was only renamed is in a layer of the same
+path's end and scaling. LoRA on experts is compared expert by expert: with L = [B | B'] and R = [Aᵀ | A'ᵀ] of one expert
+in both layouts and their triangles T_L and T_R, s·B·A - s'·B'·A' has the norm of T_L·C·T_Rᵀ (see `products`). The
+columns of a fused lora_B are taken here as PEFT's forward pass does (peft 0.21, `ParamWrapper`), not as the planner
+cuts them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether what was computed from a base is what the adapter makes of it: value by value, in float64, block by block.
 
-Each module's change is computed as a whole matrix, a few rows at a time: s·B·A less what an init took out (`initial`), the
-rows of an embedding less the base's, or W scaled as DoRA scales it. The product that was written is taken from it, and
-what is left is compared with what was told. The planner decomposes, and forms no such matrix.
+Each module's change is computed as a whole matrix, a few rows at a time: s·B·A less what an init took out (`initial`),
+the rows of an embedding less the base's, or W scaled as DoRA scales it. The product that was written is taken from it,
+and what is left is compared with what was told. The planner decomposes, and forms no such matrix.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 PiSSA takes W's best approximation of rank r, P = U·S·Vᵀ (Meng et al., 2024); OLoRA takes s·Q·Qᵀ·W, with Q an
 orthonormal basis of W's first r columns (Büyükakyüz, 2024). PEFT computes both in float32 on every load.
 
-A backward stable decomposition is that of W + E, ‖E‖ ≤ c·u·‖W‖ in Frobenius norm. To first order E moves P by parts that
-couple direction i ≤ r with one beyond r, each times σᵢ/(σᵢ - σ_r+1) at most, so by Cauchy and Schwarz one value of P
-moves by ‖E‖·(‖κ∘U_row‖ + ‖κ∘V_column‖) at most, κᵢ that quotient. The projector on the first r columns W_r moves by
-‖E_r‖/σ_min(W_r) (Stewart and Sun, "Matrix Perturbation Theory", 1990, chapters III and V).
-`_STABLE` is c. Against torch's float32 on CPUs, 32 to 1536 rows, flat and steep spectra, c = 1.4 would have been enough
-with the largest κ for all directions.
+A backward stable decomposition is that of W + E, ‖E‖ ≤ c·u·‖W‖ in Frobenius norm. To first order E moves P by parts
+that couple direction i ≤ r with one beyond r, each times σᵢ/(σᵢ - σ_r+1) at most, so by Cauchy and Schwarz one value of
+P moves by ‖E‖·(‖κ∘U_row‖ + ‖κ∘V_column‖) at most, κᵢ that quotient. The projector on the first r columns W_r moves by
+‖E_r‖/σ_min(W_r) (Stewart and Sun, "Matrix Perturbation Theory", 1990, chapters III and V). `_STABLE` is c. Against
+torch's float32 on CPUs, 32 to 1536 rows, flat and steep spectra, c = 1.4 would have been enough with the largest κ for
+all directions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What quantised weights are taken for by those who read them wrongly: so that a wrong merge is told by its cause.
 
-A misreading is the second formula on other bytes, or for another layout, than the weight has: the halves of a byte in the
-other order, 1 for every scale, tiles inferred from shapes. Where that gives the values of a merged model, its name says
-what went wrong.
+A misreading is the second formula on other bytes, or for another layout, than the weight has: the halves of a byte in
+the other order, 1 for every scale, tiles inferred from shapes. Where that gives the values of a merged model, its name
+says what went wrong.
 """
 
 from __future__ import annotations

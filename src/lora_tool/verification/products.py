@@ -56,8 +56,8 @@ def check_products(
 ) -> dict[str, TensorEvidence]:
     """Return the evidence of every module of an adapter: `made` as it is written, `sums` what it was computed from.
 
-    `least` is the share of ‖ΔW‖² that each was to keep, `exact` that nothing was to be left out. The evidence is named by
-    the written lora_B. Raises `OSError`, `SourceChanged`.
+    `least` is the share of ‖ΔW‖² that each was to keep, `exact` that nothing was to be left out. The evidence is named
+    by the written lora_B. Raises `OSError`, `SourceChanged`.
     """
     written = {each.module: each for each in made}
     pairs = [(each, written[each.module].terms[0]) for each in sums if each.module in written]

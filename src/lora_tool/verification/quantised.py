@@ -1,8 +1,9 @@
 """What merged numbers were quantised to afresh: each code the nearest to its value, each scale the largest of its block.
 
-The second formula gives W + ΔW, and its largest size in each block. A code is right where no other level is nearer to its
-value, but for what rounding to 16 bits may move value and scale. Scales that are quantised themselves are right where no
-other code is nearer, with the mean and the scales of scales that were written; those are compared with all of the scales.
+The second formula gives W + ΔW, and its largest size in each block. A code is right where no other level is nearer to
+its value, but for what rounding to 16 bits may move value and scale. Scales that are quantised themselves are right
+where no other code is nearer, with the mean and the scales of scales that were written; those are compared with all of
+the scales.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, NestedScales, parts
-from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, bytes_before, elements_of
+from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, bytes_before, elements_of, rows_around
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.core.ops import Computed, Precision, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
@@ -192,9 +193,7 @@ class _Look:
 
     def _sums(self, first: int, last: int) -> _Sums:
         """Return W + ΔW in these blocks."""
-        width = self.written.spec.shape[-1]
-        begin, end = elements_of(self.written, first, last)
-        top, bottom = begin // width, -(-end // width)
+        top, bottom, part = rows_around(self.written, first, last)
         dtype, at = self.op.dtype, 0
         unit = FLOATS[dtype].roundoff
         halves = FLOATS[DType.F16].roundoff if isinstance(self.written, BnbInt8) else 0.0
@@ -212,12 +211,11 @@ class _Look:
             sizes = np.abs(values[-1])
             slack.append((unit * bound.of_result + halves) * sizes + bound.of_change * np.abs(made.change))
             products.append((len(made.base), bound.of_product, made.products))
-        part = slice(begin - top * width, end - top * width)
         return _Sums(
             values=np.concatenate(values).reshape(-1)[part],
             slack=np.concatenate(slack).reshape(-1)[part],
             begin=part.start,
-            width=width,
+            width=self.written.spec.shape[-1],
             terms=tuple(products),
         )
 

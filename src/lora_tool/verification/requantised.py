@@ -1,8 +1,8 @@
 """What merged numbers were stored as again: codes within half a step of W + ΔW, and scales that had a reason to change.
 
 A code is right where no other is nearer, by the second formula and with the scale that was written. A scale is right if
-it is the base's, or larger and no larger than it must be: then the largest code of its tile is the largest there is, or,
-where scales are powers of two, more than half of it.
+it is the base's, or larger and no larger than it must be: then the largest code of its tile is the largest there is,
+or, where scales are powers of two, more than half of it.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
     against = f" with {' + '.join(inputs)}" if verification.base else ""
     yield printable(f"compared {verification.merged}{against}: {how}")
     kept = _KEPT if verification.base else _KEPT | {TensorAction.COPIED: "have the bytes of their source"}
-    for fate in dict.fromkeys(found.action for found in verification.evidence.values()):
-        of_it = [found for found in verification.evidence.values() if found.action is fate]
-        yield "  " + _fate_line(fate, of_it, kept.get(fate, "are as planned"))
+    for action in dict.fromkeys(found.action for found in verification.evidence.values()):
+        of_it = [found for found in verification.evidence.values() if found.action is action]
+        yield "  " + _action_line(action, of_it, kept.get(action, "are as planned"))
     if verification.outputs is not None:
         yield from (f"  {line}" for line in output_lines(verification.outputs))
     if verification.pairs is not None:
@@ -48,11 +48,11 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
         yield from (f"  {tensor_line(found, width)}" for found in verification.evidence.values())
 
 
-def _fate_line(fate: TensorAction, found: list[TensorEvidence], kept: str) -> str:
+def _action_line(action: TensorAction, found: list[TensorEvidence], kept: str) -> str:
     right = [item for item in found if item.verdict is Verdict.RIGHT]
     count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
-    if fate is not TensorAction.MERGED:
-        return f"{count} {fate} {kept}"
+    if action is not TensorAction.MERGED:
+        return f"{count} {action} {kept}"
     ulps = max((item.ulps or 0.0 for item in right), default=0.0)
     loose = sum(bool(item.reason) for item in right)
     rounded = f", {loose} of them as rounded by 16-bit arithmetic" if loose else ""

@@ -91,24 +91,25 @@ def verify(
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
-    """Compare the folder `merged` with `base` and `adapters`, by default those in its manifest, and return the
-    evidence. `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too.
+    """Return what comparing the folder `merged` with `base` and `adapters`, by default those in its manifest, shows.
 
-    An adapter that was computed from others is compared with their sum, by QR; options that run models do not apply to
-    it.
+    `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too. An adapter that was
+    computed from others is compared with their sum, by QR; options that run models do not apply to it.
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers` how
     many tasks it does at a time. `select` are the only rules to run, `ignore` the rules not to run; `jobs` are the
-    workers, by default one per core, and `progress` is called with the bytes that were read. `logits` runs both models
-    on `prompts`, by default eight built-in ones, and compares their answers (extra
-    `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
-    and a `prompt` where they do not begin with it: both reward models rank them, `min_accuracy` is the share that the
-    merged one must rank right (extra `merge`). `text` is a file on which the loss per token of causal models is
-    measured (extra `merge`), and `watch` is asked for the progress of what takes long. Raises `CheckpointError` for
-    inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
-    anything is compared.
+    workers, by default one per core, `progress` is called with the bytes that were read, and `watch` is asked for the
+    progress of what takes long.
+
+    With the extra `merge`: `logits` runs both models on `prompts`, by default eight built-in ones, and compares their
+    answers. `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with
+    it: both reward models rank them, `min_accuracy` is the share that the merged one must rank right. `text` is a file
+    on which the loss per token of causal models is measured.
+
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
     spread = spread_over(engine, address, workers)
     if (computed := find_computed(merged, adapters, base=base)) is not None:
@@ -166,18 +167,9 @@ def verify_inputs(
         reading = losses.prepare(inputs, plan, text)
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:
-        tensors, precision = inputs.merged.tensors, inputs.precision
         seen = unwatched if level is Level.SAMPLE else watch
         with seen("comparing", inputs.merged.weights.nbytes) as bar:
-            told = progress or bar
-            if spread.cluster is not None:
-                from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
-
-                evidence = check_on_cluster(
-                    plan, inputs.merged.weights, spread.cluster, level=level, precision=precision, progress=told
-                )
-            else:
-                evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=told)
+            evidence = _compared(inputs, plan, level, spread, jobs=jobs, progress=progress or bar)
     outputs, why_no_outputs = None, ""
     if logits:
         from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
@@ -201,6 +193,18 @@ def verify_inputs(
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
     found = _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
     return found if reading is None else replace(found, loss=reading(watch))
+
+
+def _compared(
+    inputs: Provenance, plan: Plan, level: Level, spread: Spread, *, jobs: int | None, progress: Progress
+) -> Mapping[str, TensorEvidence]:
+    """Return the evidence of every tensor of the plan, found by this machine or by the cluster that was asked for."""
+    weights, precision = inputs.merged.weights, inputs.precision
+    if spread.cluster is None:
+        return check_tensors(plan, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+    from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
+
+    return check_on_cluster(plan, weights, spread.cluster, level=level, precision=precision, progress=progress)
 
 
 def verify_computed(

@@ -144,7 +144,7 @@ class NumpyBackend:
         return result
 
     def _made(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
-        """Return what `_parts` does; of a factor its rows as they are to be, which nothing is added to."""
+        """Return what `_parts` does; of a computed factor its own rows, to which nothing is added."""
         match op:
             case Beside():
                 return self._beside(op, first, last), None, False

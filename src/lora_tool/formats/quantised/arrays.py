@@ -32,6 +32,8 @@ STORED: dict[DType, np.dtype[Any]] = {
 }
 """The numpy type of stored elements, of codes and scales among them."""
 MATRIX = 2
+INT8_STEP = np.float32(1 / 127)
+"""What one step of bitsandbytes' int8 codes stands for, as a share of the largest size in the row."""
 
 
 def rows_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:

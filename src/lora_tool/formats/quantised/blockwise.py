@@ -1,7 +1,7 @@
 """Numbers made codes of a few bits by bitsandbytes' quantisers, in numpy: bit for bit what version 0.50 computes on a CPU.
 
-`quantize_4bit`, with `quantize_blockwise` for scales that are quantised themselves, and `int8_vectorwise_quant`. A block
-of values, over the flattened weight, is divided by its largest size, and each takes the nearest of the levels.
+`quantize_4bit`, with `quantize_blockwise` for scales that are quantised themselves, and `int8_vectorwise_quant`. A
+block of values, over the flattened weight, is divided by its largest size, and each takes the nearest of the levels.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def nested(
 ) -> tuple[NDArray[np.uint8], F32]:
     """Return the codes of scales less their mean, and the scale of each `OUTER` of them: of whole ones, but for the last.
 
-    On a GPU each takes the nearest level. On a CPU (`from_table`) it takes that of the nearest of 2^16 numbers, for which
-    bitsandbytes has a table.
+    On a GPU each takes the nearest level. On a CPU (`from_table`) it takes that of the nearest of 2^16 numbers, for
+    which bitsandbytes has a table.
     """
     moved = scales - mean
     outer = largest(moved, OUTER)

@@ -14,12 +14,11 @@ from functools import cache
 import numpy as np
 
 from lora_tool.choices import TextEnum
-from lora_tool.formats.quantised.arrays import F32, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, Fp4, NestedScales, PackedIntegers, Tiled
 from lora_tool.tensors import DType, StoredTensor
 
 _ONE = np.float32(1)
-_SEVENTH = np.float32(1 / 127)
 _NIBBLE = 4
 
 
@@ -82,7 +81,7 @@ def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled
             width = encoding.spec.shape[-1]
             largest = numbers(encoding.largest, first, last, read)[:, None]
             codes = bytes_of(encoding.codes, width, first, last, read)
-            return (Scaled(codes=codes, table=int8(), scales=largest, group=width, columns=width, again=_SEVENTH),)
+            return (Scaled(codes=codes, table=int8(), scales=largest, group=width, columns=width, again=INT8_STEP),)
         case Bnb4() if encoding.spec.shape[-1] % encoding.block == 0:
             return (_bnb4(encoding, first, last, read),)
         case PackedIntegers(bits=4, zeros=None):

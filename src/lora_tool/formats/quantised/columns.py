@@ -1,8 +1,8 @@
 """The layouts of GPTQ and AWQ, which pack the codes of a weight that lies [in, out].
 
 GPTQ stores zeros less one, and as they are where `checkpoint_format` is gptq_v2. The ones are taken from, and added to,
-words of 32 bits, so that a zero of 0 borrows from its neighbour (GPTQModel's `convert_gptq_v1_to_v2_format_module`); AWQ
-is that of AutoAWQ's `WQLinear_GEMM`.
+words of 32 bits, so that a zero of 0 borrows from its neighbour (GPTQModel's `convert_gptq_v1_to_v2_format_module`);
+AWQ is that of AutoAWQ's `WQLinear_GEMM`.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class NestedScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bnb4(_Stored):
-    """Four bits of bitsandbytes, nf4 or fp4: value = level of the code · scale of its block, in float32, then rounded to
-    the type of `spec`.
+    """Four bits of bitsandbytes, nf4 or fp4: value = level of the code · scale of its block, in float32, then rounded
+    to the type of `spec`.
 
     The first of two values is in the high half of a byte; blocks run over the flattened matrix.
     """

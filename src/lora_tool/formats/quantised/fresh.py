@@ -1,7 +1,7 @@
 """Numbers quantised afresh, with scales of their own, as bitsandbytes quantised the weight whose place they take.
 
-Codes, scales, scales of scales and the mean of these are bit for bit those of bitsandbytes 0.50 for the same numbers, on
-one thread of a CPU.
+Codes, scales, scales of scales and the mean of these are bit for bit those of bitsandbytes 0.50 for the same numbers,
+on one thread of a CPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.quantised import blockwise
-from lora_tool.formats.quantised.arrays import F32, Read
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, Read
 from lora_tool.formats.quantised.encodings import BnbInt8, NestedScales
 from lora_tool.formats.quantised.grids import Blockwise, block_of
 from lora_tool.tensors import StoredTensor
-
-_SEVENTH = np.float32(1 / 127)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ def numbers_of(encoding: Blockwise, values: F32, scales: F32, read: Read) -> F32
     spread = np.repeat(scales, block)[: len(values)]
     if isinstance(encoding, BnbInt8):
         codes = blockwise.int8_rows(_halves(values).reshape(len(scales), -1), scales)
-        return np.asarray(codes.reshape(-1).astype(np.float32) * spread * _SEVENTH)
+        return np.asarray(codes.reshape(-1).astype(np.float32) * spread * INT8_STEP)
     levels = Levels.of(encoding.levels, read).values
     return np.asarray(np.array(levels, np.float32)[blockwise.nearest(values, scales, block, levels)] * spread)
 

@@ -56,8 +56,8 @@ class Grid:
         return matrix * self.height + tile * self.tile[0]
 
     def parts(self, first: int, last: int, scales: int) -> Iterator[tuple[slice, slice]]:
-        """Yield rows from `first` to `last`, counted from `first`, with their rows of scales, counted from row `scales`:
-        rows that share one, or all where each has its own.
+        """Yield rows from `first` to `last`, counted from `first`, with their rows of scales, counted from row
+        `scales`: rows that share one, or all where each has its own.
         """
         if self.tile[0] == 1:
             yield slice(0, last - first), slice(first - scales, last - scales)
@@ -114,6 +114,14 @@ def elements_of(encoding: Blockwise, first: int, last: int) -> tuple[int, int]:
     """Return the first and the last value, of the flattened weight, in the blocks `first` to `last`."""
     block = block_of(encoding)
     return first * block, min(last * block, encoding.spec.numel)
+
+
+def rows_around(encoding: Blockwise, first: int, last: int) -> tuple[int, int, slice]:
+    """Return the rows, first and last, that the blocks `first` to `last` lie in, and which of their values are in these."""
+    width = encoding.spec.shape[-1]
+    begin, end = elements_of(encoding, first, last)
+    top = begin // width
+    return top, -(-end // width), slice(begin - top * width, end - top * width)
 
 
 def bytes_before(encoding: Blockwise, block: int) -> int:

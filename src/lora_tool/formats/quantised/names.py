@@ -51,9 +51,9 @@ def quantised_as(config: ModelConfig) -> str | None:
 
 
 def require_read(config: ModelConfig, hub_id: str | None) -> None:
-    """Return unless `config` names quantised weights that are not decoded; `hub_id` is theirs, None for a folder's.
+    """Raise `UnsupportedAdapter` where `config` names quantised weights that are not decoded.
 
-    Raises `UnsupportedAdapter` with the full-precision model that they were made from.
+    The hint names the full-precision model that they were made from; `hub_id` is the model's, None for a folder's.
     """
     if config.quantization not in READ_METHODS:
         raise UnsupportedAdapter(

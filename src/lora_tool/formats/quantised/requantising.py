@@ -1,9 +1,10 @@
 """Numbers stored again as a quantised weight was stored: its scales are kept, and raised where a number does not fit.
 
 A base lies exactly on the grid of its codes, so that another scale would move every weight of the tile and the old one
-moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide (compressed-tensors,
-axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size / the largest code, rounded
-to its type; a power of two is the next that is large enough, for rounding down would halve what fits.
+moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide
+(compressed-tensors, axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size /
+the largest code, rounded to its type; a power of two is the next that is large enough, for rounding down would halve
+what fits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Read, widened
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
 from lora_tool.tensors import DType
 
-_SEVENTH = np.float32(1 / 127)
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""
 
@@ -112,7 +112,7 @@ def _of_codes(encoding: Requantisable, stored: Array) -> F32:
     """Return what a code is multiplied with, of stored scales."""
     raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
     wide = widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
-    return np.asarray(wide * _SEVENTH if isinstance(encoding, BnbInt8) else wide)
+    return np.asarray(wide * INT8_STEP if isinstance(encoding, BnbInt8) else wide)
 
 
 def _spread(grid: Grid, scales: Array) -> Array:

@@ -1,7 +1,8 @@
 """Weights rounded to four bits and back, in numpy, a few rows at a time: bit for bit what bitsandbytes 0.50 computes.
 
-`quantize_4bit`, with `quantize_blockwise` for nested scales, and `dequantize_4bit` of the two. The mean of the scales is
-summed in float64; torch adds it in float32 in an order of its own, which in all that was compared rounds to the same.
+`quantize_4bit`, with `quantize_blockwise` for nested scales, and `dequantize_4bit` of the two. The mean of the scales
+is summed in float64; torch adds it in float32 in an order of its own, which in all that was compared rounds to the
+same.
 """
 
 from __future__ import annotations

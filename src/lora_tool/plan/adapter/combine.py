@@ -89,7 +89,7 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
 
 
 def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
-    """Return unless a later adapter alone saved a module whole. Raises `UnsupportedAdapter`.
+    """Raise `UnsupportedAdapter` where a later adapter alone saved a module whole.
 
     PEFT takes saved modules from the active adapter, which is the first, and silently leaves out the others'
     (peft 0.21, `ModulesToSaveWrapper.unload_and_optionally_merge_module`).

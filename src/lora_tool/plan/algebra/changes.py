@@ -78,8 +78,8 @@ def changes_of(
 ) -> Changes:
     """Return what the adapter does to each module, for a server of the `form`, which has nothing in the way.
 
-    Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises `UnsupportedAdapter`
-    and `IncompatibleBase` where that gives no product of low rank.
+    Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises
+    `UnsupportedAdapter` and `IncompatibleBase` where that gives no product of low rank.
     """
     computing = _Computing(base=base, open_spool=open_spool)
     sums = list(factors_of_sum((view,), (1.0,)))

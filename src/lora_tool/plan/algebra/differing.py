@@ -45,8 +45,8 @@ class Differing:
 def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differing:
     """Return where `tuned` differs from `base`; `save` are modules that are saved whole though LoRA could have them.
 
-    Raises `IncompatibleBase` where the two are not of one architecture, `UnsupportedAdapter` for a change that an adapter
-    has no place for.
+    Raises `IncompatibleBase` where the two are not of one architecture, `UnsupportedAdapter` for a change that an
+    adapter has no place for.
     """
     arch = architecture_of(base.whole_config.model_type or "")
     conv1d = arch.conv1d if arch else frozenset()

@@ -72,10 +72,10 @@ def plan_extract(
     """Return the plan of the adapter that makes `base` the fine-tuned `model`, as near as its ranks allow.
 
     Matrices that differ become LoRA: `rank` is what each gets at most, `keep` the share of ‖D‖² beyond rounding noise
-    that each keeps at least, at the lowest rank that does. Norms, embeddings, heads, and the modules of `save` are saved
-    whole; what is the same is left out. Factors are computed here, in four passes over both models, and lie in `spool`.
-    A classifier of a causal base gives a reward adapter. `dtype` None is float32. Raises `UnsupportedAdapter` for what
-    an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
+    that each keeps at least, at the lowest rank that does. Norms, embeddings, heads, and the modules of `save` are
+    saved whole; what is the same is left out. Factors are computed here, in four passes over both models, and lie in
+    `spool`. A classifier of a causal base gives a reward adapter. `dtype` None is float32. Raises `UnsupportedAdapter`
+    for what an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
     """
     asked = Ranks(rank=rank, keep=keep)
     if asked.exact:

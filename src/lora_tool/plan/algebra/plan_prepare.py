@@ -66,8 +66,9 @@ def plan_prepare(
     with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
-    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
-    its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names
+    that its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact
+    form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)

@@ -7,8 +7,8 @@ approximation of rank r (Eckart and Young, Psychometrika 1, 1936) is (L·X)·(R�
 Y = V_R·Λ_R^-½·Q·S^½, which needs rows of L and R one at a time. √S on both sides keeps both factors small.
 
 Sums are in float64. A Gram matrix squares the singular values of a factor, so that what is below 1e-8 of the largest is
-lost in it. Where that could be seen in ΔW, because its terms nearly cancel or a factor is nearly singular, Λ^½ and V are
-taken from the triangle of a QR factorisation instead, which does not square them.
+lost in it. Where that could be seen in ΔW, because its terms nearly cancel or a factor is nearly singular, Λ^½ and V
+are taken from the triangle of a QR factorisation instead, which does not square them.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def adapter_plan(
 ) -> Plan:
     """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
-    `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed from,
-    `computed` what the files are like in which that lies. Raises `UnsupportedAdapter` for a tensor of an
-    adapter that no step has, and that is not `dropped` by name.
+    `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed
+    from, `computed` what the files are like in which that lies. Raises `UnsupportedAdapter` for a tensor of an adapter
+    that no step has, and that is not `dropped` by name.
     """
     side_files = (config, *tokenizer_files(adapters))
     leftovers = (*dropped, *_used(adapters, steps))

@@ -131,8 +131,9 @@ def _carries_head(adapter: AdapterDir) -> bool:
 
 
 def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
-    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, else what an adapter's config says, else whether one has a
-    head, else the base's own class. The rules have compared each adapter with what was asked for, and with the others.
+    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, else what an adapter's config says, else whether one has
+    a head, else the base's own class. The rules have compared each adapter with what was asked for, and with the
+    others.
 
     `head` is the path of the model's classification head, None where its class has none.
     """

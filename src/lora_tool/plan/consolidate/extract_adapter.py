@@ -149,8 +149,8 @@ def _can_be_saved_whole(key: AdapterKey, parsed: Mapping[str, AdapterKey]) -> bo
 
 
 def _unnamed(config: AdapterConfig, heads: Heads, names: Mapping[str, str], whole: Collection[str]) -> tuple[str, ...]:
-    """Return the heads among `names` and the `whole` modules that PEFT would not load, as `modules_to_save` does not name
-    them.
+    """Return the heads among `names` and the `whole` modules that PEFT would not load, as `modules_to_save` does not
+    name them.
     """
     parsed = [keys.parse(name) for name in names]
     plain = {key.module for key in parsed if key.part is Part.PLAIN and key.leaf == "weight"}

@@ -69,15 +69,15 @@ def plan_consolidate(
     """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
 
     Writes nothing and reads no values. `what` is "adapter", "model", "state", or "auto": an adapter if there are LoRA
-    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config` is
-    adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If there
-    is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
-    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones. `max_shard_bytes`
-    None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not refuse the checkpoint;
-    they stay among the plan's findings. The execution of the plan checks every byte that it uses (CRC32, NaN, all-zero
-    parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for errors, as the execution
-    does for errors in the values; `UnknownRule` for a code that no rule has; `UnsupportedCheckpoint` and
-    `CheckpointError` for a checkpoint that cannot be consolidated.
+    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config`
+    is adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If
+    there is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
+    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones.
+    `max_shard_bytes` None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not
+    refuse the checkpoint; they stay among the plan's findings. The execution of the plan checks every byte that it uses
+    (CRC32, NaN, all-zero parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for
+    errors, as the execution does for errors in the values; `UnknownRule` for a code that no rule has;
+    `UnsupportedCheckpoint` and `CheckpointError` for a checkpoint that cannot be consolidated.
     """
     ignored = _rules(codes(ignore))
     dtype = None if dtype is None else float_type(dtype)
@@ -101,15 +101,10 @@ def plan_consolidate(
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
     shards = _shards(target, steps, max_shard_bytes)
-    side_files = selection.side_files
+    side_files = (*selection.side_files, *sharding.index_files(shards))
     if selection.beside:
         head = Shard(filename=VALUE_HEAD, steps=tuple(_steps(selection.beside, tensors, state.entries, dtype)))
         shards = (*shards, head)
-    elif len(shards) > 1:
-        index = SideFile(
-            filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
-        )
-        side_files = (*side_files, index)
     return Plan(
         shards=shards,
         side_files=side_files,
@@ -141,14 +136,14 @@ def plan_consolidate(
     )
 
 
-def _rules(codes: tuple[str, ...]) -> tuple[str, ...]:
+def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
     """Return the codes as reports write them. Raises `UnknownRule`."""
-    if codes:
+    if asked:
         import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
         from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
 
-        expand(codes)
-    return tuple(code.upper() for code in codes)
+        expand(asked)
+    return tuple(code.upper() for code in asked)
 
 
 def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:

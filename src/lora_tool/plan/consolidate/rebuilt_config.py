@@ -51,8 +51,8 @@ def adapter_config_of(
 ) -> FoundConfig:
     """Return the config that was `given`, the one that lies near the checkpoint, or else one that is rebuilt.
 
-    `given` may be a file in which a trainer wrote the run's arguments. Raises `IncompleteCheckpoint` where no file tells
-    alpha, `UnsupportedCheckpoint` for what neither tensors nor files tell, `WrongValue` for a `lora_alpha` that
+    `given` may be a file in which a trainer wrote the run's arguments. Raises `IncompleteCheckpoint` where no file
+    tells alpha, `UnsupportedCheckpoint` for what neither tensors nor files tell, `WrongValue` for a `lora_alpha` that
     contradicts a file.
     """
     path = _config_path(given, state.near)

@@ -1,10 +1,11 @@
 """LoRA on experts, in its two layouts: one pair of factors for each expert's matrix, and PEFT's fused factors.
 
-transformers 5 keeps the matrices of all experts in two parameters: `experts.gate_up_proj` is [experts, 2·inner, hidden],
-`experts.down_proj` [experts, hidden, inner]. PEFT's LoRA on such a parameter (`target_parameters`) has A of
+transformers 5 keeps the matrices of all experts in two parameters: `experts.gate_up_proj` is [experts, 2·inner,
+hidden], `experts.down_proj` [experts, hidden, inner]. PEFT's LoRA on such a parameter (`target_parameters`) has A of
 [experts·r, in], one expert below the other, and B of [out, r·experts], whose columns are of the experts in turn.
-Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so two
-pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way back.
+Checkpoints, transformers 4 and vLLM have `experts.0.gate_proj` and so on. Gate and up share A in the fused layout, so
+two pairs of rank r become one of rank 2r, A = [A_gate; A_up], B = [B_gate, 0; 0, B_up], and rank r again on the way
+back.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
             continue
         a, b = _pair(layer)
         names = _names(match["experts"], base)
-        sizes = {name: base.tensors[f"{match_base}.{name}.weight"].shape for name, match_base in names.first.items()}
+        sizes = {name: base.tensors[f"{names.experts}.0.{name}.weight"].shape for name in names.projections}
         gate, up, down = names.projections
         if (b.shape[0], a.shape[1]) == (sizes[gate][0] + sizes[up][0], sizes[gate][1]):
             wanted: tuple[str, ...] = (gate, up)
@@ -90,13 +91,9 @@ class _Names:
     """The names of one layer's experts in a checkpoint."""
 
     experts: str
+    """The path that the experts' numbers follow."""
     count: int
     projections: tuple[str, str, str]
-
-    @property
-    def first(self) -> Mapping[str, str]:
-        """Projection → the path of the first expert."""
-        return dict.fromkeys(self.projections, f"{self.experts}.0")
 
 
 def _names(experts: str, base: ModelDir) -> _Names:
@@ -189,14 +186,8 @@ def to_fused(view: AdapterView) -> Converted:
     for experts, held in layers.items():
         count = 1 + max(number for number, _ in held)
         found = {name for _, name in held}
-        gate, up, down = next((each for each in PROJECTIONS if found <= set(each)), (None, None, None))
-        if (
-            gate is None
-            or up is None
-            or down is None
-            or len(held) != count * len(found)
-            or (gate in found) != (up in found)
-        ):
+        gate, up, down = next((each for each in PROJECTIONS if found <= set(each)), ("", "", ""))
+        if not gate or len(held) != count * len(found) or (gate in found) != (up in found):
             raise UnsupportedAdapter(
                 f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of {count} experts ({', '.join(sorted(found))}), "
                 "but a fused layer needs all of them",
@@ -211,12 +202,12 @@ def to_fused(view: AdapterView) -> Converted:
             shared = all(same_values(one[0], other[0]) for one, other in pairs)
             steps += _gate_and_up(module + nested, pairs, shared=shared)
             dropped += [_same(up[0], gate[0]) for gate, up in pairs if shared]
-            targets.add("mlp.experts.gate_up_proj" if ".mlp." in module else "experts.gate_up_proj")
+            targets.add(_target(module, "gate_up_proj"))
             forms[f"{module}.gate_up_proj"] = (rank if shared else 2 * rank, scaling)
         if down in found:
             alone = [_pair(held[at, down]) for at in range(count)]
             steps += _fused(module, [a for a, _ in alone], [[b for _, b in alone]], rank)
-            targets.add("mlp.experts.down_proj" if ".mlp." in module else "experts.down_proj")
+            targets.add(_target(module, "down_proj"))
             forms[f"{module}.down_proj"] = (rank, scaling)
     return Converted(
         steps=tuple(steps),
@@ -225,6 +216,11 @@ def to_fused(view: AdapterView) -> Converted:
         forms=forms,
         dropped=tuple(dropped),
     )
+
+
+def _target(module: str, parameter: str) -> str:
+    """Return what `target_parameters` calls the parameter of a layer's experts."""
+    return f"mlp.experts.{parameter}" if ".mlp." in module else f"experts.{parameter}"
 
 
 def _same(tensor: StoredTensor, first: StoredTensor) -> InputRecord:

@@ -48,11 +48,11 @@ def plan_convert(
     """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
-    values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`.
-    "mlx": what MLX-LM reads, every tensor with its values, transposed. "peft-experts" and "peft-fused": LoRA on experts
-    one by one, or fused. `base` is the model that the adapter was trained on: where names have lost a prefix its modules
-    tell which; None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter
-    of a causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore` are
+    values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`. "mlx":
+    what MLX-LM reads, every tensor with its values, transposed. "peft-experts" and "peft-fused": LoRA on experts one by
+    one, or fused. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell
+    which; None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of
+    a causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore` are
     codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for
     names that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """

@@ -36,13 +36,13 @@ def hub_sha256(path: Path) -> str | None:
     return blob.name if known else None
 
 
-def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, Any]:
+def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[str, Any]:
     """Return the manifest's entry of one input: its place, its revision, and its fingerprint."""
     return {
         "path": None if source.hub_id else str(source.path.resolve()),
         "hub_id": source.hub_id,
         "revision": source.revision,
-        "fingerprint": print_,
+        "fingerprint": fingerprint,
         "files": [
             {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}
             for file in weights.files
@@ -88,9 +88,9 @@ def manifest_bytes(
 ) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes.
 
-    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding; `arithmetic`
-    names the backends that computed values, None if every tensor was copied; `verification` is the result of a check of
-    the written folder, None without one.
+    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding;
+    `arithmetic` names the backends that computed values, None if every tensor was copied; `verification` is the result
+    of a check of the written folder, None without one.
     """
     fidelity = summary(survived)
     table = {

@@ -1,7 +1,7 @@
 """The operations that make output tensors: frozen data that state their own inputs, rows, text and formula.
 
-`Op` is a closed union. Code that computes or recomputes matches it exhaustively, so that mypy names each forgotten case;
-all other code asks what `Operation` states.
+`Op` is a closed union. Code that computes or recomputes matches it exhaustively, so that mypy names each forgotten
+case; all other code asks what `Operation` states.
 """
 
 from __future__ import annotations

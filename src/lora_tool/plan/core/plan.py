@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,15 +72,15 @@ class Plan:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's modules,
-        and how much of ΔW requantised weights keep.
+        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's
+        modules, and how much of ΔW requantised weights keep.
         """
         return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors each action has: of the output first, then of the inputs."""
-        fates = [step.action.value for step in self.steps] + [item.action.value for item in self.leftovers]
-        return {fate: fates.count(fate) for fate in dict.fromkeys(fates)}
+        of_output = [step.action.value for step in self.steps]
+        return dict(Counter(of_output + [item.action.value for item in self.leftovers]))
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))

@@ -28,6 +28,11 @@ class FreshPart(TextEnum):
     STATE = "mean of scales"
 
 
+def rounded_to(encoding: Blockwise, weight: StoredTensor) -> DType:
+    """Return the type that numbers are rounded to before they are quantised: that of the 16-bit model."""
+    return encoding.spec.dtype if isinstance(encoding, Bnb4) else weight.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantise(Operation, Generic[Made]):
     """What `made` makes, rounded once to 16 bits and quantised as bitsandbytes does: see `formats.quantised.fresh`.
@@ -66,8 +71,8 @@ class Quantise(Operation, Generic[Made]):
 
     @property
     def dtype(self) -> DType:
-        """The type that numbers are rounded to before they are quantised: that of the 16-bit model."""
-        return self.encoding.spec.dtype if isinstance(self.encoding, Bnb4) else self.weight.dtype
+        """The type that numbers are rounded to before they are quantised."""
+        return rounded_to(self.encoding, self.weight)
 
     def __str__(self) -> str:
         what = f"{self.made}, as" if self.part is FreshPart.CODES else f"{self.part} of"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lora_tool.formats.files import json_bytes
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plan.core.steps import Shard, SideFile, Step
 from lora_tool.tensors import TensorTable
 
 SINGLE = "model.safetensors"
@@ -66,12 +66,14 @@ def _by_size(steps: Sequence[Step], limit: int) -> list[list[Step]]:
     return groups
 
 
-def index_json(shards: Iterable[Shard]) -> bytes:
-    """Return the content of `model.safetensors.index.json`, with the true sum of tensor bytes as `total_size`."""
-    shards = tuple(shards)
+def index_files(shards: Sequence[Shard]) -> tuple[SideFile, ...]:
+    """Return the index file that several shards need, with the true sum of tensor bytes as `total_size`; none for one."""
+    if len(shards) == 1:
+        return ()
     weight_map = {step.out.name: shard.filename for shard in shards for step in shard.steps}
     table = {
         "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    return json_bytes(table, indent=2)
+    content = json_bytes(table, indent=2)
+    return (SideFile(filename=INDEX, content=content, reason="written for the new weights"),)

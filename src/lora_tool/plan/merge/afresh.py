@@ -25,11 +25,11 @@ from lora_tool.formats.quantised.encodings import (
     dequantised,
     encoding_of,
 )
-from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, elements_of
+from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, rows_around
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Computed, Dequantise, DoraDelta, LoraDelta, RowOp, copied_as, row_ops
-from lora_tool.plan.core.quantise import FreshPart, Quantise
+from lora_tool.plan.core.quantise import FreshPart, Quantise, rounded_to
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.samples import MOST_SAMPLED, PLACES, SAMPLED_ROWS, made_rows, numbers, raw
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.operation import Values
 
 _APART = 1 / 4
-"""How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next to
-nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error away.
+"""How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next
+to nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error
+away.
 """
 
 
@@ -70,8 +71,8 @@ class Original:
 def original_of(model: ModelDir, encodings: Mapping[str, Encoding]) -> Original:
     """Return the original of a base with these quantised weights.
 
-    A sample of each weight, quantised again, is compared with the base's. Raises `UnsupportedAdapter` for a base that is
-    not of bitsandbytes, `IncompatibleBase` where the model is not what the base was made from.
+    A sample of each weight, quantised again, is compared with the base's. Raises `UnsupportedAdapter` for a base that
+    is not of bitsandbytes, `IncompatibleBase` where the model is not what the base was made from.
     """
     if quantisation_table(model.whole_config):
         raise IncompatibleBase(
@@ -143,7 +144,10 @@ def _on(op: RowOp, weight: StoredTensor) -> RowOp:
 
 
 def kept_afresh(op: Quantise[Computed]) -> DeltaRetention:
-    """Return what is left of the change in some blocks of a weight. Raises as `read_part`."""
+    """Return how much of ΔW is left once W + ΔW is quantised, in a sample of the weight's blocks; nothing for NaN and Inf.
+
+    Raises `CorruptFile` or `SourceChanged` for a file that cannot be read.
+    """
     import numpy as np  # noqa: PLC0415 - for few plans
 
     total = DeltaRetention()
@@ -166,7 +170,7 @@ def _require_same(encoding: Blockwise, weight: StoredTensor, model: ModelDir) ->
     import numpy as np  # noqa: PLC0415 - for few plans
 
     rounding = apart = size = 0.0
-    dtype = encoding.spec.dtype if isinstance(encoding, Bnb4) else weight.dtype
+    dtype = rounded_to(encoding, weight)
     for first, last in _sampled(encoding):
         base = _stored(encoding, first, last, dequantised(encoding))
         values = _stored(encoding, first, last, weight)
@@ -197,10 +201,8 @@ def _stored(encoding: Blockwise, first: int, last: int, tensor: StoredTensor) ->
 
 def _flat(encoding: Blockwise, first: int, last: int, rows_at: Callable[[int, int], Values]) -> Values:
     """Return the values in these blocks, flat, of what gives rows, so many from one."""
-    width = encoding.spec.shape[-1]
-    begin, end = elements_of(encoding, first, last)
-    top = begin // width
-    return rows_at(top, -(-end // width) - top).reshape(-1)[begin - top * width : end - top * width]
+    top, bottom, part = rows_around(encoding, first, last)
+    return rows_at(top, bottom - top).reshape(-1)[part]
 
 
 def _quantised(encoding: Blockwise, values: Values, dtype: DType) -> NDArray[np.float32]:

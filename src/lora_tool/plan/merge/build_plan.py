@@ -57,20 +57,19 @@ def build_plan(
     `base` is the one on disk, `original` the model that it was made from, where that is read; `options` go into the manifest.
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
-    fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
     read: dict[str, AdapterDir | ModelDir] = {
         "base": base,
         **adapters,
         **({} if original is None else {"original": original}),
     }
+    fingerprints = {name: fingerprint(each.weights) for name, each in read.items()}
     files = sharding.base_files(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge, base)
-    if len(shards) > 1:
-        index = SideFile(
-            filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
-        )
-        side_files = (*side_files, index)
+    side_files = (*side_files, *sharding.index_files(shards))
+    weights = {
+        name: {"weight": part.weight} for name, part in zip(adapters, merge.adapted, strict=True) if part.weight != 1
+    }
     earlier = base.manifest.merged_adapters if base.manifest else ()
     return Plan(
         shards=shards,
@@ -95,21 +94,13 @@ def build_plan(
             "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
-            "merged_adapters": [*earlier, *([] if options.get("head_alone") else fingerprints.values())],
+            "merged_adapters": [
+                *earlier,
+                *([] if options.get("head_alone") else (fingerprints[name] for name in adapters)),
+            ],
             "inputs": {
-                "base": describe_input(source_of(base.root), base.weights, fingerprint(base.weights)),
-                **{
-                    name: {
-                        **describe_input(source_of(each.root), each.weights, fingerprints[name]),
-                        **({} if part.weight == 1 else {"weight": part.weight}),
-                    }
-                    for (name, each), part in zip(adapters.items(), merge.adapted, strict=True)
-                },
-                **{
-                    name: describe_input(source_of(each.root), each.weights, fingerprint(each.weights))
-                    for name, each in read.items()
-                    if each is original
-                },
+                name: describe_input(source_of(each.root), each.weights, fingerprints[name]) | weights.get(name, {})
+                for name, each in read.items()
             },
         },
     )

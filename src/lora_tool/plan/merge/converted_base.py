@@ -304,7 +304,7 @@ def disk_name(view: ConvertedBase, module: str) -> str | None:
 
 
 def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
-    """Return unless PEFT would not fuse all factors of a layer's experts, or scale them otherwise than in training."""
+    """Raise `UnsupportedAdapter` where PEFT cannot fuse the factors of all experts, or would scale them differently."""
     for parameter in {view.mapping.place(name) for name in per_expert}:
         pieces = view.mapping.piece_names(parameter)
         if not pieces <= per_expert.keys():
@@ -323,7 +323,7 @@ def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
 
 
 def _require_pefts_reading(mapping: WeightMapping, adapter: AdapterDir) -> None:
-    """Return unless PEFT would leave some of the adapter's tensors out. Raises `UnsupportedAdapter`."""
+    """Raise `UnsupportedAdapter` where PEFT would leave some of the adapter's tensors out."""
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
     lost = mapping.left_out_by_peft(adapter.root, tensors)
     if lost:
@@ -343,9 +343,9 @@ _SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_
 
 
 def _require_as_in_memory(view: ConvertedBase, modules: AdapterModules) -> None:
-    """Return unless an adapted weight is stored transposed.
+    """Raise `UnsupportedAdapter` for LoRA on a weight that is stored transposed.
 
-    Raises `UnsupportedAdapter`; `OnlyInMemory` where transformers writes it back so, and saving again is no way out.
+    Raises `OnlyInMemory` where transformers writes the weight back transposed, so that saving it again is no way out.
     """
     adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
     for name in sorted(adapted & view.copied_only.keys()):
@@ -360,7 +360,7 @@ def _require_as_in_memory(view: ConvertedBase, modules: AdapterModules) -> None:
 
 
 def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
-    """Return unless LoRA is on a layer that is the same as another. Raises `UnsupportedAdapter`.
+    """Raise `UnsupportedAdapter` for LoRA on a layer that is the same as another.
 
     The ends of tied embeddings are looked at by themselves.
     """

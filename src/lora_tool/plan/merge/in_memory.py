@@ -177,8 +177,8 @@ def _step(base: ModelDir, tensor: StoredTensor) -> Step:
     held = base.tensors.get(tensor.name)
     if held is not None and same_values(held, tensor):
         return Step(out=tensor.spec, op=Copy(source=held), action=TensorAction.COPIED, reason="as in the base")
-    fate = TensorAction.ADDED if held is None else TensorAction.MERGED
-    return Step(out=tensor.spec, op=Copy(source=tensor), action=fate, reason=_REASON)
+    action = TensorAction.ADDED if held is None else TensorAction.MERGED
+    return Step(out=tensor.spec, op=Copy(source=tensor), action=action, reason=_REASON)
 
 
 def _leftovers(asked: InMemory, staged: ModelDir) -> Iterator[InputRecord]:

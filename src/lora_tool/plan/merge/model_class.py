@@ -136,8 +136,8 @@ def _text_model(
 ) -> WeightMapping | None:
     """Return the whole model in the names of its text class, where the adapters were trained on that; else `whole`.
 
-    `classes` are the auto class and the text class that it gives. Raises `UnsupportedAdapter` where transformers re-initialises
-    weights of the text class, or has no class for the whole.
+    `classes` are the auto class and the text class that it gives. Raises `UnsupportedAdapter` where transformers
+    re-initialises weights of the text class, or has no class for the whole.
     """
     auto_class, name = classes
     if whole is not None and not any(_strangers(adapter, whole) or _lacks(adapter, whole) for adapter in adapters):

@@ -66,9 +66,9 @@ def plan_merge(
 ) -> Plan:
     """Return the plan that merges `adapter`, or several of them, into `base`.
 
-    The rules judge the adapters first, as `validate` does. Reads headers, the adapters' values, and a few KB of samples;
-    writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The manifest
-    records the Hub id and commit of inputs in the Hub's cache.
+    The rules judge the adapters first, as `validate` does. Reads headers, the adapters' values, and a few KB of
+    samples; writes nothing. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. The
+    manifest records the Hub id and commit of inputs in the Hub's cache.
 
     All inputs may be paths, Hub ids or opened checkpoints. The merge sums the ΔW of several adapters in their order,
     each times its weight: one of `weights`, by default the number in its name ("A=0.7"), or 1. `head_alone` leaves ΔW
@@ -77,9 +77,10 @@ def plan_merge(
     `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
     writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
     default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
-    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W + ΔW
-    of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
-    `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, if its config does not.
+    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W
+    + ΔW of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
+    `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is
+    packed, if its config does not.
 
     `select` and `ignore` are codes of rules, or their beginnings. An ignored error still refuses the merge if nothing
     can be computed despite it. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the other findings,
@@ -185,7 +186,7 @@ def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) ->
 
 
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
-    """Return unless quantised weights are to be written with PEFT's arithmetic. Raises `UnsupportedAdapter`."""
+    """Raise `UnsupportedAdapter` where quantised weights are to be written with PEFT's arithmetic."""
     if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
         raise UnsupportedAdapter(
             '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',

@@ -1,9 +1,9 @@
 """Reading a base: which task the merged model is for, which class it is, and whether it is stored as it is in memory.
 
-These are decided here, once. Headers and the table of architectures decide where they can; transformers is asked for the
-rest, and only then imported. Some bases hold tensors that their model has no place for, of another class, another trainer
-or another number of layers. Only transformers can tell which of them belong, so this module only says whether the names
-are those of a plain model.
+These are decided here, once. Headers and the table of architectures decide where they can; transformers is asked for
+the rest, and only then imported. Some bases hold tensors that their model has no place for, of another class, another
+trainer or another number of layers. Only transformers can tell which of them belong, so this module only says whether
+the names are those of a plain model.
 """
 
 from __future__ import annotations

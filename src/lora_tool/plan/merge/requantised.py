@@ -29,8 +29,8 @@ _FROM_ORIGINAL = "`original=MODEL` quantises W + ΔW of the 16-bit model that th
 def coded_steps(step: Step, encoding: Encoding, original: Original | None) -> Iterable[Step]:
     """Return the steps of what is stored of the weight that `step` changes: codes, scales, and what belongs to these.
 
-    ΔW is added to the `original`'s weight where there is one. Raises `UnsupportedAdapter` for a format that is only read,
-    and for changes that its codes cannot hold.
+    ΔW is added to the `original`'s weight where there is one. Raises `UnsupportedAdapter` for a format that is only
+    read, and for changes that its codes cannot hold.
     """
     if isinstance(encoding, Bnb4) or (original is not None and isinstance(encoding, Blockwise)):
         return fresh_steps(step, encoding, original)

@@ -1,7 +1,7 @@
 """The modules of a quantised model that are not quantised: which belong together, and where its config lists them.
 
-A server fuses layers that read the same input, and takes them all quantised or all plain (vLLM refuses "some but not all
-shards of qkv_proj"), so that a set in which one becomes plain becomes plain as a whole.
+A server fuses layers that read the same input, and takes them all quantised or all plain (vLLM refuses "some but not
+all shards of qkv_proj"), so that a set in which one becomes plain becomes plain as a whole.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
 
 
 def _of_gptq(table: Mapping[str, Any], plain: ModelDir, names: Collection[str]) -> dict[str, Any]:
-    """Return what a GPTQ config says of plain modules: `dynamic` leaves them out for gptqmodel, and the list of quantised
-    ones is what transformers and vLLM read, who take every layer of a block for quantised without it.
+    """Return what a GPTQ config says of plain modules: `dynamic` leaves them out for gptqmodel, and the list of
+    quantised ones is what transformers and vLLM read, who take every layer of a block for quantised without it.
     """
     quantised = [name for name, tensor in plain.tensors.items() if encoding_of(tensor) is not None]
     left_out: dict[str, Any] = {f"-:^{re.escape(_module(name))}$": {} for name in sorted(names)}
@@ -81,8 +81,8 @@ def _module(name: str) -> str:
 
 
 def _plain_matrices(plain: ModelDir) -> list[str]:
-    """Return the layers that are not quantised: without a list a loader leaves the output layer plain, which may be tied
-    and not on disk, and with a list only what it names.
+    """Return the layers that are not quantised: without a list a loader leaves the output layer plain, which may be
+    tied and not on disk, and with a list only what it names.
     """
     found = (
         _module(name)

@@ -1,8 +1,8 @@
 """Which weights of a quantised base stay quantised in the merged model.
 
 A plan is made on the matrices that they stand for. Where the adapters change none of them, every tensor of the base
-that is not changed is copied as it is stored, and the config with it. Where they change one, all are dequantised:
-W + ΔW lies between the numbers that a quantised weight can be. Rounding back to those takes part of ΔW away, of four bits
+that is not changed is copied as it is stored, and the config with it. Where they change one, all are dequantised: W +
+ΔW lies between the numbers that a quantised weight can be. Rounding back to those takes part of ΔW away, of four bits
 nearly all of it: it is done where it is asked for, and what is left is measured first.
 """
 
@@ -88,9 +88,9 @@ class QuantisedBase:
     ) -> StoredModel:
         """Return what is written: as `asked`, else as the base where `steps` change no quantised weight, else plain.
 
-        `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that the
-        output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost, unless
-        that is to be allowed.
+        `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that
+        the output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost,
+        unless that is to be allowed.
         """
         touched = self._touched(steps)
         if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:

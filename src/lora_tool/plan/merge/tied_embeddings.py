@@ -190,9 +190,9 @@ def without_tied_repeats(
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return adapters and modules without what they hold a second time for the tied output layer.
 
-    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, whole or, `as_one`,
-    their LoRA, and the rows of trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where
-    two adapters differ.
+    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, whole or,
+    `as_one`, their LoRA, and the rows of trained tokens. PEFT loads both into the one matrix. Raises
+    `UnsupportedAdapter` where two adapters differ.
     """
     output = ends.output.removesuffix(".weight")
     repeats = []

@@ -24,10 +24,7 @@ from lora_tool.tensors import StoredTensor, TensorSpec
 
 
 def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
-    """Return unless LoRA was put on an end of embeddings that stay tied, or a tensor tied to them would be lost.
-
-    Raises `UnsupportedAdapter`.
-    """
+    """Raise `UnsupportedAdapter` for LoRA on an end of embeddings that stay tied, and where a tied tensor would be lost."""
     tied = merge.ends.tied
     if tied is None:
         _require_no_lora_on_the_one(merge)
@@ -47,7 +44,7 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
 
 
 def require_no_lora_on_tied_ends_in_memory(view: BaseView) -> None:
-    """Return unless PEFT would merge LoRA into an end of tied embeddings, and so into both. Raises `UnsupportedAdapter`."""
+    """Raise `UnsupportedAdapter` where PEFT would merge LoRA into an end of tied embeddings, and so into both."""
     tied = tied_ends(view.base, view.arch, view.facts, tied_copies(view.base, view.arch, view.facts))
     for layer in (layer for adapter in view.adapters for layer in view_of(adapter).layers) if tied else ():
         name = f"{layer.target}.weight"
@@ -101,7 +98,7 @@ def _untied_step(merge: MergeContext, name: str, of: StoredTensor) -> Step:
 
 
 def _require_no_tokens_beside_lora(merge: MergeContext, tied: TiedEmbeddings) -> None:
-    """Return unless the output layer has LoRA and the embeddings trained rows, which PEFT trains at both ends."""
+    """Raise `UnsupportedAdapter` for LoRA on the output layer beside trained rows, which PEFT trains at both ends."""
     output = tied.output.removesuffix(".weight")
     if output not in merge.modules.lora or not merge.modules.tokens:
         return
@@ -115,7 +112,7 @@ def _require_no_tokens_beside_lora(merge: MergeContext, tied: TiedEmbeddings) ->
 
 
 def _require_no_lora_on_the_one(merge: MergeContext) -> None:
-    """Return unless LoRA is on an output layer that is stored for the embeddings too."""
+    """Raise `UnsupportedAdapter` for LoRA on an output layer that is also stored as the embedding."""
     module = (merge.facts.output if merge.facts else None) or ""
     if module in merge.modules.lora and merge.head is None and tied_under_one_name(merge.base, merge.facts):
         raise UnsupportedAdapter(
@@ -126,7 +123,7 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
 
 
 def _require_nothing_lost(merge: MergeContext) -> None:
-    """Return unless PEFT's merge writes the embeddings that were saved whole, and drops the others for all layers."""
+    """Raise `UnsupportedAdapter` where PEFT's merge would drop tensors that were tied to an embedding saved whole."""
     configs = [part.config for part in merge.adapted]
     for name, of in merge.ends.untied_unsaved.items():
         module = of.rpartition(".")[0]
@@ -139,7 +136,7 @@ def _require_nothing_lost(merge: MergeContext) -> None:
 
 
 def _require_unchanged_by_init(merge: MergeContext, tied: TiedEmbeddings) -> None:
-    """Return unless an end's init changed the other end with it, in training and unseen."""
+    """Raise `UnsupportedAdapter` where the init of one end's LoRA also changed the other end, before the training."""
     for name in sorted(tied.names):
         module = name.removesuffix(".weight")
         init = recomputed_init(merge, module)

@@ -9,7 +9,7 @@ from lora_tool.actions import TensorAction, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEvidence:
-    """One tensor: what it should be (`fate`), what it is (`verdict`), and how far the two are apart."""
+    """One tensor: how it was made (`action`), what it is (`verdict`), and how far the two are apart."""
 
     name: str
     action: TensorAction
@@ -22,7 +22,7 @@ class TensorEvidence:
     first: int | None = None
     """Flat index of the first of them."""
     ulps: float | None = None
-    """Largest distance from the recomputation, in units in the last place of the stored type."""
+    """Largest distance from the recomputation, in ulps of the stored type."""
     distance: float | None = None
     """‖W' - (W + ΔW)‖ / ‖ΔW‖; None where ΔW is zero."""
     factor: float | None = None

@@ -1,8 +1,8 @@
 """Python runs this at its start when `lora-tool guard` put the folder first on PYTHONPATH: it attaches the guard.
 
 `transformers.trainer.DEFAULT_CALLBACKS` is the list of callbacks that each Trainer starts with. It is appended to when
-transformers is imported, by a hook on the import, so that processes that train nothing pay nothing; an environment's own
-sitecustomize is run first.
+transformers is imported, by a hook on the import, so that processes that train nothing pay nothing; an environment's
+own sitecustomize is run first.
 """
 
 from __future__ import annotations
