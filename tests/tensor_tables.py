@@ -156,10 +156,15 @@ def other_classes(model_type: str, known: Collection[str]) -> Iterator[PreTraine
     modules = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith("modeling_")]
     for module in modules:
         for name, found in vars(importlib.import_module(f"{package.__name__}.{module}")).items():
-            own = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is config_class
-            if own and name not in known and hasattr(transformers, name):
-                with contextlib.suppress(Exception), torch.device("meta"):  # what only other classes build
-                    yield found(tiny_config(model_type, "feature-extraction"))
+            own = isinstance(found, type) and issubclass(found, PreTrainedModel)
+            own = own and getattr(found, "config_class", None) is config_class
+            if not own or name in known or not hasattr(transformers, name):
+                continue
+            model: PreTrainedModel | None = None
+            with contextlib.suppress(Exception), torch.device("meta"):  # a class that only others build
+                model = found(tiny_config(model_type, "feature-extraction"))
+            if model is not None:
+                yield model
 
 
 def lacks_what_all_have(model: PreTrainedModel) -> bool:
