@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from lora_tool.execution import kernels
+from lora_tool.execution.journal import NAME
 from lora_tool.execution.kernels import AnyArray
+from lora_tool.pipeline import writing
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
+from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification import verifying
 from tests.cli.calling import FIXTURES, Caller
@@ -172,6 +177,35 @@ def test_a_wrong_merge_replaces_nothing(call: Caller, tmp_path: Path, monkeypatc
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_large_files_are_read_back_while_others_are_written(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    if wrong:
+        monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
+        monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
+    asked = ("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--max-shard-size", "1KB", "--json")
+    at_the_end = call(*asked)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    seen = []
+
+    def watched(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None) -> dict[str, TensorEvidence]:
+        assert (folder / NAME / f"{shard.filename}.json").is_file(), "what is checked is recorded already"
+        seen.append(shard.filename)
+        return check_file(plan, folder, shard, jobs=jobs)
+
+    check_file = verifying.check_file
+    monkeypatch.setattr(verifying, "check_file", watched)
+    monkeypatch.setattr(writing, "_LARGE_FILE", 900)
+    called = call(*asked)
+    assert 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"
+    assert (called.code, called.err, called.out) == (at_the_end.code, at_the_end.err, at_the_end.out)
+    assert called.code == (5 if wrong else 0)
+    assert (tmp_path / "out").exists() is not wrong
+    assert wrong or called.json["verification"]["right"] == 27
+    assert {path.name for path in tmp_path.iterdir()} <= {"out"}
+
+
 def test_the_manifest_says_what_was_checked(call: Caller, tmp_path: Path) -> None:
     result = call("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--json").json["verification"]
     assert result == json.loads((tmp_path / "out" / "lora_tool.json").read_text())["verification"]
@@ -209,11 +243,15 @@ def test_consolidate_reads_back_what_it_wrote(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_check_publishes_nothing(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("large", [1, writing._LARGE_FILE])
+def test_an_interrupted_check_publishes_nothing(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verifying, "check_tensors", interrupted)
+    monkeypatch.setattr(writing, "_LARGE_FILE", large)
+    monkeypatch.setattr(verifying, "check_steps", interrupted)
     assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 130
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
  * extremes and its codes. */
+#define _XOPEN_SOURCE 700 /* pwrite, which merge.c calls */
 #include <stdio.h>
 #include <stdlib.h>
 

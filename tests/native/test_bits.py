@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,3 +156,14 @@ def test_factors_are_read_in_any_order_of_memory(kernels: tuple[Kernel, ...]) ->
         ]
         assert np.array_equal(results[0], straight @ straight.T)
         assert np.array_equal(results[1], straight @ straight.T)
+
+
+def test_bytes_are_written_some_at_a_time_until_the_system_refuses(kernels: tuple[Kernel, ...], tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(1000)
+    held, path = np.frombuffer(data, np.uint8), tmp_path / "file"
+    path.write_bytes(b"before")
+    with path.open("r+b") as file:
+        assert kernels[0].write(file.fileno(), held.ctypes.data, 1000, 3, 64) == 1000
+    assert path.read_bytes() == b"bef" + data
+    with path.open("rb") as file:
+        assert kernels[0].write(file.fileno(), held.ctypes.data, 1000, 3, 64) == 0

@@ -64,6 +64,11 @@ def _engine_on(cluster: RayCluster) -> RayEngine:
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
 
+FileCheck = Callable[[Path, Shard], None]
+"""Called with the unfinished folder and a weights file of it that is on the disk, while others are being written: what
+it sees is for the `FolderCheck` to judge.
+"""
+
 
 def execute(
     plan: Plan,
@@ -100,10 +105,12 @@ def unfinished(
     resume: bool = False,
     progress: Progress | None = None,
     check: FolderCheck | None = None,
+    check_file: FileCheck | None = None,
 ) -> Iterator[Unfinished]:
     """Yield the folder of `out` whose weight files are written inside; the rest is written, and it is renamed, after.
 
-    An error inside leaves no folder. Arguments and errors are those of `execute`.
+    An error inside leaves no folder. `check_file` is called for each weights file that is written now, not for those that
+    `resume` takes over. Other arguments and errors are those of `execute`.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
@@ -126,6 +133,8 @@ def unfinished(
             retained.update(found)
             if journal.record(shard) is None:  # another machine that wrote the file has recorded it
                 journal.add(shard, {name: asdict(each) for name, each in found.items()})
+            if check_file is not None:
+                check_file(folder, shard)
 
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
         checks = recorded_looks(plan, journal)

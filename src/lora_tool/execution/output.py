@@ -18,7 +18,7 @@ from lora_tool.plan.core.steps import Shard
 _MOST_OPEN = 8
 
 _PATIENCE_S = 0.1
-_WRITE_BYTES = 1 << 16
+WRITE_BYTES = 1 << 16
 """Bytes of one write. For larger ones Linux gives the page cache larger stretches of memory that nothing has touched
 yet: a GB in writes of 256 KB to 4 MB took 0.3 to 2.9 s of CPU, in writes of 64 KB 0.34 to 0.56 (ext4, Linux 6.18)."""
 
@@ -134,4 +134,4 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
     done = 0
     while done < len(data):
-        done += os.pwrite(out, data[done : done + _WRITE_BYTES], offset + done)
+        done += os.pwrite(out, data[done : done + WRITE_BYTES], offset + done)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.cluster.spread import HERE, Spread
+from lora_tool.cores import available_cores
 from lora_tool.display import counted, printable, size
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
@@ -24,6 +25,8 @@ from lora_tool.report.json import finding_json
 
 if TYPE_CHECKING:
     from lora_tool.execution.work import Unfinished
+    from lora_tool.plan.core.steps import Shard
+    from lora_tool.rules.merged.evidence import TensorEvidence
 
 _SERVED = {
     "vllm": "vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules name={path}",
@@ -34,6 +37,9 @@ _SERVED = {
 """What is typed next with an adapter that was prepared for a server."""
 _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
 """Ends of class names that transformers loads by its AutoModel of that name."""
+
+_LARGE_FILE = 64 << 20
+"""Bytes of a file that is read back while others are written: there is a thread to start, and libraries to look through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +180,23 @@ class ReadBack:
     jobs: int | None = None
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None
     summary: Mapping[str, Any] | None = None
+    _seen: dict[str, TensorEvidence] = field(default_factory=dict)
+
+    def check_file(self, folder: Path, shard: Shard) -> None:
+        """Read samples of a large file back while others are written; `check` reads those of small ones, and the last."""
+        # one thread for BLAS here would be one for an init's decomposition, too, which has other bits then
+        if shard.data_bytes < _LARGE_FILE or shard is self.plan.shards[-1] or self.plan.recomputes_inits:
+            return
+        from lora_tool.verification.verifying import check_file  # noqa: PLC0415 - only where checked
+
+        workers = self.jobs or available_cores()
+        self._seen.update(check_file(self.plan, folder, shard, jobs=max(1, workers // 2)))
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
         from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415 - only where checked
 
-        seen = check_written(self.plan, folder, jobs=self.jobs)
+        seen = check_written(self.plan, folder, jobs=self.jobs, seen=self._seen)
         # under the name that the user knows
         named = tuple(
             replace(each, path=each.path.replace(str(folder), str(self.out), 1)) for each in seen.report.findings
@@ -204,8 +221,15 @@ class ReadBack:
 def being_written(
     read_back: ReadBack, *, verify: bool, overwrite: bool, resume: bool, progress: Progress | None = None
 ) -> AbstractContextManager[Unfinished]:
-    """Return the folder whose weight files are written inside, and read back at the end. Raises as `write` does."""
+    """Return the folder whose weight files are written inside, and with `verify` read back. Raises as `write` does."""
     from lora_tool.execution.engine import unfinished  # noqa: PLC0415 - what computes: no dry run uses it
 
-    check = read_back.check if verify else None
-    return unfinished(read_back.plan, read_back.out, overwrite=overwrite, resume=resume, progress=progress, check=check)
+    return unfinished(
+        read_back.plan,
+        read_back.out,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+        check=read_back.check if verify else None,
+        check_file=read_back.check_file if verify else None,
+    )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lora_tool.actions import Verdict
@@ -19,6 +20,7 @@ from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.computed import ComputedInputs, find_computed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.report import Finding, Report, Severity, Skipped
@@ -30,7 +32,7 @@ from lora_tool.rules.merged.expected import Expected
 from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
-from lora_tool.verification.checking import Level, check_tensors
+from lora_tool.verification.checking import Level, check_steps, check_tensors
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
 from lora_tool.verification.texts import LossEvidence, Texts, read_texts
@@ -246,12 +248,34 @@ def verify_computed(
     )
 
 
-def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
-    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
+def check_written(
+    plan: Plan,
+    folder: Path,
+    *,
+    level: Level = Level.SAMPLE,
+    jobs: int | None = None,
+    seen: Mapping[str, TensorEvidence] = MappingProxyType({}),
+) -> Verification:
+    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk.
+
+    `seen` is what `check_file` has returned for some of its files: their values are not read again.
+    """
     written = _written(plan, folder)
-    evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
+    unseen = (step for step in plan.steps if step.out.name not in seen)
+    found = {**seen, **check_steps(unseen, written.tensors, level=level, precision=plan.precision, jobs=jobs)}
+    evidence = {step.out.name: found[step.out.name] for step in plan.steps if step.out.name in found}
     subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
     return _by_rules(subject, chosen_rules(_OWN_RULES), level, plan.precision)
+
+
+def check_file(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None = None) -> dict[str, TensorEvidence]:
+    """Return the evidence of sampled values of one file of the `folder` that `plan` is being carried out in.
+
+    Codes whose scales are in another file are left to `check_written`, and so is what is not there as it was planned.
+    Raises as `check_steps`.
+    """
+    stored = read_single(folder / shard.filename).tensors
+    return check_steps(shard.steps, stored, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
 
 
 def _by_rules(

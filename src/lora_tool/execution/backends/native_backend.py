@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from lora_tool.execution import kernels
-from lora_tool.execution.backends.numpy_backend import NumpyBackend, retention
+from lora_tool.execution.backends.numpy_backend import NumpyBackend, bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term, kernel
 from lora_tool.execution.native.rows import CodedRows, PlainRows
+from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision
@@ -43,6 +44,12 @@ class NativeBackend(NumpyBackend):
             case _:
                 result = None
         return super()._block(unit, first, last, sampled=sampled) if result is None else result
+
+    def _write(self, result: Array, out: int, offset: int) -> None:
+        """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
+        done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
+        if done < result.nbytes:
+            write_exactly(out, bytes_of(result)[done:], offset + done)
 
     def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
         """Return rows of the source in the type of the output, flat; None where one is not finite."""

@@ -85,8 +85,12 @@ class NumpyBackend:
                 if self._stopped():
                     break
                 result = self._block(unit, first, last, sampled=first == unit.first)
-                write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
+                self._write(result, out, unit.at + first * unit.row_bytes)
         return self._retained
+
+    def _write(self, result: Array, out: int, offset: int) -> None:
+        """Write a block to the descriptor `out` at `offset`."""
+        write_exactly(out, bytes_of(result), offset)
 
     def numbers(self, unit: ComputeUnit) -> Array:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""

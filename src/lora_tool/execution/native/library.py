@@ -128,6 +128,11 @@ class Kernel:
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
 
+    def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
+        """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
+        done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
+        return done
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -210,6 +215,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
+    library.lora_tool_write.argtypes = [number, pointer, size, size, size]
+    library.lora_tool_write.restype = size
     return library
 
 

@@ -12,10 +12,13 @@
  *
  * A level is one set of vector instructions: `tile.h` is written once, and compiled with the words of each.
  */
+#define _XOPEN_SOURCE 700    /* pwrite, */
+#define _FILE_OFFSET_BITS 64 /* also beyond 2 GB where a long has 32 bits */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "lora-tool's kernel promises IEEE arithmetic: compile it without -ffast-math and -Ofast"
@@ -416,4 +419,18 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     uint32_t largest = words->convert[source_type][out_type](source, out, count);
     restore_mode(before);
     return largest >= too_large[out_type];
+}
+
+/* Write `count` bytes to the open `file` at `offset`, some at a time; return how many were written before the system
+ * refused, or was interrupted: who calls writes the rest, and is told why. */
+EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64_t offset, int64_t some) {
+    int64_t done = 0;
+    while (done < count) {
+        int64_t now = pwrite(file, bytes + done, (size_t)least_of(count - done, some), offset + done);
+        if (now <= 0) {
+            break;
+        }
+        done += now;
+    }
+    return done;
 }
