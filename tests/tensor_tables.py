@@ -32,6 +32,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
 from lora_tool.architectures import ARCHITECTURES, is_computed
@@ -60,6 +61,11 @@ _LEFT_OUT = frozenset(
     }
 )
 _SIZE = re.compile(r"inner|dim|size|rank|heads|layers|d_")
+
+_BARE = frozenset(
+    name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
+)
+"""The classes of base models. Another class without a part of its prefix's name holds the base model's parts itself."""
 
 Fields = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -113,7 +119,7 @@ def build(config: PretrainedConfig, class_name: str) -> Built:
         shapes=shapes,
         optional=frozenset(ignored),
         ties={own.get(one, one): own.get(two, two) for one, two in model.all_tied_weights_keys.items()},
-        prefix=model_class.base_model_prefix,
+        prefix=model_class.base_model_prefix if prefix or class_name in _BARE else "",
         unexpected=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),
     )
 

@@ -86,7 +86,10 @@ def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
 
 
 def prefixes_of(model_type: str) -> Mapping[str, str]:
-    """Return the classes of a model type, each with what those that have a head call their base model."""
+    """Return the classes of a model type, each with what those that have a head call their base model.
+
+    That is empty for a class that holds the parts of the base model itself, as T5ForConditionalGeneration does.
+    """
     row = _row(model_type)
     return {name: str(entry["prefix"]) for name, entry in row["classes"].items()} if row else {}
 
