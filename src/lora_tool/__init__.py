@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from lora_tool.validation.validating import Criteria as Criteria
     from lora_tool.validation.validating import validate as validate
     from lora_tool.verification.checking import Level as Level
-    from lora_tool.verification.verifying import Verification as Verification
+    from lora_tool.verification.verified import Verification as Verification
     from lora_tool.verification.verifying import verify as verify
     from lora_tool.version import __version__ as __version__
 
@@ -126,7 +126,8 @@ _HOMES = {
     "tensors": "DType",
     "validation.validating": "Criteria validate",
     "verification.checking": "Level",
-    "verification.verifying": "Verification verify",
+    "verification.verified": "Verification",
+    "verification.verifying": "verify",
     "version": "__version__",
 }
 """Module below `lora_tool` → the public names in it."""

@@ -17,7 +17,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
-from lora_tool.verification import verifying
+from lora_tool.verification import written
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
 
@@ -194,8 +194,8 @@ def test_large_files_are_read_back_while_others_are_written(
         seen.append(shard.filename)
         return check_file(plan, folder, shard, jobs=jobs)
 
-    check_file = verifying.check_file
-    monkeypatch.setattr(verifying, "check_file", watched)
+    check_file = written.check_file
+    monkeypatch.setattr(written, "check_file", watched)
     monkeypatch.setattr(writing, "_LARGE_FILE", 900)
     called = call(*asked)
     assert 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"
@@ -251,7 +251,7 @@ def test_an_interrupted_check_publishes_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writing, "_LARGE_FILE", large)
-    monkeypatch.setattr(verifying, "check_steps", interrupted)
+    monkeypatch.setattr(written, "check_steps", interrupted)
     assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 130
     assert list(tmp_path.iterdir()) == []
 

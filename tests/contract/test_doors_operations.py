@@ -50,7 +50,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.sharding import lay_out
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import FileStamp, TensorSpec
-from lora_tool.verification.verifying import check_written
+from lora_tool.verification.written import check_written
 from tests.property.interpret import load
 
 path, out = Path(sys.argv[1]), Path(sys.argv[2])

@@ -64,10 +64,12 @@ def test_nothing_is_loaded_before_it_is_needed(code: str, allowed: set[str]) -> 
     assert loaded(code) <= allowed
 
 
-def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
-    seen = loaded(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
+def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_path: Path) -> None:
+    seen = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
     assert "numpy" in seen
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
+    assert not seen & {"lora_tool.verification.verifying", "lora_tool.plan.convert", "lora_tool.plan.algebra"}
+    assert not seen & {"statistics", "decimal"}
 
 
 @pytest.mark.parametrize("options", [["--untie"], ["--precision", "peft"]], ids=" ".join)

@@ -21,8 +21,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lora_tool.names.conversion import Conversion, by_template, in_natural_order
+from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
+from lora_tool.names.order import in_natural_order
 from tests.oracle.tiny import tiny_model
 
 TESTED = "5.23"

@@ -1,7 +1,7 @@
 /* Runs cases of `cases.py` through the kernel without Python: under another processor's emulator, or under sanitizers,
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
- * extremes and its codes. */
+ * extremes and its codes; after a product in float64 also, in every second column, its numbers times a scale. */
 #define _XOPEN_SOURCE 700 /* pwrite, which merge.c calls */
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,8 @@
 
 enum head { LEVEL_NUMBER, SOURCE_TYPE, OUT_TYPE, ROW_COUNT, COLUMN_COUNT, TERM_COUNT, HEAD };
 enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, CODED };
-#define OF_CODES 16 /* instead of the type of W */
+#define OF_CODES 16   /* instead of the type of W */
+#define OF_FACTORS 17 /* there is none: a product of factors, in float64 */
 enum factor { FACTOR_TYPE, HELD, BEGIN, LENGTH, DEPTH, ALONG, DOWN, FACTOR };
 
 static void *memory_of(size_t count) {
@@ -80,7 +81,49 @@ static void requantise(int level, const struct codes *codes, const float *number
     free(out);
 }
 
+/* Read a part of a factor, and pack it in float64 behind the `deep` columns of those before it. */
+static int64_t read_part(int level, double *packed, int64_t width, int64_t depth, int64_t deep) {
+    int64_t n[FACTOR];
+    read_into(n, sizeof n);
+    const size_t size = wide_size_of((int)n[FACTOR_TYPE]), held = (size_t)n[HELD] * size;
+    char *memory = memory_of(held);
+    read_into(memory, held);
+    lora_tool_pack_wide(level, packed, width, depth, deep, memory + (size_t)n[BEGIN] * size, (int)n[FACTOR_TYPE], n[LENGTH],
+                        n[DEPTH], n[ALONG], n[DOWN]);
+    free(memory);
+    return n[DEPTH];
+}
+
+static void run_factors(const int64_t *head) {
+    const int level = (int)head[LEVEL_NUMBER], type = (int)head[OUT_TYPE];
+    const int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
+    const int64_t high = lora_tool_rows(level), wide = lora_tool_wide_columns(level);
+    int64_t depth, deep = 0;
+    read_into(&depth, sizeof depth);
+    double *left = memory_of((size_t)((rows + high - 1) / high * high * depth) * sizeof *left);
+    double *right = memory_of((size_t)((columns + wide - 1) / wide * wide * depth) * sizeof *right);
+    for (int64_t part = 0; part < head[TERM_COUNT]; part++) {
+        read_part(level, left, high, depth, deep);
+        deep += read_part(level, right, wide, depth, deep);
+    }
+    const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
+    char *out = memory_of(bytes), *scaled = memory_of(2 * bytes);
+    memset(scaled, 0, 2 * bytes);
+    putchar(lora_tool_product_wide(level, left, right, depth, out, type, columns, rows, columns));
+    fwrite(out, 1, bytes, stdout);
+    putchar(lora_tool_scale(level, out, type, columns, 1, scaled, type, 2 * columns, 2, rows, columns, 0.3));
+    fwrite(scaled, 1, 2 * bytes, stdout);
+    free(left);
+    free(right);
+    free(out);
+    free(scaled);
+}
+
 static void run(const int64_t *head) {
+    if (head[SOURCE_TYPE] == OF_FACTORS) {
+        run_factors(head);
+        return;
+    }
     int level = (int)head[LEVEL_NUMBER], source_type = (int)head[SOURCE_TYPE], out_type = (int)head[OUT_TYPE];
     int is_coded = source_type == OF_CODES;
     size_t count = (size_t)(head[ROW_COUNT] * head[COLUMN_COUNT]), terms_count = (size_t)head[TERM_COUNT];

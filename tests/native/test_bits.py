@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_tool.execution.native.library import CHECKSUM, TYPES, Kernel, checksum, trial
+from lora_tool.execution.native.library import CHECKSUM, TYPES, WIDE_TYPES, Kernel, checksum, trial
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
+from tests.native.wide_cases import drawn_wide
 
 TYPE = st.sampled_from(list(TYPES))
 CASES = st.builds(
@@ -48,6 +49,42 @@ def test_more_columns_than_the_cache_holds_are_done_in_parts(kernels: tuple[Kern
     case = drawn_case(3, size=(13, 700), ranks=(300,), kind="plain", types=(DType.BF16, DType.F32, DType.BF16))
     for kernel in kernels:
         assert_right(case, *case.run(kernel))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.tuples(st.integers(1, 26), st.integers(1, 34)),
+    ranks=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    out_type=st.sampled_from(list(WIDE_TYPES)),
+)
+def test_factors_in_float64_have_the_bits_of_the_definition(
+    kernels: tuple[Kernel, ...], seed: int, size: tuple[int, int], ranks: tuple[int, ...], out_type: DType
+) -> None:
+    case = drawn_wide(seed, size=size, ranks=ranks, out_type=out_type)
+    stored, finite = case.expected()
+    scaled, scaled_finite = case.scaled(stored)
+    for kernel in kernels:
+        found, fine = case.run(kernel)
+        assert (found.tobytes(), fine) == (stored.tobytes(), finite)
+        found, fine = case.run_scaled(kernel, found)
+        assert (found.tobytes(), fine) == (scaled.tobytes(), scaled_finite)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "edge"),
+    [(DType.BF16, 2.0**127 * (2 - 2.0**-8)), (DType.F16, 65520.0), (DType.F32, 2.0**127 * (2 - 2.0**-24))],
+    ids=str,
+)
+def test_a_factor_that_rounds_to_infinity_is_flagged_and_no_less(
+    kernels: tuple[Kernel, ...], dtype: DType, edge: float
+) -> None:
+    for kernel, (value, fine) in itertools.product(
+        kernels, ((edge, False), (np.nextafter(edge, 0), True), (np.nan, False), (np.inf, False))
+    ):
+        values, out = np.array([value, -1.0]), np.empty(2, np.float64)
+        places = values.ctypes.data, DType.F64, (2, 1), out.ctypes.data, dtype, (2, 1), (1, 2)
+        assert kernel.scale(*places, -1.0) == fine
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

@@ -15,20 +15,21 @@ import pytest
 
 import build_kernel
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.library import TYPES, Kernel, Level
+from lora_tool.execution.native.library import TYPES, WIDE_TYPES, Kernel, Level
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, assert_right, drawn_case
 from tests.native.coded_cases import CodedCase, drawn, weight_of
+from tests.native.wide_cases import WideCase, drawn_wide
 
 DRIVER = Path(__file__).with_name("driver.c")
 FLAGS = [flag for flag in build_kernel.FLAGS if flag not in ("-shared", "-fPIC")]
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def cases() -> list[Case | CodedCase]:
+def cases() -> list[Case | CodedCase | WideCase]:
     """Return a few of every kind and type, with sizes around those of a tile."""
     rng = np.random.default_rng(0)
     types = list(TYPES)
@@ -43,7 +44,13 @@ def cases() -> list[Case | CodedCase]:
         drawn(number, list(Code)[number % 3], 1 + number % 27, 1 + 37 * number % 1100, 1 + number % 19)
         for number in range(45)
     ]
-    return [*found, deep, *coded]
+    wide = [
+        drawn_wide(
+            number, size=(1 + number % 27, 1 + 5 * number % 37), ranks=(number % 5,) * (number % 4), out_type=out
+        )
+        for number, out in enumerate([*WIDE_TYPES] * 6)
+    ]
+    return [*found, deep, *coded, *wide]
 
 
 def compile_driver(folder: Path, compiler: Sequence[str], *flags: str) -> Path:
@@ -66,6 +73,9 @@ def check(command: Sequence[str], level: Level) -> None:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     at = 0
     for case in all_cases:
+        if isinstance(case, WideCase):
+            at = check_wide(case, done.stdout, at)
+            continue
         plain = case.merged() if isinstance(case, CodedCase) else case
         flagged, storage = done.stdout[at], STORAGE[case.out_type]
         end = at + 1 + plain.source.size * storage.itemsize
@@ -77,6 +87,17 @@ def check(command: Sequence[str], level: Level) -> None:
             assert done.stdout[at : at + len(expected)] == expected
             at += len(expected)
     assert at == len(done.stdout)
+
+
+def check_wide(case: WideCase, written: bytes, at: int) -> int:
+    """Compare what the program writes of a product, from byte `at`, with the definition; return where it ends."""
+    expected = case.expected()
+    for stored, fine in (expected, case.scaled(expected[0])):
+        assert (written[at] == 0) == fine
+        if fine:
+            assert written[at + 1 :].startswith(stored.tobytes())
+        at += 1 + stored.nbytes
+    return at
 
 
 def requantised(case: CodedCase, numbers: Array) -> bytes:

@@ -21,7 +21,8 @@ from lora_tool.execution.native import library
 from lora_tool.execution.native.library import VARIABLE
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.verification.verifying import check_written, verify
+from lora_tool.verification.verifying import verify
+from lora_tool.verification.written import check_written
 from tests.property.interpret import load
 from tests.tiny_plans import EMBED, HIDDEN, NORM, VOCABULARY, Array, Q, numbers, save_adapter, save_base
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from lora_tool import merge
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import read_dcp
+from lora_tool.inventory import inventory
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
 from lora_tool.sharded.megatron_model import Geometry, LayerNames, MegatronModel
@@ -35,6 +37,13 @@ CONFIGS = {
 MODELS = {"llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
 
 
+def torch_equal(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> bool:
+    """Return whether both have the same tensors, bit for bit."""
+    return found.keys() == truth.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in truth.items()
+    )
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """An iteration to break."""
@@ -47,9 +56,7 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
     assert plan.notes[0].startswith("adapter from Megatron checkpoint")
     out = execute(plan, tmp_path / "out")
     found, truth = load_file(out / "adapter_model.safetensors"), load_file(MEGATRON / "truth.safetensors")
-    assert found.keys() == truth.keys()
-    assert [name for name, tensor in truth.items() if found[name].dtype != tensor.dtype] == []
-    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    assert torch_equal(found, truth)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6)
     told = json.loads((out / "lora_tool.json").read_text())
@@ -121,6 +128,46 @@ def test_a_flipped_bit_in_factors_that_several_modules_share(run: Path) -> None:
     assert [finding.code for finding in validate(run).at_least(Severity.WARNING)] == ["LT411"]
 
 
+@pytest.mark.parametrize("module", ["model/dist_ckpt", "dist_ckpt"])
+def test_verls_engine_for_megatron(module: str, tmp_path: Path) -> None:
+    """The folders of its newer and its older layout: read from the run, a step, a role and the pieces' own folder."""
+    run = tmp_path / "run"
+    for step in (3, 10):
+        pieces = run / f"global_step_{step}" / "actor" / module
+        shutil.copytree(MEGATRON / "iter_0000007", pieces)
+        (pieces / "run_config.yaml").unlink()
+        (pieces.parent / "huggingface").mkdir()
+        shutil.copy(FIXTURES / CONFIGS["megatron-lora"], pieces.parent / "huggingface")
+        told = {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
+        (run / f"global_step_{step}" / "actor" / "lora_train_meta.json").write_text(json.dumps(told))
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    actor = run / "global_step_3" / "actor"
+    truth = load_file(MEGATRON / "truth.safetensors")
+    for number, place in enumerate((run, actor.parent, actor, actor / module)):
+        out = execute(plan_consolidate(place), tmp_path / str(number))
+        assert torch_equal(load_file(out / "adapter_model.safetensors"), truth)
+    newer = plan_consolidate(run, tag="global_step_10")
+    assert f"{run / 'global_step_10' / 'actor' / module}," in newer.notes[0]
+    assert [finding.code for finding in validate(run).at_least(Severity.WARNING)] == ["LT409"]
+    (found,) = inventory(run)
+    assert [(item.row.step, item.row.verdict) for item in found.checkpoints] == [(3, "good"), (10, "good")]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_verls_lora_in_a_file_for_each_rank_is_refused(tmp_path: Path) -> None:
+    """As its engine for Megatron wrote it at first, beside the pieces of the optimizer alone."""
+    folder = tmp_path / "actor" / "adapter_checkpoint"
+    folder.mkdir(parents=True)
+    held = {f"{LAYER}.mlp.linear_fc2.adapter.linear_in.weight": torch.ones(3, 12)}
+    torch.save({"adapter_state_dict": held}, folder / "mp_rank_00_adapter.pt")
+    save({"optimizer": {"state": {"exp_avg": torch.ones(4)}}}, checkpoint_id=folder.parent / "dist_ckpt", no_dist=True)
+    for place in (folder, folder.parent):
+        with pytest.raises(
+            UnsupportedCheckpoint, match=r"mp_rank_00_adapter\.pt is the LoRA of one rank of verl's engine"
+        ):
+            plan_consolidate(place)
+
+
 def test_layers_one_by_one_and_projections_with_factors_of_their_own() -> None:
     shapes = {
         f"{LAYER}.self_attention.linear_qkv.adapter.linear_in.weight": (3, 16),
@@ -187,8 +234,7 @@ def test_peft_loads_and_merges_what_each_trainer_left(name: str, tmp_path: Path)
     base.save_pretrained(run / "base")
     out = execute(plan_consolidate(run), tmp_path / "out")
     found, truth = load_file(out / "adapter_model.safetensors"), load_file(run / "truth.safetensors")
-    assert found.keys() == truth.keys()
-    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    assert torch_equal(found, truth)
     model = PeftModel.from_pretrained(base, out).eval()
     again = model.load_adapter(out, "again")
     assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])

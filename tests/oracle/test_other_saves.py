@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lora_tool.checkpoint import open_adapter, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_adapter, open_checkpoint, open_model, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
@@ -166,6 +166,8 @@ def test_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
     state = new_module().state_dict()
     lost = next(name for name in state if "lora_B" in name)
     folder = distributed(tmp_path / "run", {"model": {name: state[name] for name in state if name != lost}})
+    (finding,) = validate(open_checkpoint(folder)).at_least(Severity.ERROR)
+    assert (finding.code, finding.subject) == ("LT201", lost.replace("lora_B", "lora_A"))
     with pytest.raises(FindingsFound, match=r"LT201 .*lora_A\.default\.weight`: its lora_B is missing"):
         plan_consolidate(folder, adapter_config=made / "good")
     plan = plan_consolidate(folder, adapter_config=made / "good", ignore=["LT201"])
@@ -263,7 +265,9 @@ def test_a_peft_model_that_was_saved_as_a_model(program: str, tmp_path: Path) ->
     """What DeepSpeed's script and accelerate's command make of a LoRA run has PEFT's names in a model's files."""
     name, convert = UNMERGED[program]
     convert(FIXTURES / name, tmp_path / "whole")
-    (finding, *_) = (each for each in validate(open_checkpoint(tmp_path / "whole")).findings if each.code == "LT601")
+    (finding,) = (each for each in validate(open_checkpoint(tmp_path / "whole")).findings if each.code == "LT601")
+    held = len(open_model(tmp_path / "whole").tensors)
+    assert f"as are those of {held - 1} more tensors" in finding.message
     assert str(finding.hint).endswith(f"lora-tool consolidate {tmp_path / 'whole'}")
     config = FIXTURES / name
     expected = execute(plan_consolidate(open_sharded(FIXTURES / name)), tmp_path / "expected")

@@ -52,6 +52,7 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT809", "mlx", "mixtral", FUSED),
     ("LT812", "vllm", "qwen3_5", LAYER),
     ("LT812", "vllm", "llama4", LAYER),
+    ("LT812", "vllm", "qwen3_5_moe", LAYER),  # its experts are on disk one by one
     ("LT813", "mlx", "llama", QV),
 ]
 

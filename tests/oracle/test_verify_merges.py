@@ -21,7 +21,8 @@ from lora_tool.execution.engine import execute
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level
-from lora_tool.verification.verifying import Verification, verify
+from lora_tool.verification.verified import Verification
+from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import (
     load_model,
     merge_with_ours,

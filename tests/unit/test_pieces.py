@@ -152,6 +152,20 @@ def test_a_few_long_rows_side_by_side(tmp_path: Path, columns: tuple[int, ...]) 
         assert read_part(tensor, start, nbytes) == whole.tobytes()[start : start + nbytes]
 
 
+@pytest.mark.parametrize("gives", [None, 1, 700])
+def test_more_rows_than_one_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: int | None) -> None:
+    """Also where the system gives fewer bytes than were asked for, or cannot read several at once."""
+    whole = np.random.default_rng(1).integers(0, 1 << 16, (2500, 700), np.uint16)
+    tensor = assembled(spec_of(whole), saved(tmp_path, whole, [((0, 0), (2500, 300)), ((0, 300), (2500, 400))]))
+    assert read_part(tensor, 0, 3_500_000) == whole.tobytes()
+    if gives is None:
+        monkeypatch.delattr(os, "preadv")
+    else:
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, rows, at: preadv(fd, [rows[0][:gives]], at))
+    assert read_part(tensor, 700_001, 5001) == whole.tobytes()[700_001:705_002]
+
+
 def test_pieces_side_by_side_are_copied_as_they_are(tmp_path: Path) -> None:
     """Bit for bit, NaN with its payload included, and some MB at a time."""
     whole = np.random.default_rng(0).integers(0, 1 << 16, (700, 9000), np.uint16)

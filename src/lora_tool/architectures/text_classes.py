@@ -6,10 +6,11 @@ The table is of transformers 5.23, for checkpoints whose experts are stored fuse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.table import Architecture
 
 _OUTPUT = "lm_head.weight"
@@ -29,6 +30,12 @@ class TextClass:
     def holds(self, name: str) -> bool:
         """Return whether the tensor on disk is the text model's."""
         return name.startswith(self.add) or name in self.architecture.causal_only
+
+    def path(self, module: str) -> str:
+        """Return a module's path in the whole model; a new head has the same in both."""
+        if head_of(module) or not module.startswith(self.strip):
+            return module
+        return self.add + module.removeprefix(self.strip)
 
 
 def _row(model_type: str, class_name: str, strip: str, add: str, classifier: str | None = None) -> TextClass:
@@ -57,3 +64,26 @@ _ROWS = (
 )
 TEXT_CLASSES: Mapping[str, TextClass] = MappingProxyType({row.architecture.model_type: row for row in _ROWS})
 """By the `model_type` of the whole checkpoint."""
+
+
+def text_class_of(model_type: str, names: Iterable[str], modules: Iterable[str]) -> TextClass | None:
+    """Return the text class that an adapter was trained on, of a checkpoint that has these tensor `names`.
+
+    None where the checkpoint has no fewer of the adapter's `modules` under their own paths than under the whole model's.
+    """
+    text = TEXT_CLASSES.get(model_type)
+    if text is None:
+        return None
+    held = {module for name in names for module in _modules(name)}
+    wanted = [module for module in modules if head_of(module) is None]
+    moved = sum(text.path(module) in held for module in wanted)
+    return text if moved > sum(module in held for module in wanted) else None
+
+
+def _modules(name: str) -> Iterator[str]:
+    """Yield the module of a tensor, and the experts that it is one of: they are one module in memory."""
+    module = name.rpartition(".")[0]
+    yield module
+    before, experts, _ = module.partition(".experts.")
+    if experts:
+        yield f"{before}.experts"

@@ -1,12 +1,13 @@
 """Megatron's torch_dist checkpoints: a run with `iter_NNNNNNN`, in them `.metadata` and `.distcp` files of each process.
 
-Megatron-LM, Megatron-Bridge and Megatron-SWIFT write them; NeMo-RL has them below `step_N/policy/weights`.
+Megatron-LM, Megatron-Bridge and Megatron-SWIFT write them; NeMo-RL has them below `step_N/policy/weights`. verl's engine
+for Megatron calls no folder after an iteration: `global_step_N/actor/model/dist_ckpt`, `actor/dist_ckpt` before 2026.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lora_tool.checkpoint.folders import Folder
@@ -24,6 +25,10 @@ _ITERATION = re.compile(r"(?:iter_\d{7,12}|release)\Z")
 _STEP = re.compile(r"step_\d{1,12}\Z")
 _NESTS = ("policy/weights", "value/weights", "weights")
 """Where NeMo-RL has the iteration of a step."""
+_STEP_OF_VERL = re.compile(r"global_step_\d{1,12}\Z")
+_ROLES_OF_VERL = ("actor/", "critic/", "")
+_MODULES_OF_VERL = ("model/dist_ckpt", "dist_ckpt")
+"""Where verl has a module's pieces; older ones have those of the optimizer among them."""
 
 
 def _recognise(folder: Folder) -> Claim | None:
@@ -36,6 +41,8 @@ def _tags(folder: Folder) -> Iterator[tuple[str, tuple[str, ...]]]:
         if not _OWN.isdisjoint(folder.files):
             yield ".", _pieces(folder.files)
         return
+    for place in _places_of_verl(folder):
+        yield place, _pieces(folder.names_in(place))
     for place in _places(folder):
         iterations = folder.names_in(place) if place else folder.folders
         for name in sorted(filter(_ITERATION.match, iterations), key=step_of):
@@ -52,18 +59,29 @@ def _places(folder: Folder) -> Iterator[str]:
         yield from (f"{step}/{nest}/" for nest in _NESTS)
 
 
+def _places_of_verl(folder: Folder) -> Iterator[str]:
+    """Yield the folders in which verl has the pieces of a module, seen from a run, a step, a role or the module's own."""
+    steps = [f"{step}/" for step in sorted(filter(_STEP_OF_VERL.match, folder.folders), key=step_of)]
+    for place in (f"{step}{role}" for step in ("", *steps) for role in _ROLES_OF_VERL):
+        for module in _MODULES_OF_VERL:
+            path = f"{place}{module}"
+            if path.partition("/")[0] in folder.folders and holds_pieces(folder.names_in(path)):
+                yield path
+                break
+
+
 def _pieces(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.endswith(".distcp")))
 
 
 def _open(folder: Folder) -> ShardedDir:
     tags = dict(_tags(folder))
-    latest = None if "." in tags else _latest(folder)
+    latest = None if "." in tags else _latest(folder, tags)
     return ShardedDir(kind=MEGATRON, folder=folder, rank_files=tags, latest=latest, problems=folder.problems)
 
 
-def _latest(folder: Folder) -> str | None:
-    """Return the iteration that the run points at."""
+def _latest(folder: Folder, tags: Collection[str]) -> str | None:
+    """Return the tag of the step that the run points at."""
     for name, read in ((_TRAIN_STATE, _step_in), (POINTER, read_pointer)):
         if name in folder.files:
             try:
@@ -71,8 +89,15 @@ def _latest(folder: Folder) -> str | None:
             except BrokenFile:
                 continue
             if told:
-                return f"iter_{int(told):07d}" if told.isdecimal() else told
+                return _named(told, tags)
     return None
+
+
+def _named(told: str, tags: Collection[str]) -> str:
+    """Return the tag of the step that a file of the run names; of verl's roles the actor."""
+    if any(map(_STEP_OF_VERL.match, (tag.partition("/")[0] for tag in tags))):
+        return next((tag for tag in tags if tag.startswith(f"global_step_{told}/")), f"global_step_{told}")
+    return f"iter_{int(told):07d}" if told.isdecimal() else told
 
 
 def _step_in(path: Path) -> str | None:

@@ -67,6 +67,11 @@ _MEGATRON = OtherFormat(
     way_out="for its LoRA: lora-tool consolidate FOLDER/iter_NNNNNNN; "
     "convert a whole model with the program that made it",
 )
+_VERL_RANK = OtherFormat(
+    text="the LoRA of one rank of verl's engine for Megatron, which does not record how it was cut",
+    way_out="resume the run with a verl that saves it as `model/dist_ckpt`, or have that verl export it: `hf_model` in its "
+    "`checkpoint.save_contents`",
+)
 _VARIANT = OtherFormat(
     text="a variant, which transformers loads only when you name it",
     way_out="save it once without the variant: from_pretrained(FOLDER, variant=…), save_pretrained(NEW)",
@@ -87,6 +92,7 @@ _ADAPTERS = (
     (r"pytorch_lora_weights\.(safetensors|bin)\Z", _DIFFUSERS),
     (r"adapter_(model|\d+)\.pt\Z", _TORCHTUNE),
     (r"lit_model\.pth(\.lora)?\Z", _LITGPT),
+    (r"mp_rank_\d{2}(_\d{3}){0,2}_adapter\.pt\Z", _VERL_RANK),
 )
 _MODELS = (
     (r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z", _VARIANT),

@@ -218,7 +218,11 @@ def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
 
 
 rank_file_options = in_order(
-    click.option("--tag", help="Saved step to use, such as global_step500.  [default: the one in the file `latest`]"),
+    click.option(
+        "--tag",
+        help="Saved step to use, such as global_step500, or the module to use of several that were saved together, such as "
+        "critic.  [default: the step in the file `latest`]",
+    ),
     click.option(
         "--adapter-config",
         type=UserPath(exists=True),

@@ -41,7 +41,7 @@ from lora_tool.report.forms import Form
 
 if TYPE_CHECKING:
     from lora_tool.sources import Reference
-    from lora_tool.verification.verifying import Verification
+    from lora_tool.verification.verified import Verification
 
 
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")

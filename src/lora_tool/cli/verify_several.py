@@ -20,7 +20,7 @@ from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
 
 if TYPE_CHECKING:
-    from lora_tool.verification.verifying import Verification
+    from lora_tool.verification.verified import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _row(seen: Seen) -> Iterator[str]:
     if found is None:
         yield from ("not verified", "", "", "", as_cell(as_options(str(seen.error))))
         return
-    from lora_tool.verification.verifying import summary_json  # noqa: PLC0415 - numpy, only now
+    from lora_tool.verification.verified import summary_json  # noqa: PLC0415 - numpy, only now
 
     summary = summary_json(found)
     yield "failed" if seen.code else "right"

@@ -12,7 +12,7 @@ from lora_tool.cluster.ray_cluster import Connection, RayCluster
 from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.attempts import Part, parts_of, require_divisible
-from lora_tool.execution.backends.choosing import formula, formula_of
+from lora_tool.execution.backends.choosing import formula, formula_of, makes_factors
 from lora_tool.execution.journal import Journal, versions_of
 from lora_tool.execution.work import Ended, Finished, Unfinished, Work, WorkDone
 from lora_tool.plan.core.manifest import sha256_of
@@ -108,15 +108,17 @@ class PlanSurroundings(Surroundings):
     """What every node must have to compute the bytes of a plan: the same formula, too, None where all is copied."""
 
     precision: Precision
+    factors: bool
+    """Whether factors of LoRA are computed."""
     formula: str | None
 
     def enter(self, node: str) -> None:
         """See `Surroundings`."""
         Surroundings.enter(self, node)
-        if self.formula is not None and formula(self.precision) != self.formula:
+        here = formula(self.precision, factors=self.factors)
+        if self.formula is not None and here != self.formula:
             raise ExecutionError(
-                f"node {node} computes with {formula(self.precision)}, and this machine with {self.formula}: they may "
-                "differ by one ulp",
+                f"node {node} computes with {here}, and this machine with {self.formula}: they may differ by one ulp",
                 hint="install lora-tool the same way on all nodes: `lora-tool env` says whether it has its kernel",
             )
 
@@ -131,5 +133,6 @@ def surroundings_of(work: Work) -> PlanSurroundings:
         versions=versions_here(*versions_of(plan)),
         mark=Journal(work.folder, work.digest).mark,
         precision=plan.precision,
+        factors=makes_factors(plan),
         formula=formula_of(plan),
     )

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import read_into
+from lora_tool.formats.files import read_into, read_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_OPEN = 256
+
+
+def _ended(path: Path, at: int) -> SourceChanged:
+    return SourceChanged(f"{path} ended at byte {at}: it became shorter while it was read")
 
 
 @dataclass(slots=True)
@@ -65,9 +69,15 @@ class OpenFiles:
             with self._lock:
                 held.readers -= 1
 
-    def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `path` from `offset`. Raises `SourceChanged` where it ends before."""
-        self.read_pieces(path, ((offset, buffer),))
+    def read_exactly(self, path: Path, offset: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one after the other, with the bytes of `path` from `offset`.
+
+        Raises `SourceChanged` where it ends before.
+        """
+        with self.descriptor(path) as descriptor:
+            done = read_rows(path, descriptor, offset, buffers)
+        if done < sum(map(len, buffers)):
+            raise _ended(path, offset + done)
 
     def read_pieces(self, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each buffer with the bytes of `path` from its offset. Raises as `read_exactly`."""
@@ -75,7 +85,7 @@ class OpenFiles:
             for offset, buffer in pieces:
                 done = read_into(path, descriptor, offset, buffer)
                 if done < len(buffer):
-                    raise SourceChanged(f"{path} ended at byte {offset + done}: it became shorter while it was read")
+                    raise _ended(path, offset + done)
 
     def _make_room(self) -> None:
         """Close the files that were read longest ago, as far as nobody reads from them."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular, read_into
+from lora_tool.formats.files import open_regular, read_rows
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
 from lora_tool.tensors import StoredTensor, Tile, TiledSpan, TransposedSpan
 
@@ -21,10 +20,17 @@ if TYPE_CHECKING:
     """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
-_WIDE, _FEW = 1 << 9, 1 << 19
-"""Bytes of a row of a tile that are worth a step of Python, and of rows that are no large matrix's."""
+_WIDE = 1 << 9
+"""Bytes of a row of a tile that are read right into their place: more of them would take longer than a copy."""
 _DECODED_WEIGHTS = 1 << 19
 """Quantised weights that are decoded together: a row of a stack of experts is a whole matrix."""
+
+
+class Read(Protocol):
+    """Fills buffers, one after the other, with the bytes of a file from an offset. Raises where it ends before."""
+
+    def __call__(self, path: Path, offset: int, /, *buffers: memoryview) -> None:
+        """Fill them."""
 
 
 def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
@@ -37,9 +43,9 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _read_opened(path: Path, offset: int, buffer: memoryview) -> None:
+def _read_opened(path: Path, offset: int, *buffers: memoryview) -> None:
     with open_regular(path) as fd:
-        if read_into(path, fd, offset, buffer) < len(buffer):
+        if read_rows(path, fd, offset, buffers) < sum(map(len, buffers)):
             raise SourceChanged(f"{path} became shorter while it was read")
 
 
@@ -47,10 +53,10 @@ def fill(
     buffer: memoryview,
     tensor: StoredTensor,
     start: int,
-    read: Callable[[Path, int, memoryview], None],
+    read: Read,
     decode: Decode | None = None,
 ) -> None:
-    """Fill `buffer` with the tensor's bytes from byte `start`. `read` fills one with a file's bytes from an offset.
+    """Fill `buffer` with the tensor's bytes from byte `start`.
 
     `decode` makes numbers of quantised weights, by default as those who write do.
     """
@@ -59,7 +65,7 @@ def fill(
         part = buffer[filled : filled + span.nbytes]
         match span:
             case TransposedSpan():
-                part[:] = _read_transposed(span, partial(read, span.path)).data
+                part[:] = _read_transposed(span, read).data
             case TiledSpan():
                 _read_tiles(span, part, read)
             case QuantisedSpan():
@@ -69,12 +75,12 @@ def fill(
         filled += span.nbytes
 
 
-def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], None]) -> NDArray[Any]:
+def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:
     """Return the bytes of the span: the whole matrix is read, and some of its columns are taken."""
     import numpy as np  # noqa: PLC0415 - for few checkpoints
 
     stored = np.empty(span.stored_bytes, np.uint8)
-    read(span.offset, stored.data)
+    read(span.path, span.offset, stored.data)
     row_bytes = span.columns * span.itemsize
     first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
     matrix = stored.view(f"u{span.itemsize}").reshape(span.columns, span.rows)
@@ -82,9 +88,7 @@ def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], Non
     return rows[span.start - first * row_bytes :][: span.nbytes]
 
 
-def _read_quantised(
-    span: QuantisedSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None], decode: Decode | None
-) -> None:
+def _read_quantised(span: QuantisedSpan, buffer: memoryview, read: Read, decode: Decode | None) -> None:
     """Fill `buffer` with the bytes of the span: the rows that they lie in are decoded."""
     import numpy as np  # noqa: PLC0415 - for few checkpoints
 
@@ -109,28 +113,27 @@ def _read_quantised(
         buffer[:] = out[span.start - first * row_bytes :][: span.nbytes].data
 
 
-def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:
+def _read_tiles(span: TiledSpan, buffer: memoryview, read: Read) -> None:
     """Fill `buffer` with the bytes of the span: of each tile the rows that it needs are read, and laid side by side."""
     first, last = span.rows
     begin = first * span.row_bytes
     is_whole = (span.start, span.nbytes) == (begin, (last - first) * span.row_bytes)
     rows = buffer if is_whole else memoryview(bytearray((last - first) * span.row_bytes))
-    held = memoryview(bytearray((last - first) * max(tile.width for tile in span.tiles)))
     for tile in span.tiles:
-        of_tile = held[: (last - first) * tile.width]
-        read(tile.path, tile.offset + first * tile.width, of_tile)
-        _lay(of_tile, tile, rows, span.row_bytes)
+        offset = tile.offset + first * tile.width
+        if tile.width >= _WIDE:
+            places = range(tile.begin, len(rows), span.row_bytes)
+            read(tile.path, offset, *(rows[place : place + tile.width] for place in places))
+        else:
+            held = memoryview(bytearray((last - first) * tile.width))
+            read(tile.path, offset, held)
+            _lay(held, tile, rows, span.row_bytes)
     if not is_whole:
         buffer[:] = rows[span.start - begin :][: span.nbytes]
 
 
 def _lay(held: memoryview, tile: Tile, rows: memoryview, row_bytes: int) -> None:
     """Put what is held of a tile into its place in every row."""
-    if tile.width >= _WIDE and len(rows) < _FEW:  # importing numpy takes longer than this for all factors of an adapter
-        begins = range(tile.begin, len(rows), row_bytes)
-        for begin, start in zip(begins, range(0, len(held), tile.width), strict=True):
-            rows[begin : begin + tile.width] = held[start : start + tile.width]
-        return
     import numpy as np  # noqa: PLC0415 - for few checkpoints
 
     matrix = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
 from lora_tool.names.model import RowMapping, RowSlice, Shape, row_count
+from lora_tool.names.order import in_natural_order
 from lora_tool.names.rows import numbered, pieces_of
 
 try:
@@ -29,7 +30,6 @@ try:
         WeightRenaming,
         apply_converters,
         apply_renamings,
-        dot_natural_key,
         rename_source_key,
     )
 except ImportError as error:
@@ -191,19 +191,6 @@ class Conversion:
             sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
             made[name] = RowMapping(shape=shape, pieces=pieces if sound else None, sources=group.names)
         return made
-
-
-def in_natural_order(names: Iterable[str]) -> list[str]:
-    """Return the names in the order in which transformers goes through them, which is that of `dot_natural_key`.
-
-    The key of a name is the keys of its parts, and a hundred thousand names are made of a thousand parts: those are put
-    in order, and then only their places are compared.
-    """
-    parts = {name: name.split(".") for name in names}
-    keys = {part: tuple(dot_natural_key(part)) for part in {part for each in parts.values() for part in each}}
-    order = {key: place for place, key in enumerate(sorted(set(keys.values())))}
-    places = {part: order[key] for part, key in keys.items()}
-    return sorted(parts, key=lambda name: [places[part] for part in parts[name]])
 
 
 def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 Shape = tuple[int, ...]
 
@@ -71,6 +73,51 @@ class ModelFacts:
     def parameters(self) -> Iterator[str]:
         """The parameters in the model's order, without its buffers."""
         return (name for name in self.shapes if name not in self.buffers)
+
+
+class NamesOnDisk(Protocol):
+    """What `from_pretrained` takes from a checkpoint for one class, and what saving writes: `WeightMapping` asks
+    transformers, `MixtureMapping` a table.
+    """
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is special about the class."""
+
+    @property
+    def parameters(self) -> Mapping[str, RowMapping]:
+        """Parameter → the rows on disk that it is made of."""
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Tensors on disk that the class has no place for."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters that the checkpoint has nothing for, tied ones aside."""
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """Parameters that the class which adapters are trained on does not have."""
+
+    @property
+    def tied_by_config(self) -> Mapping[str, str]:
+        """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
+
+    def place(self, disk_name: str) -> str:
+        """Return the parameter that a tensor of this name would be loaded into, or a part of."""
+
+    def piece_names(self, parameter: str) -> frozenset[str]:
+        """Return the names of the tensors on disk whose rows make the parameter; none where it is not made of rows."""
+
+    def is_written_as_in_memory(self, parameter: str) -> bool:
+        """Return whether `save_pretrained` writes the rows of a parameter by itself, however it was stored."""
+
+    def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
+        """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
+
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+        """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning."""
 
 
 LABELS = 7919

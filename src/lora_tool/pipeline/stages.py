@@ -48,7 +48,7 @@ from lora_tool.sources import Wanted, located, opened_model
 from lora_tool.validation.validating import validate
 
 if TYPE_CHECKING:
-    from lora_tool.verification.verifying import Verification
+    from lora_tool.verification.verified import Verification
 
 
 @dataclass(slots=True, kw_only=True)
@@ -312,7 +312,8 @@ class Stages:
         if merged is None or self.result is None:
             return self._rank_alone()
         from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
+        from lora_tool.verification.verified import summary_json  # noqa: PLC0415
+        from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
         options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
         key = key_of(options, [*merged.paths, self.result], own=job.own)

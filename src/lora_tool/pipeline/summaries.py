@@ -9,7 +9,7 @@ from lora_tool.display import counted, size
 from lora_tool.plan.core.plan import Plan
 
 if TYPE_CHECKING:
-    from lora_tool.verification.verifying import Verification
+    from lora_tool.verification.verified import Verification
 
 
 def counts_of(plan: Plan, folder: Path) -> str:

@@ -187,14 +187,15 @@ class ReadBack:
         # one thread for BLAS here would be one for an init's decomposition, too, which has other bits then
         if shard.data_bytes < _LARGE_FILE or shard is self.plan.shards[-1] or self.plan.recomputes_inits:
             return
-        from lora_tool.verification.verifying import check_file  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
 
         workers = self.jobs or available_cores()
         self._seen.update(check_file(self.plan, folder, shard, jobs=max(1, workers // 2)))
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
-        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.verified import summary_json  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.written import check_written  # noqa: PLC0415 - only where checked
 
         seen = check_written(self.plan, folder, jobs=self.jobs, seen=self._seen)
         # under the name that the user knows

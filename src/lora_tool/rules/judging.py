@@ -210,8 +210,9 @@ class Judge:
             reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
             if reason is None and Need.LORA in rule.needs:
                 reason = _why_not_lora(checkpoint.config)
-            if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
-                reason = self.why_no_base if subject.base is None else subject.why_no_match
+            if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
+                no_match = subject.why_no_match if Need.BASE in rule.needs else None
+                reason = self.why_no_base if subject.base is None else no_match
             if reason is None and isinstance(subject, MergedSubject):
                 reason = subject.why_not(rule.needs)
             if reason is None and rule.deep and self.deep is None and isinstance(checkpoint, ModelDir):

@@ -14,6 +14,8 @@ from lora_tool.rules.engine.registry import Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch, ModelSubject
 from lora_tool.rules.judging import Judge
 
+_LARGE = 64 << 20
+"""Bytes of adapters whose values are worth an import before they are read."""
 _NO_HELP = "ignoring the rule does not help, because the merge could not compute anything"
 _OF_SHAPES = "LT317"
 """What a config says that its weights contradict."""
@@ -44,6 +46,8 @@ class MergeJudge:
         Without a base nothing is compared with one. `beside` are the same adapters as they are looked at together,
         where less than all of them counts. Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
+        if sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
+            import numpy  # noqa: F401, ICN001, PLC0415 - what is planned is computed with it; with it values are read faster, too
 
         def judged(judge: Judge) -> Report:
             files = map(judge.unreadable, adapters) if judge.ignored else ()

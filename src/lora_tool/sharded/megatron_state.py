@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
+from lora_tool.checkpoint.folders import read_folder
 from lora_tool.checkpoint.megatron import POINTER
+from lora_tool.checkpoint.other_formats import refuse_files
+from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.keys import PREFIX
@@ -19,8 +22,13 @@ from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.tags import choose_tag, stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 
-_NESTS = frozenset({"weights", "policy", "value"})
-"""Folders of NeMo-RL between the step, where its config lies, and the iteration."""
+_NESTS = frozenset({"weights", "policy", "value", "model"})
+"""Folders of NeMo-RL and verl between the step, or the role, where the config lies, and the pieces."""
+_EXPORTED = ("huggingface/adapter", "huggingface")
+"""Folders in which verl puts what transformers and PEFT need beside weights: the config of both, and the tokenizer."""
+
+_ADAPTER_OF_RANKS = "adapter_checkpoint"
+"""Where verl once put the LoRA of each rank, beside the pieces of the optimizer."""
 
 _OF_NAMES = ("LT410", "LT416")
 """What is said of a PEFT model by its names, which these are not."""
@@ -55,13 +63,18 @@ class MegatronState(TrainingState):
 
 
 def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
-    """Return the state of one iteration of Megatron: of `tag`, or of the one that the run points at."""
+    """Return the state of one iteration of Megatron: of `tag`, or of the one that the run points at.
+
+    Raises `UnsupportedCheckpoint` where the LoRA lies beside it in files that say too little.
+    """
     name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="iterations")
     state = torch_dist_state(checkpoint, tag=name)
     older = (
         stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files, pointer=POINTER) if tag is None else ()
     )
     if not isinstance(state, MegatronState):
+        if is_folder(beside := state.folder.absolute().parent / _ADAPTER_OF_RANKS):
+            refuse_files(read_folder(beside), adapter=True)
         state = replace(state, title=state.title.replace("FSDP", "Megatron", 1))
     return replace(state, faults=(*state.faults, *older))
 
@@ -116,7 +129,9 @@ def _near(state: TrainingState) -> tuple[Path, ...]:
     above = [inner]
     while above[-1].name in _NESTS:
         above.append(above[-1].parent)
-    return tuple(dict.fromkeys((state.folder, state.root, *above, state.root.absolute().parent)))
+    beside = (place / name for place in above for name in _EXPORTED)
+    exported = (folder for folder in beside if folder.is_dir())
+    return tuple(dict.fromkeys((state.folder, state.root, *above, *exported, state.root.absolute().parent)))
 
 
 def _taken(whole: StoredTensor, place: Place, name: str) -> StoredTensor:

@@ -23,7 +23,7 @@ from lora_tool.sharded.flat_slices import flat_shapes
 from lora_tool.sharded.model_sizes import size_near
 from lora_tool.sharded.rank_checks import rank_faults
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag, require_tag_here, stale_latest
+from lora_tool.sharded.tags import choose_tag, is_critic, require_tag_here, stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 
@@ -68,7 +68,7 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         )
         for file in others
     )
-    steps = [tag for tag in checkpoint.rank_files if not tag.endswith("critic")]
+    steps = [tag for tag in checkpoint.rank_files if not is_critic(tag)]
     older = stale_latest(checkpoint.root, checkpoint.latest, steps, pointer=POINTER) if tag is None else ()
     title = f"verl checkpoint {folder}, {ranks} ranks"
     return _state(checkpoint, name, paths, ranks=ranks, title=title, faults=(*mixed, *older))

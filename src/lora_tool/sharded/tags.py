@@ -13,7 +13,7 @@ from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import fault
 
-_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/actor)?\Z")
+_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/.+)?\Z")
 
 
 def choose_tag(
@@ -25,13 +25,14 @@ def choose_tag(
     the framework's word for tags. Raises `NotACheckpoint` where there is no such tag, or no way to choose.
     """
     tags = tuple(checkpoint.rank_files)
-    trained = [name for name in tags if not name.endswith("critic")] or list(tags)
+    trained = [name for name in tags if not is_critic(name)] or list(tags)
     wanted = tag or checkpoint.latest or (trained[0] if len(trained) == 1 else None)
-    for name in (wanted, f"{wanted}/actor"):
-        if name in tags:
-            why = "as requested" if tag else f"as `{pointer}` says" if checkpoint.latest else "the only one"
-            decided(f"tag: {name}, {why}")
-            return str(name)
+    # verl's are roles in steps, and those of its Megatron engine folders in them; the actor's come first
+    inside = next((name for name in tags if name == wanted or name.startswith(f"{wanted}/")), None)
+    if inside is not None:
+        why = "as requested" if tag else f"as `{pointer}` says" if checkpoint.latest else "the only one"
+        decided(f"tag: {inside}, {why}")
+        return inside
     if or_newest:
         return trained[-1]
     require_tag_here(checkpoint, tag)
@@ -42,6 +43,11 @@ def choose_tag(
     says = "" if tag else f"`{pointer}` names "
     message = f"{checkpoint.root}: {says}{wanted}, which does not exist; the folder has: {listed}"
     raise NotACheckpoint(message, hint=f'`tag="{trained[-1]}"`')
+
+
+def is_critic(tag: str) -> bool:
+    """Return whether a tag is that of verl's critic, a value model beside the one that is trained to answer."""
+    return "critic" in tag.split("/")
 
 
 def require_tag_here(checkpoint: ShardedDir, tag: str | None) -> None:

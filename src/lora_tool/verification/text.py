@@ -14,7 +14,7 @@ from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification.checking import Level
 from lora_tool.verification.texts import LossEvidence
-from lora_tool.verification.verifying import Verification, summary_json
+from lora_tool.verification.verified import Verification, summary_json
 
 _KEPT = {
     TensorAction.COPIED: "have the base's bytes",

@@ -2,74 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
-from lora_tool.actions import Verdict
-from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
-from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint import MERGED_MODEL, ModelDir
 from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
-from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
-from lora_tool.formats import model_config
-from lora_tool.formats.weights import Weights, read_single
+from lora_tool.errors import UnsupportedAdapter, require_packages
 from lora_tool.plan.computed import ComputedInputs, find_computed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress, StageWatch, unwatched
-from lora_tool.report import Finding, Report, Severity, Skipped
-from lora_tool.rules.engine.registry import Need, Rule
+from lora_tool.report import Finding, Skipped
+from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.registry import chosen as chosen_rules
-from lora_tool.rules.judging import Judge
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.expected import Expected
-from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
-from lora_tool.verification.checking import Level, check_steps, check_tensors
+from lora_tool.verification.checking import Level, check_tensors
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
-from lora_tool.verification.texts import LossEvidence, Texts, read_texts
+from lora_tool.verification.texts import Texts, read_texts
+from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
 
-_OWN_RULES = ("LT1", "LT6")
-"""What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
 _OF_USE = frozenset({"LT625"})
 """What says how much a model is worth, whoever wrote it, and nothing of how it was written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The result of verifying one folder: the rules' report, and the evidence for every tensor."""
-
-    merged: Path
-    base: str
-    adapters: tuple[str, ...]
-    level: Level
-    precision: Precision | None
-    evidence: Mapping[str, TensorEvidence]
-    report: Report
-    outputs: OutputEvidence | None = None
-    """The answers of both models, if `logits` was requested."""
-    pairs: PairEvidence | None = None
-    """How both models ranked the `pairs`, if any were given."""
-    loss: LossEvidence | None = None
-    """The loss of the language models on `text`, if it was given."""
-
-    def __repr__(self) -> str:
-        return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
-
-    def raise_for_errors(self) -> None:
-        """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
-        errors = self.report.at_least(Severity.ERROR)
-        if errors:
-            more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
-            raise VerificationFailed(f"{errors[0]}{more}", hint=errors[0].hint)
 
 
 def verify(
@@ -193,7 +153,7 @@ def verify_inputs(
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    found = _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    found = by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
     return found if reading is None else replace(found, loss=reading(watch))
 
 
@@ -241,73 +201,10 @@ def verify_computed(
         recomputed=True,
         inputs=inputs.fingerprints(),
     )
-    rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(_OWN_RULES))
+    rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(OWN_RULES))
     rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
-    return _by_rules(
+    return by_rules(
         subject, tuple(rules), level, Precision.FLOAT64, adapters=tuple(str(each.root) for each in inputs.sources)
-    )
-
-
-def check_written(
-    plan: Plan,
-    folder: Path,
-    *,
-    level: Level = Level.SAMPLE,
-    jobs: int | None = None,
-    seen: Mapping[str, TensorEvidence] = MappingProxyType({}),
-) -> Verification:
-    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk.
-
-    `seen` is what `check_file` has returned for some of its files: their values are not read again.
-    """
-    written = _written(plan, folder)
-    unseen = (step for step in plan.steps if step.out.name not in seen)
-    found = {**seen, **check_steps(unseen, written.tensors, level=level, precision=plan.precision, jobs=jobs)}
-    evidence = {step.out.name: found[step.out.name] for step in plan.steps if step.out.name in found}
-    subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
-    return _by_rules(subject, chosen_rules(_OWN_RULES), level, plan.precision)
-
-
-def check_file(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None = None) -> dict[str, TensorEvidence]:
-    """Return the evidence of sampled values of one file of the `folder` that `plan` is being carried out in.
-
-    Codes whose scales are in another file are left to `check_written`, and so is what is not there as it was planned.
-    Raises as `check_steps`.
-    """
-    stored = read_single(folder / shard.filename).tensors
-    return check_steps(shard.steps, stored, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
-
-
-def _by_rules(
-    subject: MergedSubject,
-    rules: tuple[Rule, ...],
-    level: Level,
-    precision: Precision | None,
-    *,
-    adapters: tuple[str, ...] = (),
-    skipped: tuple[Skipped, ...] = (),
-) -> Verification:
-    """Return the verification of a folder whose values were read, by the rules that read none."""
-    merged, evidence = subject.checkpoint.root, subject.evidence
-    by_reason: dict[str, list[str]] = {}
-    for found in evidence.values():
-        if found.verdict is Verdict.UNKNOWN:
-            by_reason.setdefault(found.reason, []).append(found.name)
-    for reason, (first, *others) in by_reason.items():
-        more = f" and {len(others)} more" if others else ""
-        unknown = Skipped(code="LT608", path=str(merged), reason=f"`{first}`{more} not recomputed: {reason}")
-        skipped = (*skipped, unknown)
-    report = Judge(rules=rules, deep=False).folder(subject)
-    return Verification(
-        merged=merged,
-        base=subject.base_name or "",
-        adapters=adapters,
-        level=level,
-        precision=precision,
-        evidence=evidence,
-        report=replace(report, skipped=(*report.skipped, *skipped)),
-        outputs=subject.outputs,
-        pairs=subject.pairs,
     )
 
 
@@ -321,43 +218,9 @@ def judged_alone(
     from lora_tool.verification.rewards import rank_alone  # noqa: PLC0415 - torch and transformers, only where asked for
 
     subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
-    return _by_rules(
-        subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None
-    )
+    return by_rules(subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None)
 
 
 def written_wrong(failing: Iterable[Finding]) -> bool:
     """Return whether the findings say that what was written is not what it should be, and not its worth alone."""
     return any(finding.code not in _OF_USE for finding in failing)
-
-
-def _written(plan: Plan, folder: Path) -> ModelDir:
-    """Return the folder as a model; the weight files alone where the plan writes an adapter or a state dict."""
-    if any(file.filename == model_config.FILE_NAME for file in plan.side_files):
-        return open_model(folder)
-    found = [read_single(folder / shard.filename) for shard in plan.shards]
-    weights = Weights(
-        files=tuple(file for each in found for file in each.files),
-        tensors={name: tensor for each in found for name, tensor in each.tensors.items()},
-        problems=tuple(problem for each in found for problem in each.problems),
-    )
-    return ModelDir(
-        kind=MERGED_MODEL, folder=read_folder(folder), config=None, weights=weights, problems=weights.problems
-    )
-
-
-def summary_json(verification: Verification) -> dict[str, Any]:
-    """Return what a manifest records of a verification: how much was compared, and the largest distances."""
-    found = tuple(verification.evidence.values())
-    ulps = [item.ulps for item in found if item.ulps is not None]
-    return {
-        "level": verification.level.value,
-        "errors": verification.report.count(Severity.ERROR),
-        "warnings": verification.report.count(Severity.WARNING),
-        "tensors": len(found),
-        "right": sum(item.verdict is Verdict.RIGHT for item in found),
-        "not_recomputed": [item.name for item in found if item.verdict is Verdict.UNKNOWN],
-        "values_compared": sum(item.compared for item in found),
-        "values": sum(item.numel for item in found),
-        "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
-    }

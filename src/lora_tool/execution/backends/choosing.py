@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_tool.execution.backends.backend import Backend
-from lora_tool.execution.native.library import TYPES, kernel
+from lora_tool.execution.native.library import TYPES, WIDE_TYPES, kernel
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Precision, RowOp
+from lora_tool.plan.core.ops import Precision, RowOp, row_ops
 from lora_tool.plan.core.plan import Plan
 
 ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
@@ -20,6 +20,8 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
         precision = Precision.FLOAT32  # its values are only looked at
     elif op.taken_out:
         precision = Precision.PEFT  # whatever was asked for: a decomposition is PEFT's own
+    elif isinstance(op, FactorOp) and precision is Precision.FLOAT64:
+        precision = Precision.FLOAT32  # factors are computed in float64 in both
     match precision:
         case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
             from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above
@@ -38,31 +40,37 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
 
 
 def _fits_kernel(op: RowOp) -> bool:
-    """Return whether float32 holds the operation's inputs, and is what it is computed in."""
-    return not isinstance(op, FactorOp) and all(tensor.dtype in TYPES for tensor in op.inputs)
+    """Return whether the kernel reads the inputs: of weights those that float32 holds, of factors all types."""
+    known = isinstance(op, FactorOp) or op.source.dtype in TYPES
+    return known and all(tensor.dtype in WIDE_TYPES for tensor in op.inputs)
 
 
 def arithmetic_of(plan: Plan) -> str | None:
     """Return the names of the backends that compute the plan, for its record; None if every tensor is copied."""
-    return None if plan.only_copies else _arithmetic(plan.precision)
+    return None if plan.only_copies else _arithmetic(plan.precision, factors=makes_factors(plan))
 
 
 def formula_of(plan: Plan) -> str | None:
     """Return what of `arithmetic_of` decides about the bytes: all levels of the kernel give the same."""
-    return None if plan.only_copies else formula(plan.precision)
+    return None if plan.only_copies else formula(plan.precision, factors=makes_factors(plan))
 
 
-def formula(precision: Precision) -> str:
-    """Return what decides about the bytes that are computed with this precision on this machine."""
-    return _arithmetic(precision).partition(" (")[0]
+def makes_factors(plan: Plan) -> bool:
+    """Return whether factors of LoRA are computed, which is in float64 at every precision."""
+    return any(isinstance(op, FactorOp) for step in plan.steps for op in row_ops(step.op))
 
 
-def _arithmetic(precision: Precision) -> str:
+def formula(precision: Precision, *, factors: bool = False) -> str:
+    """Return what decides about the bytes that are computed with this precision on this machine; `factors`, too."""
+    return _arithmetic(precision, factors=factors).partition(" (")[0]
+
+
+def _arithmetic(precision: Precision, *, factors: bool) -> str:
     match precision:
         case Precision.FLOAT32:
             return str(kernel() or "numpy")
         case Precision.FLOAT64:
-            return "numpy"
+            return str((kernel() if factors else None) or "numpy")
         case Precision.PEFT:
             return "torch"
         case _:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from lora_tool.execution import kernels
-from lora_tool.execution.backends.numpy_backend import NumpyBackend, bytes_of, retention
+from lora_tool.execution.backends.native_factors import NativeFactors
+from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import TYPES, Term, kernel
+from lora_tool.execution.native.library import TYPES, Term
 from lora_tool.execution.native.rows import CodedRows, PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -22,28 +25,36 @@ from lora_tool.tensors import DType, StoredTensor
 Rows = PlainRows | CodedRows
 
 
-class NativeBackend(NumpyBackend):
+class NativeBackend(NativeFactors):
     """See `Backend`. Numpy computes what the kernel cannot, and computes again what it flags, to name what is wrong."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         super().__init__(sources, precision, stopped)
-        found = kernel()
-        if found is None:
-            raise AssertionError("no kernel: `backend_for` should have chosen another backend")
-        self._kernel = found
         self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
-        match unit.op:
-            case _ if unit.out.dtype not in TYPES:
-                result = None
-            case Copy() | Cast() | Dequantise():
-                result = self._converted(unit, first, last)
-            case LoraDelta():
-                result = self._changed(unit, unit.op, first, last, sampled=sampled)
-            case _:
-                result = None
+        result = self._computed(unit, first, last, sampled=sampled)
         return super()._block(unit, first, last, sampled=sampled) if result is None else result
+
+    def _computed(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array | None:
+        """Return the rows, flat; None where the kernel does not compute them, or one is not finite."""
+        if isinstance(unit.op, FactorOp):
+            return self._factor(unit, unit.op, first, last)
+        if unit.out.dtype is DType.F64:  # it is computed in float32
+            single = self._computed(replace(unit, out=replace(unit.out, dtype=DType.F32)), first, last, sampled=sampled)
+            return None if single is None else self._wider(single)
+        match unit.op:
+            case Copy() | Cast() | Dequantise():
+                return self._converted(unit, first, last)
+            case LoraDelta():
+                return self._changed(unit, unit.op, first, last, sampled=sampled)
+            case _:
+                return None
+
+    def _wider(self, single: Array) -> Array:
+        wide = self._buffer("wider", single.shape, np.dtype(np.float64))
+        np.copyto(wide, single)
+        return wide
 
     def _write(self, result: Array, out: int, offset: int) -> None:
         """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
@@ -136,6 +147,7 @@ class NativeBackend(NumpyBackend):
     def _packed(self, place: str, factor: Array, width: int) -> Array:
         """Return the factor, [length, rank], in panels of `width`, in this worker's buffer."""
         length, depth = factor.shape
+        factor = factor.astype(np.float32) if factor.dtype == np.float64 else factor
         packed = self._buffer(place, (-(-length // width) * width * depth,), np.dtype(np.float32))
         along, down = (stride // factor.itemsize for stride in factor.strides)
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)

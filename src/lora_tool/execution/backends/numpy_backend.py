@@ -42,8 +42,6 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
-_WIDER = 4
-"""Blocks of factors are this many times smaller: they are computed in float64, from more values."""
 _STRIP, _TALL = 1 << 9, 1 << 9
 """Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
@@ -57,6 +55,8 @@ class NumpyBackend:
     """See `Backend`."""
 
     whole_tensors: ClassVar[bool] = False
+    factor_blocks: ClassVar[int] = 4
+    """How many times smaller blocks of factors are: they are computed in float64, from more values."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
@@ -81,7 +81,7 @@ class NumpyBackend:
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """See `Backend`."""
         with self._ready_for(unit):
-            for first, last in _blocks(unit):
+            for first, last in self._blocks(unit):
                 if self._stopped():
                     break
                 result = self._block(unit, first, last, sampled=first == unit.first)
@@ -116,12 +116,22 @@ class NumpyBackend:
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
         """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""
         squares = np.zeros(op.source.shape[1], np.float64)
-        for first, last in _blocks(unit):
+        for first, last in self._blocks(unit):
             if self._stopped():
                 break
             moved = self._moved(op, first, last).astype(np.float64, copy=False)
             squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
+
+    def _blocks(self, unit: ComputeUnit) -> Iterator[tuple[int, int]]:
+        """Yield the unit's rows in blocks of about as many weights and about the same height."""
+        shape = unit.out.shape
+        rows = unit.last - unit.first
+        width = max(1, math.prod(shape[1:]))
+        weights = BLOCK_WEIGHTS // (self.factor_blocks if isinstance(unit.op, FactorOp) else 1)
+        count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
+        edges = [unit.first + rows * number // count for number in range(count + 1)]
+        return itertools.pairwise(edges)
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer.
@@ -358,17 +368,6 @@ def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
     delta, effect = after - before, now - before
     sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
     return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
-
-
-def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
-    """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
-    shape = unit.out.shape
-    rows = unit.last - unit.first
-    width = max(1, math.prod(shape[1:]))
-    weights = BLOCK_WEIGHTS // _WIDER if isinstance(unit.op, FactorOp) else BLOCK_WEIGHTS
-    count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
-    edges = [unit.first + rows * number // count for number in range(count + 1)]
-    return itertools.pairwise(edges)
 
 
 def bytes_of(array: Array) -> memoryview:

@@ -50,4 +50,10 @@ TARGET static inline uint32_t avx2_largest(__m256i most) {
 #define NOTHING() _mm256_setzero_si256()
 #define LARGER(b, v) _mm256_max_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
 #define LARGEST(b) avx2_largest(b)
+#define WIDE __m256d
+#define WIDE_LANES 4
+#define WIDE_SET(x) _mm256_set1_pd(x)
+#define WIDE_LOAD(p) _mm256_loadu_pd(p)
+#define WIDE_STORE(p, v) _mm256_storeu_pd(p, v)
+#define WIDE_FMA(x, y, z) _mm256_fmadd_pd(x, y, z)
 #include "tile.h"

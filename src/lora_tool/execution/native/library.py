@@ -26,6 +26,8 @@ VERSION = 1
 """Of the functions in `merge.c`, and of the arithmetic that they define."""
 TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
 """The types that it reads and writes."""
+WIDE_TYPES = {**TYPES, DType.F64: 3}
+"""Those of factors that are computed in float64."""
 
 
 @enum.unique
@@ -83,6 +85,8 @@ class Kernel:
     rows: int
     columns: int
     """Of a tile: how wide the panels of left and right factors are."""
+    wide_columns: int
+    """The same of right factors in float64."""
     library: Any
 
     def pack(
@@ -127,6 +131,51 @@ class Kernel:
     ) -> None:
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
+
+    def scale(
+        self,
+        source: int,
+        source_type: DType,
+        strides: tuple[int, int],
+        out: int,
+        out_type: DType,
+        places: tuple[int, int],
+        size: tuple[int, int],
+        scale: float,
+    ) -> bool:
+        """Write columns of a factor times `scale`, rounded once, of `size` rows and columns; returned as by `merge`.
+
+        `strides` are those of the source, of rows and of the columns that are taken, `places` those of what is written.
+        """
+        types = WIDE_TYPES[source_type], WIDE_TYPES[out_type]
+        flagged: int = self.library.lora_tool_scale(
+            self.level.number, source, types[0], *strides, out, types[1], *places, *size, scale
+        )
+        return flagged == 0
+
+    def pack_wide(
+        self,
+        packed: int,
+        width: int,
+        place: tuple[int, int],
+        factor: int,
+        dtype: DType,
+        size: tuple[int, int],
+        strides: tuple[int, int],
+    ) -> None:
+        """Lay out a part of a factor in float64, as `pack` does; `place` is how deep the whole is, and where the part begins."""
+        self.library.lora_tool_pack_wide(
+            self.level.number, packed, width, *place, factor, WIDE_TYPES[dtype], *size, *strides
+        )
+
+    def product_wide(
+        self, left: int, right: int, depth: int, out: int, out_type: DType, stride: int, size: tuple[int, int]
+    ) -> bool:
+        """Write the product of factors packed in float64, rounded once, in rows `stride` apart; returned as by `merge`."""
+        flagged: int = self.library.lora_tool_product_wide(
+            self.level.number, left, right, depth, out, WIDE_TYPES[out_type], stride, *size
+        )
+        return flagged == 0
 
     def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
         """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
@@ -187,7 +236,13 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
         return (), f"{file.name} has version {version}, but version {VERSION} is needed"
     levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
     found = tuple(
-        Kernel(level=level, rows=rows, columns=library.lora_tool_columns(level.number), library=library)
+        Kernel(
+            level=level,
+            rows=rows,
+            columns=library.lora_tool_columns(level.number),
+            wide_columns=library.lora_tool_wide_columns(level.number),
+            library=library,
+        )
         for level, rows in levels
         if rows
     )
@@ -215,13 +270,17 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
+    four, double = [size] * 4, ctypes.c_double
+    library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
+    library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
+    library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_write.restype = size
     return library
 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
-CHECKSUM = 3661876134
+CHECKSUM = 3124060484
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -238,7 +297,9 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 
 def checksum(kernel: Kernel) -> int:
-    """Return the CRC-32 of W + 0.3·(B·A) of `trial`, stored as each type from each type, W + B·A + 0.3·(B·A) last."""
+    """Return the CRC-32 of what the kernel makes of `trial`: of B·A in float64, and of W + 0.3·(B·A), stored as each type
+    from each type, W + B·A + 0.3·(B·A) last.
+    """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
     packed = [(ctypes.c_float * (_DEPTH * 64))() for _ in range(2)]
@@ -256,7 +317,7 @@ def checksum(kernel: Kernel) -> int:
     addresses = [ctypes.addressof(each) for each in packed]
     scaled, plain = Term(*addresses, _DEPTH, 0.3), Term(*addresses, _DEPTH, 1.0)
     weights = (ctypes.c_uint16 * len(bits))(*bits)
-    total = 0
+    total = _checksum_wide(kernel, ctypes.addressof(left), ctypes.addressof(right))
     for source_type in TYPES:
         source = ctypes.create_string_buffer(4 * len(bits))
         kernel.convert(ctypes.addressof(weights), DType.BF16, ctypes.addressof(source), source_type, len(bits))
@@ -267,4 +328,21 @@ def checksum(kernel: Kernel) -> int:
                     ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
                 )
                 total = zlib.crc32(out.raw, total)
+    return total
+
+
+def _checksum_wide(kernel: Kernel, left: int, right: int) -> int:
+    """Return the CRC-32 of B·A in float64, rounded to each type, and of 0.3 times that."""
+    panels = [(ctypes.c_double * (_DEPTH * 64))() for _ in range(2)]
+    addresses = [ctypes.addressof(each) for each in panels]
+    place = _DEPTH, 0
+    kernel.pack_wide(addresses[0], kernel.rows, place, left, DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
+    kernel.pack_wide(addresses[1], kernel.wide_columns, place, right, DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
+    size, line = (_ROWS, _COLUMNS), (_COLUMNS, 1)
+    total = 0
+    for dtype in WIDE_TYPES:
+        made, scaled = (ctypes.create_string_buffer(dtype.bits // 8 * _ROWS * _COLUMNS) for _ in range(2))
+        kernel.product_wide(addresses[0], addresses[1], _DEPTH, ctypes.addressof(made), dtype, _COLUMNS, size)
+        kernel.scale(ctypes.addressof(made), dtype, line, ctypes.addressof(scaled), dtype, line, size, 0.3)
+        total = zlib.crc32(scaled.raw, zlib.crc32(made.raw, total))
     return total

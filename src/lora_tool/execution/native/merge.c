@@ -38,6 +38,8 @@ enum level { SCALAR, AVX2, AVX512, NEON };
 
 #define ROWS_MOST 12
 #define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
+#define WIDE_MOST (ROWS_MOST * 16) /* doubles of the largest */
+#define F64 TYPES                  /* of factors alone */
 #define STRIP 512                  /* columns of a quantised weight that are decoded together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
@@ -74,6 +76,9 @@ typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
 typedef void extremes_function(const float *numbers, int64_t count, float *low, float *high);
+typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth);
+typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
+typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
 typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
@@ -87,6 +92,10 @@ struct words {
     int8_function *int8_of;
     ratios_function *ratios;
     extremes_function *extremes, *column_extremes;
+    int wide_columns; /* of a tile of float64 */
+    wide_function *wide_product;
+    scaled_function *scaled[TYPES + 1];
+    rounded_function *rounded;
 };
 
 static inline uint32_t bits_of(float value) {
@@ -434,3 +443,5 @@ EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64
     }
     return done;
 }
+
+#include "factors.h"

@@ -6,6 +6,8 @@
  *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) MUL(x, y) ADD(x, y)
  *   WIDEN_bf16(p) WIDEN_f16(p) NARROW_bf16(p, v) NARROW_f16(p, v)       elements in memory, as floats
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
+ *   WIDE, WIDE_LANES           vectors of doubles, as many side by side in a tile
+ *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
  */
 #define JOINED(a, b) a##_##b
 #define JOIN(a, b) JOINED(a, b)
@@ -42,6 +44,7 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 }
 
 #include "codes.h"
+#include "wide.h"
 
 /* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
@@ -111,6 +114,10 @@ static const struct words NAME(words) = {
     ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
+    WIDE_COLUMNS,
+    NAME(wide_product),
+    {NAME(scaled_bf16), NAME(scaled_f16), NAME(scaled_f32), NAME(scaled_f64)},
+    NAME(rounded),
 };
 
 #undef JOINED
@@ -122,6 +129,8 @@ static const struct words NAME(words) = {
 #undef TABLE
 #undef SIDE_BY_SIDE
 #undef CUT_OFF
+#undef SCALED
+#undef WIDE_COLUMNS
 #undef WIDEN_f32
 #undef NARROW_f32
 #undef LEVEL
@@ -145,3 +154,9 @@ static const struct words NAME(words) = {
 #undef NOTHING
 #undef LARGER
 #undef LARGEST
+#undef WIDE
+#undef WIDE_LANES
+#undef WIDE_SET
+#undef WIDE_LOAD
+#undef WIDE_STORE
+#undef WIDE_FMA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,7 +85,7 @@ def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
     yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
     ranks = [each.enough for each in modules]
     yield (
-        f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {statistics.median_high(ranks)} in the median of "
+        f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {sorted(ranks)[len(ranks) // 2]} in the median of "
         f"{counted(len(modules), 'module')}, {max(ranks)} at most; written: {_span([each.after for each in modules])}, "
         f"before: {_span([each.before for each in modules])}"
     )

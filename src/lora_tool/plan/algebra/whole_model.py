@@ -13,7 +13,7 @@ from typing import Any
 from lora_tool import keys
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.text_classes import TEXT_CLASSES
+from lora_tool.architectures.text_classes import text_class_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.plan.core.steps import Step
 
@@ -67,22 +67,9 @@ SAME = Beginnings()
 
 
 def beginnings_of(view: AdapterView, base: ModelDir | None) -> Beginnings:
-    """Return how module paths begin in the text class that the adapter was trained on, and in `base`.
-
-    They differ where more of the adapter's modules are in `base` under the whole model's names than under their own.
-    """
-    text = TEXT_CLASSES.get(base.config.model_type or "") if base is not None and base.config is not None else None
-    if base is None or text is None:
+    """Return how module paths begin in the text class that the adapter was trained on, and in `base`; see `text_class_of`."""
+    if base is None or base.config is None:
         return SAME
-    names = Beginnings(text=text.strip, whole=text.add)
-    held = {module for name in base.tensors for module in _modules(name)}
-    modules = [layer.target for layer in view.layers if head_of(layer.target) is None]
-    moved = sum(names.path(module) in held for module in modules)
-    return names if moved > sum(module in held for module in modules) else SAME
-
-
-def _modules(name: str) -> tuple[str, ...]:
-    """Return the module of a tensor, and the experts that it is one of: they are one module in memory."""
-    module = name.rpartition(".")[0]
-    before, experts, _ = module.partition(".experts.")
-    return (module, f"{before}.experts") if experts else (module,)
+    modules = (layer.target for layer in view.layers)
+    text = text_class_of(base.config.model_type or "", base.tensors, modules)
+    return SAME if text is None else Beginnings(text=text.strip, whole=text.add)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lora_tool import keys
+from lora_tool.adapter.half_pairs import half_pairs_among
 from lora_tool.checkpoint import VALUE_HEAD
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -111,25 +112,11 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     )
 
 
-_OTHER_HALF = {
-    Part.LORA_A: (Part.LORA_B, "zeros"),
-    Part.LORA_B: (Part.LORA_A, "noise"),
-    Part.EMBEDDING_A: (Part.EMBEDDING_B, "noise"),
-    Part.EMBEDDING_B: (Part.EMBEDDING_A, "zeros"),
-}
-"""Factor → the other of its pair, and what PEFT puts there where it is missing."""
-
-
 def _halves(state: TrainingState, names: Mapping[str, str]) -> Iterator[Finding]:
     """LT201: yield each factor of the adapter whose other half is not in the checkpoint."""
     parsed = {saved: keys.parse(name) for name, saved in names.items()}
-    held = {(key.module, key.part) for key in parsed.values()}
-    for saved, key in parsed.items():
-        other, instead = _OTHER_HALF.get(key.part, (key.part, ""))
-        if (key.module, other) not in held:
-            message = f"its {other.value} is missing, and PEFT would put {instead} there"
-            hint = "use another step: a save that was interrupted, or of one pipeline stage, has a part of the tensors"
-            yield fault("LT201", state.folder, message, subject=saved, hint=hint)
+    for half in half_pairs_among(parsed):
+        yield fault("LT201", state.folder, half.message, subject=half.name, hint=half.hint)
 
 
 def _no_place(name: str, why: str) -> UnsupportedCheckpoint:

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
+from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
@@ -102,6 +104,21 @@ class DirectBase:
         if per_expert:
             raise AssertionError("a plainly stored model has no fused parameters")
         return tuple(steps)
+
+
+def class_row(config: ModelConfig, generator: ModelFacts | None, classifier: ModelFacts | None) -> Architecture:
+    """Return the classes of a model type that were looked at, in the words of the table of plainly stored ones."""
+    head = classifier.head if classifier else None
+    last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
+    output = generator.output if generator else None
+    return Architecture(
+        model_type=config.model_type or "",
+        causal_lm=generator.class_name if generator else None,
+        sequence_classification=classifier.class_name if classifier and head else None,
+        head=head.removesuffix(last) if head else None,
+        causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
+        conv1d=frozenset().union(*(each.conv1d for each in (generator, classifier) if each)),
+    )
 
 
 def direct_base(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> DirectBase:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
@@ -19,7 +18,7 @@ from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.names.model import LABELS, ModelFacts, RowMapping
+from lora_tool.names.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
@@ -31,9 +30,6 @@ from lora_tool.plan.merge.split_steps import disk_steps
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
 
-if TYPE_CHECKING:
-    from lora_tool.names.weight_mapping import WeightMapping
-
 _UNTIED_WAY = '`precision="float32"` with `untie=True` writes each end of tied embeddings as it was trained'
 _OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 
@@ -42,7 +38,7 @@ _OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 class ConvertedBase:
     """A base in the words of memory, the adapter in the same, and the way back."""
 
-    mapping: WeightMapping
+    mapping: NamesOnDisk
     disk: TensorTable
     base: ModelDir
     adapters: tuple[AdapterDir, ...]
@@ -157,7 +153,7 @@ class ConvertedBase:
 def converted_base(
     base: ModelDir,
     adapters: Sequence[AdapterDir],
-    mapping: WeightMapping,
+    mapping: NamesOnDisk,
     arch: Architecture,
     task: Task,
     *,
@@ -199,7 +195,7 @@ def converted_base(
     )
 
 
-def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
+def _in_memory(adapter: AdapterDir, mapping: NamesOnDisk) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
     found = homes(adapter, mapping)
     if all(path in (None, module) for (module, _), path in found.items()):
@@ -212,7 +208,7 @@ def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
     return replace(adapter, keys={name: in_memory(key) for name, key in adapter.keys.items()})
 
 
-def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], str | None]:
+def homes(adapter: AdapterDir, mapping: NamesOnDisk) -> dict[tuple[str, str], str | None]:
     """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
 
     None where there is none.
@@ -227,7 +223,7 @@ def _leaf_in_memory(key: AdapterKey) -> str:
     return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
 
 
-def _home(module: str, leaf: str, mapping: WeightMapping) -> str | None:
+def _home(module: str, leaf: str, mapping: NamesOnDisk) -> str | None:
     """Return the path in memory of a module that an adapter names.
 
     An adapter of an earlier transformers has the names of then, which are mostly those on disk.
@@ -322,7 +318,7 @@ def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
             )
 
 
-def _require_pefts_reading(mapping: WeightMapping, adapter: AdapterDir) -> None:
+def _require_pefts_reading(mapping: NamesOnDisk, adapter: AdapterDir) -> None:
     """Raise `UnsupportedAdapter` where PEFT would leave some of the adapter's tensors out."""
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
     lost = mapping.left_out_by_peft(adapter.root, tensors)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
-from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -19,6 +18,7 @@ from lora_tool.names import meta
 from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
+from lora_tool.plan.merge.base_view import class_row
 from lora_tool.plan.merge.converted_base import homes
 from lora_tool.tensors import DType
 
@@ -65,7 +65,7 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
         generator, classifier = (None, found) if task in CLASSIFIERS else (found, None)
     if generator is None and classifier is None:
         raise errors[0] if errors else _unknown_type(config, what)
-    arch = _architecture(config, generator, classifier)
+    arch = class_row(config, generator.facts if generator else None, classifier.facts if classifier else None)
     decided = task or decide_task(asked, adapters, base, arch.head)
     mapping = classifier if decided in CLASSIFIERS else generator
     if mapping is None:
@@ -88,22 +88,6 @@ def text_base(base: ModelDir) -> ModelDir:
             hint="leave out `text_only`",
         )
     return replace(base, config=config)
-
-
-def _architecture(
-    config: ModelConfig, generator: WeightMapping | None, classifier: WeightMapping | None
-) -> Architecture:
-    head = classifier.facts.head if classifier else None
-    last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
-    output = generator.facts.output if generator else None
-    return Architecture(
-        model_type=config.model_type or "",
-        causal_lm=generator.facts.class_name if generator else None,
-        sequence_classification=classifier.facts.class_name if classifier and head else None,
-        head=head.removesuffix(last) if head else None,
-        causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
-        conv1d=frozenset().union(*(each.facts.conv1d for each in (generator, classifier) if each)),
-    )
 
 
 def _fitting(

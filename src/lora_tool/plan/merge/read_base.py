@@ -19,12 +19,13 @@ from lora_tool.architectures.vocabulary import stored_twice
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, require_packages
 from lora_tool.keys import Part
+from lora_tool.names.model import NamesOnDisk
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
-from lora_tool.plan.merge.base_view import BaseView, direct_base
-from lora_tool.plan.merge.converted_base import converted_base
+from lora_tool.plan.merge.base_view import BaseView, class_row, direct_base
+from lora_tool.plan.merge.converted_base import converted_base, homes
 from lora_tool.progress import decided
-from lora_tool.tensors import StoredTensor
+from lora_tool.tensors import DType, StoredTensor
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _MAPPERS = ("torch", "transformers")
@@ -55,6 +56,15 @@ def read_base(
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
             return direct_base(base, adapters, row, task)
+    mixture = _known_mixture(base, adapters, asked) if task is None else None
+    if mixture is not None:
+        class_name = mixture.facts.class_name
+        decided(
+            f"names: {class_name} stacks the experts of each layer in memory, all else is as on disk, so "
+            "transformers is not needed"
+        )
+        arch = class_row(base.whole_config, mixture.facts, None)
+        return converted_base(base, adapters, mixture, arch, decide_task(asked, adapters, base, None))
     require_transformers()
     from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
 
@@ -102,6 +112,21 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
     # an output layer that is on disk and tied may stand for the embeddings; an encoder's and a decoder's may be one
     outputs = base.tensors.keys() & set(row.causal_only) if config.tie_word_embeddings is True else set()
     return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
+
+
+def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> NamesOnDisk | None:
+    """Return where the parameters of a causal LM with stacked experts lie, if a table knows its class and the adapters
+    are of that class alone; None if transformers must tell.
+    """
+    if asked not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
+        return None
+    from lora_tool.names.mixture import mixture_mapping  # noqa: PLC0415 - for bases that are not as in memory alone
+
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
+    if found is None or any(None in homes(adapter, found).values() for adapter in adapters):
+        return None
+    return found
 
 
 def require_transformers() -> None:

@@ -14,17 +14,18 @@ from lora_tool.formats.weights import read_single
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject
+from lora_tool.rules.engine.subjects import AdapterSubject, LoraSubject
 from lora_tool.tensors import StoredTensor
 
 _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
 
 
-@rule("LT201", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
-def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
+@rule("LT201", Severity.ERROR, on=LoraSubject, needs=_OF_LORA, unmergeable=True)
+def unpaired(subject: LoraSubject) -> Iterator[Fault]:
     """A LoRA pair with only one half.
 
-    What it does: Looks for a `lora_A` without its `lora_B`, or a `lora_B` without its `lora_A`.
+    What it does: Looks for a `lora_A` without its `lora_B`, or a `lora_B` without its `lora_A`, in an adapter and in
+    rank files.
 
     Why it matters: PEFT initialises the missing half, with only a warning: B is then zero and the module does nothing,
     or A is random and the module adds noise.
@@ -33,15 +34,8 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Save the adapter again from the training state, the only place that has the missing half.
     """
-
-    def unpaired_in(layer: LoraLayer) -> Iterator[Fault]:
-        lost = [part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None]
-        if lost:
-            message = f"its {' and '.join(lost)} {'are' if lost[1:] else 'is'} missing, and PEFT would put "
-            message += f"{'zeros' if layer.zero_initialised is None else 'noise'} there"
-            yield Fault(subject=(layer.a or layer.b or layer.any_tensor).name, message=message)
-
-    yield from subject.view.found(unpaired_in)
+    for half in subject.half_pairs():
+        yield Fault(subject=half.name, message=half.message, hint=half.hint)
 
 
 @rule("LT202", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)

@@ -33,6 +33,8 @@ class Need(str, enum.Enum):
     """The adapter is not of another kind, as far as its config says."""
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
+    NAMES = "names"
+    """A base model, whatever its names mean in memory."""
     CLASS = "class"
     """The tensors of the model's class; without them a rule looks at what it can, and that it could not at more is said."""
     VALUES = "values"

@@ -9,6 +9,7 @@ and for everything large, `scan_numpy` counts.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +24,8 @@ CHUNK_BYTES = 1 << 20
 
 NUMPY_BYTES = 128 << 20
 """From this size on, numpy's import is soon won back."""
+_LITTLE = 1 << 20
+"""Up to this size, what is imported already is not worth its threads."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -46,7 +49,8 @@ class Scans:
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
-        if sum(tensor.nbytes for tensor in tensors.values()) < NUMPY_BYTES:
+        least = min(_LITTLE, NUMPY_BYTES) if "numpy" in sys.modules else NUMPY_BYTES
+        if sum(tensor.nbytes for tensor in tensors.values()) < least:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
         from lora_tool.rules.engine.scan_numpy import scan_all  # noqa: PLC0415 - slow to import
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from lora_tool.adapter.half_pairs import HalfPair, half_pair_in
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.text_classes import TextClass, text_class_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
@@ -216,7 +218,16 @@ class BaseMatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterSubject(Subject):
+class LoraSubject(Subject):
+    """A folder that LoRA may be in: an adapter, or rank files. Each says how its pairs are found."""
+
+    def half_pairs(self) -> Iterator[HalfPair]:
+        """Yield the pairs of which only one factor is there."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterSubject(LoraSubject):
     """An adapter folder, the view of what it holds, and the base it is compared with."""
 
     checkpoint: AdapterDir
@@ -236,6 +247,10 @@ class AdapterSubject(Subject):
         """Its config, PEFT's defaults where the file could not be read; rules that need the config do not run then."""
         return self.view.config
 
+    def half_pairs(self) -> Iterator[HalfPair]:
+        """See `LoraSubject`."""
+        return self.view.found(half_pair_in)
+
     @property
     def layers(self) -> tuple[LoraLayer, ...]:
         """Its LoRA, by module."""
@@ -247,6 +262,14 @@ class AdapterSubject(Subject):
         if not isinstance(self.match, BaseMatch):
             raise TypeError("rules that need a base run only with one that matches")
         return self.match
+
+    @property
+    def text_class(self) -> TextClass | None:
+        """The text class of a multimodal base that it was trained on; None of any other base, and without one."""
+        if self.base is None or self.base.config is None:
+            return None
+        modules = (layer.target for layer in self.layers)
+        return text_class_of(self.base.config.model_type or "", self.base.tensors, modules)
 
     @property
     def why_no_match(self) -> str | None:

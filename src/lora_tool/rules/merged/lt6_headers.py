@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_tool.architectures import architecture_of, is_computed
 from lora_tool.architectures.heads import head_of
+from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
@@ -92,10 +93,12 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected or {}
     command = f"lora-tool consolidate {shlex.quote(str(subject.checkpoint.root))}"
     hint = f"take the adapter out, then merge it: {command}" if any(map(has_lora_factor, subject.tensors)) else None
-    for name, tensor in subject.tensors.items():
-        if name not in expected and _ADAPTER_NAME.search(name):
-            message = "is a PEFT name: the adapter lies beside the weights and was not merged into them"
-            yield Fault(subject=name, message=message, path=str(tensor.path), hint=hint)
+    left = [name for name in subject.tensors if name not in expected and _ADAPTER_NAME.search(name)]
+    if left:
+        first = next(filter(has_lora_factor, left), left[0])
+        others = f", as are those of {counted(len(left) - 1, 'more tensor')}" if left[1:] else ""
+        message = f"is a PEFT name{others}: the adapter lies beside the weights and was not merged into them"
+        yield Fault(subject=first, message=message, path=str(subject.tensors[first].path), hint=hint)
 
 
 @rule("LT602", Severity.ERROR, on=ModelSubject, needs=_PLAN)

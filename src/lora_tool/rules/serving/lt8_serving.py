@@ -357,7 +357,7 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
         yield _fault(subject, weight.name, message)
 
 
-@rule("LT812", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.BASE})
+@rule("LT812", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.NAMES})
 def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of the text model, on a server that loads the whole model.
 
@@ -371,12 +371,14 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
     merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
-    match = subject.matched
-    moved = [layer.target for layer in subject.layers if match.outside and match.name(layer.target) != layer.target]
-    for _ in _asked(subject, Server.VLLM) if moved else ():
-        message = f"vLLM loads the whole of {match.base.root}, where `{moved[0]}` is `{match.name(moved[0])}`"
+    text, base = subject.text_class, subject.base
+    if text is None or base is None:
+        return
+    moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
+    for _ in _asked(subject, Server.VLLM):
+        message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
         message += ": it finds none of the adapter's modules and silently serves the base"
-        yield _fault(subject, moved[0], message, hint=with_base(subject, Server.VLLM))
+        yield _fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)

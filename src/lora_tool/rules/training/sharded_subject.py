@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CheckpointError
 from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import Fault
-from lora_tool.rules.engine.subjects import Subject
+from lora_tool.rules.engine.subjects import LoraSubject
 from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT405", "LT407", "LT408"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardedSubject(Subject):
+class ShardedSubject(LoraSubject):
     """The state that would be used: of several tags the one that `latest` names, else the newest."""
 
     checkpoint: ShardedDir
@@ -52,6 +53,13 @@ class ShardedSubject(Subject):
         if not self.looks:
             self.looks.append(tuple(self._look()))
         yield from (as_fault(found) for found in self.looks[0] if found.code == code)
+
+    def half_pairs(self) -> Iterator[HalfPair]:
+        """See `LoraSubject`; where files are missing or broken, what they hold is not known."""
+        from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # noqa: PLC0415 - slow to import, for few folders
+
+        if has_lora(self.state.entries) and not self.why_no_values:
+            yield from half_pairs_among(parsed_keys(self.state))
 
     def _look(self) -> list[Finding]:
         try:
