@@ -315,8 +315,9 @@ class FileStamp:
         """Return in words how the file is `now`, which is not as it was."""
         if self.size != now.size:
             return f"the plan saw {self.size:,} bytes, now it has {now.size:,}"
-        replaced = None not in (self.inode, now.inode) and self.inode != now.inode
-        return f"it still has {now.size:,} bytes, but was {'replaced' if replaced else 'written to'}"
+        if None in (self.inode, now.inode):  # of two machines, each may have a file of its own
+            return f"it has {now.size:,} bytes, too, but was last written at another time"
+        return f"it still has {now.size:,} bytes, but was {'written to' if self.inode == now.inode else 'replaced'}"
 
 
 def contiguous(spans: Iterable[Span]) -> tuple[Span, ...]:

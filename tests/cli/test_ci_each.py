@@ -102,6 +102,12 @@ def test_every_checkpoint_goes_its_own_way(
     assert {stage["name"]: stage["status"] for stage in alone["stages"]}["verify"] == "reused"
 
 
+def test_of_a_run_every_checkpoint_is_taken_and_the_adapter_beside_them(call: Caller, runs: Path) -> None:
+    shutil.copytree(runs / "lr1", runs / "run", dirs_exist_ok=True)
+    told = swept(call, runs, "--dry-run")
+    assert [run["name"] for run in told["runs"]] == ["broken", "lr1", "run", "run-checkpoint-2", "run-checkpoint-4"]
+
+
 def test_the_table_says_what_became_of_each(call: Caller, runs: Path) -> None:
     done = call("ci", runs, "--each", "--base", runs / "base", "-o", runs / "merged")
     assert done.code == 1

@@ -146,6 +146,21 @@ def test_the_command_says_what_became_of_each(sweep: Path, tmp_path: Path, call:
     assert call(*typed, "--overwrite", "--quiet").code == 3
 
 
+def test_of_a_run_one_adapter_is_taken_and_the_command_says_which(sweep: Path, tmp_path: Path, call: Caller) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(sweep / "linear", runs / "ended")
+    for folder in (runs / "ended", runs / "under-way"):
+        shutil.copytree(sweep / "q-v", folder / "checkpoint-2")
+    shutil.copytree(sweep / "q-v", runs / "named" / "reward")
+    typed = [runs / name for name in ("ended", "under-way", "named")]
+    planned = call("merge", *typed, "--base", sweep / "base", "--each", "-o", tmp_path / "all", "--dry-run", "--json")
+    assert [one["exit_code"] for one in planned.json["outputs"]] == [0, 3, 0]
+    ended, under_way, _ = planned.json["outputs"]
+    assert any(str(runs / "ended") in note and "checkpoint" not in note for note in ended["plan"]["notes"])
+    assert f"lora-tool merge {runs / 'under-way' / 'checkpoint-2'}" in under_way["error"]["hint"]
+    assert f"named: merging the adapter in {runs / 'named' / 'reward'}" in planned.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,13 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")
 ROOT = Path(__file__).parents[2]
+COUNTED = """
+import sys, time, ray
+ray.init(sys.argv[1], logging_level="ERROR")
+while sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[2]):
+    time.sleep(0.1)
+"""
+"""What ends when the cluster has so many nodes."""
 
 
 def free_port() -> int:
@@ -57,14 +65,14 @@ class Cluster:
             "COLUMNS": "200",
         }
 
-    def add(self) -> subprocess.Popen[bytes]:
-        """Start a node and return its group's first process."""
+    def add(self, *, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Start a node and return its group's first process; `within` is the command that starts it."""
         where = (
             ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.place}"]
             if not self.nodes
             else [f"--address={self.address}"]
         )
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        command = [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
         command += [*where, f"--node-ip-address=127.0.0.{20 + len(self.nodes)}", "--disable-usage-stats"]
         with (self.place / f"node{len(self.nodes)}.log").open("wb") as log:
             self.nodes.append(
@@ -74,26 +82,79 @@ class Cluster:
 
     def wait_for(self, count: int) -> None:
         """Return when so many nodes are there."""
-        asked = f"import ray; ray.init({self.address!r}, logging_level='ERROR'); print(sum(n['Alive'] for n in ray.nodes()))"
         limit = time.monotonic() + 90
-        while time.monotonic() < limit:
-            said = subprocess.run(
-                [sys.executable, "-c", asked], env=self.environment, capture_output=True, text=True, check=False
+        while True:  # until the first node takes connections
+            asked = subprocess.run(
+                [sys.executable, "-c", COUNTED, self.address, str(count)],
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=90,
             )
-            if said.stdout.strip().endswith(str(count)):
+            if asked.returncode == 0:
                 return
-        raise AssertionError(f"no {count} nodes: {said.stdout}{said.stderr}")
+            assert time.monotonic() < limit, f"no {count} nodes: {asked.stdout}{asked.stderr}"
+
+    def remove(self, node: subprocess.Popen[bytes]) -> None:
+        node.send_signal(signal.SIGTERM)
+        try:
+            node.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
 
     def end(self) -> None:
         for node in reversed(self.nodes):
             node.send_signal(signal.SIGTERM)
         for node in self.nodes:
-            try:
-                node.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(node.pid, signal.SIGKILL)
-                node.wait()
+            self.remove(node)
         shutil.rmtree(self.place, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeApart:
+    """A node that has mounts of its own, so that it can see other storage than all others."""
+
+    process: subprocess.Popen[bytes]
+    enters: Sequence[str]
+
+    @contextlib.contextmanager
+    def mounted(self, *arguments: str | Path) -> Iterator[None]:
+        """Mount something on the node alone, the last of `arguments` is where: `mount ARGUMENTS`."""
+        self._run("mount", *map(str, arguments))
+        try:
+            yield
+        finally:
+            self._run("umount", "--lazy", str(arguments[-1]))
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(["nsenter", f"--target={self.process.pid}", *self.enters, *command], check=True)
+
+
+@contextlib.contextmanager
+def node_apart(cluster: Cluster) -> Iterator[NodeApart]:
+    """Yield a third node whose mounts can be changed. Skips where nobody may mount."""
+    unshare, enters = own_mounts()
+    process = cluster.add(within=unshare)
+    try:
+        cluster.wait_for(3)
+        yield NodeApart(process=process, enters=enters)
+    finally:
+        cluster.remove(process)
+        cluster.wait_for(2)
+
+
+def own_mounts() -> tuple[Sequence[str], Sequence[str]]:
+    """Return the command that gives a process mounts of its own, and options of `nsenter` to change them. Skips."""
+    as_root = ["unshare", "--mount"], ["--mount"]
+    as_anybody = ["unshare", "--mount", "--map-root-user"], ["--user", "--preserve-credentials", "--mount"]
+    if shutil.which("unshare") and shutil.which("nsenter"):
+        for unshare, enters in (as_root, as_anybody):
+            tried = [*unshare, "mount", "-t", "tmpfs", "none", "/tmp"]
+            if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
+                return unshare, enters
+    pytest.skip("no process gets mounts of its own here: unshare --mount")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -36,10 +37,11 @@ class Dying:
 
 @dataclass(frozen=True, kw_only=True)
 class Stale:
-    """A task whose file the network storage has lost for a moment."""
+    """A task whose file the network storage has lost for a moment, or that meets another error of the system."""
 
     folder: Path
     times: int
+    number: int = errno.ESTALE
     name: str = "stale"
     nbytes: int = 1
 
@@ -50,7 +52,7 @@ class Stale:
         (self.folder / str(tries)).touch()
         with errors_of_the_system(None, self.folder):
             if tries < self.times:
-                raise OSError(116, os.strerror(116), "shard")
+                raise OSError(self.number, os.strerror(self.number), "shard")
         progress(1)
         return tries
 
@@ -82,7 +84,7 @@ class Lingering:
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A task that waits before it works, and says where it is at work."""
+    """A task that waits in the middle of its file, and says where it is at work."""
 
     task: Task
     seconds: float
@@ -103,6 +105,14 @@ class Slow:
     def run(self, progress: Progress) -> Any:
         import ray
 
-        (self.told / f"{ray.util.get_node_ip_address()}.{os.getpid()}").touch()
-        time.sleep(self.seconds)
-        return self.task.run(progress)
+        waited = False
+
+        def slowly(nbytes: int) -> None:
+            nonlocal waited
+            if not waited:
+                (self.told / f"{ray.util.get_node_ip_address()}.{os.getpid()}").touch()
+                time.sleep(self.seconds)
+            waited = True
+            progress(nbytes)
+
+        return self.task.run(slowly)

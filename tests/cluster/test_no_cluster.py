@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from lora_tool.cluster import ray_cluster, reaching
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.errors import ExecutionError, WrongValue
 from lora_tool.plan.merge.options import MergeArguments
 from tests.hostile.folders import copy_pair, left_behind, lora_tool
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")
+
+
+SETTINGS = bytes(3) + b"\x04" + bytes(5)
+
+
+@contextlib.contextmanager
+def listening(answer: bytes) -> Iterator[str]:
+    """Yield the address of a program that reads a little and answers."""
+
+    def once(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(once, server)
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +46,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[
         ("somewhere", "is not the address of a Ray cluster"),
         ("host:99999999", "no Ray cluster answers"),
         ("ray://127.0.0.1:10001", "Ray's client"),
+        ("http://127.0.0.1:8265", "the dashboard"),
     ],
 )
 def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: str, tmp_path: Path) -> None:
@@ -38,12 +61,42 @@ def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: st
 
 
 def test_the_address_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "require_node", lambda: None)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ExecutionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         RayCluster().require()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    RayCluster().require()
+    with listening(SETTINGS) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
         RayCluster().require()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"-ERR unknown command\r\n", b"SSH", b""])
+def test_another_program_at_the_address_is_told_at_once(answer: bytes) -> None:
+    with listening(answer) as address, pytest.raises(ExecutionError, match="is not the head of a Ray cluster"):
+        RayCluster(address=address).require()
+
+
+def test_a_program_that_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaching, "_CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ExecutionError, match=f"no Ray cluster answers at {address}: timed out"):
+            RayCluster(address=address).require()
+
+
+def test_a_machine_that_is_no_node_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    processes = tmp_path / "proc"
+    monkeypatch.setattr(reaching, "_PROCESSES", processes)
+    RayCluster().require()  # nobody can tell
+    for number, name in (("1", "init"), ("22", "python")):
+        (processes / number).mkdir(parents=True)
+        (processes / number / "comm").write_text(f"{name}\n")
+    with pytest.raises(ExecutionError, match="no Ray node runs on this machine"):
+        RayCluster().require()
+    (processes / "22" / "comm").write_text("raylet\n")
+    RayCluster().require()
 
 
 def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +22,14 @@ from peft import LoraConfig, get_peft_model
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
-from lora_tool.errors import ExecutionError, MissingDependency
-from lora_tool.execution.ray_engine import RayEngine
-from tests.cluster.conftest import Cluster
+from lora_tool.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
+from lora_tool.execution.folder import shared_folder
+from lora_tool.execution.ray_engine import RayEngine, surroundings_of
+from tests.cluster.conftest import Cluster, node_apart
 from tests.cluster.tasks import Dying, Lacking, Lingering, Stale
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, left_behind
 from tests.hostile.test_output import content
+from tests.hostile.test_shares import work_of
 from tests.quantised_models import quantise
 
 NOTHING = Surroundings(directory=None, inputs=(), versions={})
@@ -99,13 +104,17 @@ def experts(folder: Path) -> Plan:
     return plan_merge(folder / "base", trained(folder / "base", lora, folder / "adapter"), max_shard_bytes=4000)
 
 
-def in_eight_bits(folder: Path) -> Plan:
+def in_eight_bits(folder: Path, **how: Any) -> Plan:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16).save_pretrained(folder / "plain")
     base, _ = quantise(folder / "plain", folder / "base", "fp8-block", lambda module: "_proj" in module)
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
-    return plan_merge(base, trained(folder / "plain", lora, folder / "adapter"), max_shard_bytes=4000)
+    return plan_merge(base, trained(folder / "plain", lora, folder / "adapter"), max_shard_bytes=4000, **how)
+
+
+def still_in_eight_bits(folder: Path) -> Plan:
+    return in_eight_bits(folder, store="as-base", allow_loss=True)
 
 
 def trained(base: Path, config: LoraConfig, out: Path) -> Path:
@@ -120,7 +129,7 @@ def trained(base: Path, config: LoraConfig, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("plan_in", [reward, in_bits_of_peft, rank_files, experts, in_eight_bits])
+@pytest.mark.parametrize("plan_in", [reward, in_bits_of_peft, rank_files, experts, in_eight_bits, still_in_eight_bits])
 def test_the_bytes_are_those_of_one_machine(
     plan_in: Callable[[Path], Plan], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +246,9 @@ def test_a_task_whose_process_is_killed_is_done_again(
             connection.map(group(Dying(folder=folders[2], times=99)), progress=reported.append)
         with pytest.raises(ExecutionError, match=r"stale was started 4 times.*Stale file handle"):
             connection.map(group(Stale(folder=folders[3], times=99)), progress=reported.append)
+        full = group(Stale(folder=folders[3], times=99, number=errno.ENOSPC))
+        with pytest.raises(OutOfSpace, match=r"the disk is full; nothing was kept \(on node "):
+            connection.map(full, progress=reported.append)
         with pytest.raises(MissingDependency, match=r"torch is not installed \(on node ") as raised:
             connection.map(group(Lacking()), progress=reported.append)
         assert raised.value.package == "torch"
@@ -244,6 +256,38 @@ def test_a_task_whose_process_is_killed_is_done_again(
             connection.require_nodes(Surroundings(directory=None, inputs=(), versions={"numpy": "0.1"}))
         with pytest.raises(ExecutionError, match="the output must be on storage that all nodes share"):
             connection.require_nodes(Surroundings(directory=None, inputs=(), versions={}, mark=tmp_path / "a" / "b"))
+
+
+def test_a_node_that_sees_other_storage_is_named_before_any_work(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    pair = copy_pair(tmp_path)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=2000)
+    execute(plan, tmp_path / "here")
+    weights = next(pair.base.glob("*.safetensors"))
+    copied, longer, outs = (tmp_path / name for name in ("copied", "longer", "outs"))
+    shutil.copyfile(weights, copied)  # at another time
+    longer.write_bytes(weights.read_bytes() + b" ")
+    ray_cluster = RayCluster(address=cluster.address)
+    with (
+        node_apart(cluster) as node,
+        shared_folder(outs / "out") as folder,
+        ray_cluster.connected() as connection,
+    ):
+        surroundings = surroundings_of(work_of(plan, folder))
+        for error, words, mount in (
+            (SourceChanged, "sees another .*, but was last written at another time", ("--bind", copied, weights)),
+            (SourceChanged, "sees another .*: the plan saw .* bytes, now it has ", ("--bind", longer, weights)),
+            (ExecutionError, "cannot read .*: No such file", ("-t", "tmpfs", "none", pair.base)),
+            (ExecutionError, "does not see .*: the output must be on storage", ("-t", "tmpfs", "none", outs)),
+            (ExecutionError, "cannot write to .*: Read-only file system", ("-o", "bind,ro", outs, outs)),
+        ):
+            with node.mounted(*mount), pytest.raises(error, match=rf"node .* \(127\.0\.0\.22\) {words}"):
+                connection.require_nodes(surroundings)
+        connection.require_nodes(surroundings)
+    execute(plan, outs / "out", engine=RayEngine(cluster=ray_cluster))
+    assert content(outs / "out") == content(tmp_path / "here")
 
 
 def test_an_error_cancels_the_other_tasks_of_its_group_alone(
@@ -304,7 +348,7 @@ def test_a_lost_driver_leaves_what_is_finished_to_the_next(cluster: Cluster, tmp
     assert {name: (pair.out / name).stat().st_ino for name in kept} == kept
 
 
-def test_a_lost_node_loses_no_work(cluster: Cluster, tmp_path: Path) -> None:
+def test_lost_processes_and_a_lost_node_lose_no_work(cluster: Cluster, tmp_path: Path) -> None:
     """The last test of the cluster: it has one node afterwards."""
     pair = copy_pair(tmp_path)
     done = typed(cluster, *pair.arguments, *MANY_FILES)
@@ -312,19 +356,19 @@ def test_a_lost_node_loses_no_work(cluster: Cluster, tmp_path: Path) -> None:
     whole = content(pair.out)
     shutil.rmtree(pair.out)
     told = tmp_path / "told"
-    process = slow(cluster, pair, told)
+    process = slow(cluster, pair, told, "--json")
     limit = time.monotonic() + 60
-    while not list(told.glob("127.0.0.21.*")) and time.monotonic() < limit:
+    while len(at_work := {path.name.rpartition(".")[0] for path in told.iterdir()}) < 2 and time.monotonic() < limit:
         time.sleep(0.02)
-    assert list(told.glob("127.0.0.21.*")), "no task was on the second node"
+    assert at_work == {"127.0.0.20", "127.0.0.21"}
+    assert list((tmp_path / ".out.lora-tool-partial").rglob("*.attempt/*.safetensors")), "it is in the middle of a file"
     os.killpg(cluster.nodes[1].pid, signal.SIGKILL)
-    for path in told.glob("127.0.0.21.*"):
-        try:
+    for path in told.iterdir():  # also the process of the node that is left is killed in the middle of its file
+        with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.name.rpartition(".")[2]), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    _, errors = process.communicate(timeout=110)
+    printed, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
+    assert json.loads(printed)["output"] == str(pair.out), "what Ray prints about lost processes is not on stdout"
     assert content(pair.out) == whole
     shutil.rmtree(told)
     assert left_behind(pair) == {"out"}

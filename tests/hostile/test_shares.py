@@ -183,7 +183,7 @@ def test_another_inode_is_the_same_file_and_another_time_is_not(tmp_path: Path) 
     elsewhere = replace(plan, inputs=tuple(stamp.for_another_machine() for stamp in plan.inputs))
     execute(elsewhere, tmp_path / "one")
     os.utime(weights)
-    with pytest.raises(SourceChanged, match="but was written to"):
+    with pytest.raises(SourceChanged, match="but was last written at another time"):
         execute(elsewhere, tmp_path / "two")
 
 

@@ -12,7 +12,6 @@ import errno
 import os
 import platform
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lora_tool.cluster.reaching import START, require_head, require_node
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MOST_TRIES = 4
 """How often a task is begun whose process is lost, before the run is given up."""
-_CONNECT_S = 5.0
 _NODE_S = 90.0
 """How long a node may take to answer the first question: it imports numpy, perhaps from a busy network disk."""
 _POLL_S = 0.25
@@ -57,24 +56,15 @@ class RayCluster:
     workers: int | None = None
 
     def require(self) -> None:
-        """Return if Ray is installed and something listens at the address. Raises `MissingDependency`, `ExecutionError`."""
+        """Return if Ray is installed, and a cluster's head can be reached from this machine, which is a node.
+
+        Raises `MissingDependency`, `ExecutionError`.
+        """
         require_packages(("ray",), extra="ray")
-        where = os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
-        if where == "auto":
-            return
-        if "://" in where:
-            raise ExecutionError(
-                f"{where} is an address of Ray's client, which is not supported",
-                hint="give HOST:PORT of the cluster, or run the command inside it: ray job submit -- lora-tool …",
-            )
-        host, _, port = where.rpartition(":")
-        hint = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
-        if not host or not port.isdigit():
-            raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=hint)
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=hint) from error
+        where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
+        if where != "auto":
+            require_head(where)
+        require_node()
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -89,10 +79,7 @@ class RayCluster:
             try:
                 ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                raise ExecutionError(
-                    f"cannot join a Ray cluster at {self.address!r}: {_first_line(error)}",
-                    hint="start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`",
-                ) from error
+                raise _not_joined(self.address, error) from error
             restore()
             try:
                 yield Connection(ray, self.workers)
@@ -109,6 +96,16 @@ def _handler_of_sigterm() -> Callable[[], None]:
             signal.signal(signal.SIGTERM, before)
 
     return restore
+
+
+def _not_joined(address: str, error: Exception) -> ExecutionError:
+    """Return why the cluster could not be joined."""
+    text = str(error)
+    if text.startswith("Version mismatch"):  # those of both sides follow, each a line of its own
+        why, hint = " ".join(text.split()), "use the cluster's versions of Ray and Python here, too"
+    else:
+        why, hint = _first_line(error), START
+    return ExecutionError(f"cannot join a Ray cluster at {address!r}: {why}", hint=hint)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,8 @@ class Surroundings:
                     f"node {node} cannot enter the working directory {self.directory}: {error.strerror}",
                     hint="run from a folder on storage that all nodes share, or give absolute paths",
                 ) from error
-        if self.mark is not None and not self.mark.is_file():
-            raise ExecutionError(
-                f"node {node} does not see {self.mark.parent.parent}: the output must be on storage that all nodes share",
-                hint="give a folder on shared storage: -o OUT",
-            )
+        if self.mark is not None:
+            _require_shared(self.mark, node)
         for stamp in self.inputs:
             _require_same(stamp, node)
 
@@ -93,17 +91,37 @@ def versions_here(*packages: str) -> dict[str, str]:
     return {package: installed_version(package) or "" for package in ("lora-tool", "python", *packages)}
 
 
+def _require_shared(mark: Path, node: str) -> None:
+    """Return if the folder in which `mark` was written is the same here, and can be written."""
+    out = mark.parent.parent
+    if not mark.is_file():
+        raise ExecutionError(
+            f"node {node} does not see {out}: the output must be on storage that all nodes share",
+            hint="give a folder on shared storage: -o OUT",
+        )
+    try:
+        tempfile.TemporaryFile(dir=mark.parent).close()
+    except OSError as error:
+        raise ExecutionError(
+            f"node {node} cannot write to {out}: {error.strerror}",
+            hint="let the user that runs Ray there write to it, or give another folder: -o OUT",
+        ) from error
+
+
 def _require_same(stamp: FileStamp, node: str) -> None:
+    """Return if the file is here as the plan saw it, and can be opened."""
     hint = "inputs must be on storage that all nodes share, under the same path"
     try:
         now = FileStamp.of(stamp.path)
+        if now.is_same(stamp):
+            os.close(os.open(stamp.path, os.O_RDONLY | os.O_CLOEXEC))
+            return
     except OSError as error:
         raise ExecutionError(f"node {node} cannot read {stamp.path}: {error.strerror}", hint=hint) from error
-    if not now.is_same(stamp):
-        raise SourceChanged(
-            f"node {node} sees another {stamp.path}: {stamp.difference(now)}",
-            hint=f"{hint}; if something writes to it, run again once that is over",
-        )
+    raise SourceChanged(
+        f"node {node} sees another {stamp.path}: {stamp.difference(now)}",
+        hint=f"{hint}; if something writes to it, run again once that is over",
+    )
 
 
 def installed_version(package: str) -> str | None:

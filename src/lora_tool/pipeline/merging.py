@@ -66,6 +66,14 @@ class FoundInputs:
         return (*(source.path for source in self.sources), self.base_source.path)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found elsewhere than it was named: an adapter one folder down."""
+        found = zip(self.sources, self.adapters, strict=True)
+        return tuple(
+            f"merging the adapter in {adapter.root}" for source, adapter in found if adapter.root != source.path
+        )
+
+    @property
     def default_output(self) -> Path:
         """Where the model goes if nobody says: a `-merged` sibling of the first adapter, here for one of the Hub."""
         first = self.sources[0]

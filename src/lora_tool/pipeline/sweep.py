@@ -212,6 +212,7 @@ class _Sweep:
     def _plan(self, one: _One, open_base: Callable[[Path], ModelDir]) -> None:
         asked = self.asked
         inputs = merge_inputs((one.adapter,), asked.base, open_base=open_base)
+        one.notes += inputs.notes
         check_output(one.path, overwrite=asked.overwrite, inputs=inputs.paths)
         planning = planned(inputs, asked, one.path, dry_run=self.dry_run, note=one.notes.append)
         one.plan = one.contexts.enter_context(planning)

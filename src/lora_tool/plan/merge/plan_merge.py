@@ -29,7 +29,8 @@ from lora_tool.plan.merge.context import merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.storage import QuantisedBase, Storage, trained_on_quantised
+from lora_tool.plan.merge.storage import QuantisedBase, trained_on_quantised
+from lora_tool.plan.merge.storages import Storage
 from lora_tool.plan.merge.trained_as import as_trained, rounded_note
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity

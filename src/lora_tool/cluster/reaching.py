@@ -1,0 +1,64 @@
+"""Whether a Ray cluster can be reached, which is asked before Ray is: it waits for minutes where nothing answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from lora_tool.errors import ExecutionError
+
+START = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
+_SUBMIT = "send the command to the cluster: ray job submit --address http://HEAD:8265 -- lora-tool …"
+_CONNECT_S = 5.0
+_PROCESSES = Path("/proc")
+_SETTINGS = b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
+"""The preface of HTTP/2, and settings of which there are none."""
+
+
+def require_head(where: str) -> None:
+    """Return if what listens at the address HOST:PORT may be a cluster's head: Ray itself would wait for minutes.
+
+    Raises `ExecutionError`.
+    """
+    if "://" in where:
+        whose = "the dashboard" if where.startswith("http") else "Ray's client, which is not supported"
+        raise ExecutionError(f"{where} is an address of {whose}", hint=f"give HOST:PORT of the cluster, or {_SUBMIT}")
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit():
+        raise ExecutionError(f"{where!r} is not the address of a Ray cluster; expected HOST:PORT", hint=START)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as server:
+            speaks = os.environ.get("RAY_USE_TLS") == "1" or _speaks_grpc(server)
+    except (OSError, OverflowError) as error:
+        raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=START) from error
+    if not speaks:
+        raise ExecutionError(f"what answers at {where} is not the head of a Ray cluster", hint=START)
+
+
+def _speaks_grpc(server: socket.socket) -> bool:
+    """Return whether a program answers as HTTP/2 does: with a frame of settings (RFC 9113, 3.4)."""
+    server.sendall(_GREETING)
+    with server.makefile("rb") as answers:
+        return answers.read(4)[3:] == _SETTINGS
+
+
+def require_node() -> None:
+    """Return if a node of Ray's runs on this machine, or nobody can tell: Ray looks for one in vain for a minute.
+
+    Raises `ExecutionError`.
+    """
+    commands = list(_PROCESSES.glob("[0-9]*/comm"))
+    if commands and not any(_content(each) == "raylet\n" for each in commands):
+        raise ExecutionError(
+            "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster",
+            hint=f"join it: ray start --address=HOST:PORT; or {_SUBMIT}",
+        )
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # the process has ended
+        return ""
