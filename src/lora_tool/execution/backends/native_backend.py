@@ -15,6 +15,7 @@ from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term
 from lora_tool.execution.native.rows import CodedRows, PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.core.factor_ops import FactorOp
@@ -58,7 +59,9 @@ class NativeBackend(NativeFactors):
 
     def _write(self, result: Array, out: int, offset: int) -> None:
         """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
-        done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
+        done = 0
+        if not isinstance(out, PastCache):
+            done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
         if done < result.nbytes:
             write_exactly(out, bytes_of(result)[done:], offset + done)
 
@@ -117,7 +120,7 @@ class NativeBackend(NativeFactors):
         storage = kernels.STORAGE[unit.out.dtype]
         if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize:
             return rows.stored.view(storage)
-        return self._buffer("result", (count, math.prod(unit.op.source.shape[1:])), storage)
+        return self._buffer("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
 
     def _terms(self, op: LowRank, first: int, last: int) -> tuple[Term, ...]:
         """Return the terms of rows `first` to `last`, their factors packed."""
