@@ -16,7 +16,7 @@ from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
-from lora_tool.display import counted
+from lora_tool.display import and_more, counted
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
@@ -210,7 +210,7 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             severity=Severity.ERROR,
             path=str(state.folder),
             subject=lost[0],
-            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen parameters were not saved",
+            message=f"the model would lack it{and_more(len(lost) - 1)}: frozen parameters were not saved",
             hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes the tensors that exist',
         )
 

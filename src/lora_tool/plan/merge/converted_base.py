@@ -14,7 +14,7 @@ from itertools import zip_longest
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY
-from lora_tool.architectures import Architecture
+from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey, Part
@@ -53,6 +53,11 @@ class ConvertedBase:
     @property
     def facts(self) -> ModelFacts:
         return self.mapping.facts
+
+    @property
+    def of_no_class(self) -> frozenset[str]:
+        """See `BaseView`."""
+        return frozenset(name for name in self.mapping.unexpected if not is_computed(name))
 
     @property
     def missing_keys(self) -> frozenset[str]:
