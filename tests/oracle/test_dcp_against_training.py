@@ -13,8 +13,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
