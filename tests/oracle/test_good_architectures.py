@@ -58,6 +58,8 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
     [
         ("bert", "BertForMultipleChoice"),  # its head is called `classifier`
         ("bert-generation", "BertGenerationEncoder"),
+        ("fastspeech2_conformer", "FastSpeech2ConformerModel"),  # stacks of convolutions, the first with fewer channels
+        ("luke", "LukeForMaskedLM"),  # a second output layer, tied to a second embedding
         ("lxmert", "LxmertModel"),  # whose config has a number of layers for each stack
         ("roberta", "RobertaForMaskedLM"),  # one layer of its output is tied, another is not
     ],
