@@ -185,6 +185,7 @@ def test_it_is_no_use_to_others(run: Path) -> None:
 
 
 def test_a_folder_without_it_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
     with pytest.raises(NotACheckpoint, match=r"or slices\.json"):
         open_checkpoint(tmp_path)
     with pytest.raises(NotACheckpoint, match=r"a sliced checkpoint \(slices\.json\)"):
