@@ -14,6 +14,8 @@ _MOST_NAMES = 10_000
 
 def no_such_folder(path: str | Path, looked_in: str = "") -> NotACheckpoint:
     """Return the error for a path where nothing is; `looked_in` is added to it in brackets."""
+    if os.path.islink(path):  # noqa: PTH114 - it raises for long names
+        return NotACheckpoint(f"{path} is a link to {Path(path).readlink()}, which leads to no folder")
     return NotACheckpoint(f"{path}: no such folder{f' ({looked_in})' if looked_in else ''}", hint=probably_meant(path))
 
 
@@ -29,7 +31,7 @@ def probably_meant(path: str | Path) -> str | None:
     """
     import difflib  # noqa: PLC0415 - only for what is misspelled
 
-    wanted = Path(path).expanduser()
+    wanted = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
     rest: list[str] = []
     for part in (wanted, *wanted.parents):
         if part.parent.is_dir():

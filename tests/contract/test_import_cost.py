@@ -88,6 +88,13 @@ def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     assert not seen & {"lora_tool.formats.torch_zip", "zipfile", "difflib", "textwrap"}
 
 
+def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
+    assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.pipeline.merging"}
+    assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.storage", "statistics", "decimal"}
+
+
 def test_a_plan_is_printed_without_what_computes_and_rank_files_without_rules(tmp_path: Path) -> None:
     merging = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out"), "--dry-run"]))
     assert not merging & {"lora_tool.execution.engine", "concurrent.futures"}

@@ -81,6 +81,13 @@ def factors(module: str, inner: int = 64, out: int = 64, rank: int = 3) -> dict[
     return {f"{module}.lora_a": torch.randn(inner, rank), f"{module}.lora_b": torch.randn(rank, out)}
 
 
+def test_what_is_known_only_with_the_base_is_prepared(call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"trainable_token_indices": {"embed_tokens": [3, 5]}})
+    called = call("convert", adapter, "--to", "mlx", "--base", base, "-o", tmp_path / "out")
+    assert called.code == 3
+    assert f"lora-tool prepare {adapter} --for mlx --base BASE" in called.err
+
+
 def test_what_mlx_lm_trained_is_pefts_delta(call: Caller, tmp_path: Path) -> None:
     base, _ = adapters_of(tmp_path, "llama", QV)
     hidden = load_model(base, "causal-lm").config.hidden_size

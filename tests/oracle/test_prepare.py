@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Server, str]] = {
     "dora": (QV | {"use_dora": True}, Server.VLLM, "DoRA"),
     "lora-bias": (QV | {"lora_bias": True}, Server.LLAMA_CPP, "lora_bias"),
     "bias": (QV | {"bias": "all"}, Server.SGLANG, '`bias` "all"'),
-    "norms": (QV | {"modules_to_save": ["norm"]}, Server.VLLM, "norm. saved whole"),
+    "norms": (QV | {"modules_to_save": ["norm"]}, Server.VLLM, "norm`.* saved whole"),
     "tokens": (QV | {"trainable_token_indices": [3, 5]}, Server.MLX, "single trained tokens"),
     "pissa": (QV | {"init_lora_weights": "pissa"}, Server.VLLM, "pissa"),
 }
@@ -275,6 +275,33 @@ def test_rows_that_a_server_would_not_have(tmp_path: Path) -> None:
         prepare(grown, "vllm", base=untied, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*lora-tool*"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("server", [Server.MLX, Server.LLAMA_CPP])
+def test_one_matrix_for_both_ends_takes_no_lora_on_one(server: Server, end: str, tmp_path: Path) -> None:
+    bases = {
+        tied: save_base(tmp_path / str(tied), "llama", "causal-lm", torch.float32, tie_word_embeddings=tied)
+        for tied in (True, False)
+    }
+    adapter = save_adapter(tmp_path / "adapter", bases[True], "causal-lm", QV | {"target_modules": [end, "q_proj"]})
+    with pytest.raises(UnsupportedAdapter, match=f"has one matrix for both: it cannot have LoRA on .*{end}"):
+        plan_prepare(adapter, server, base=bases[True])
+    assert "only if the base has an output layer of its own" in str(plan_prepare(adapter, server))
+    assert "only if" not in str(plan_prepare(adapter, server, base=bases[False]))
+    assert plan_prepare(adapter, "vllm", base=bases[True]).steps  # it has LoRA on each end by itself
+
+
+def test_what_peft_reads_as_it_is_and_many_saved_modules(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32)
+    model = get_peft_model(load_model(base, "causal-lm"), TrainableTokensConfig(token_indices=[3, 5]))
+    model.save_pretrained(str(tmp_path / "tokens"))
+    with pytest.raises(UnsupportedAdapter, match="no LoRA layers, and PEFT reads its trained tokens as they are"):
+        plan_prepare(tmp_path / "tokens", "peft")
+    many = save_adapter(tmp_path / "many", base, "causal-lm", {"target_modules": ["q_proj"], "bias": "all"})
+    with pytest.raises(UnsupportedAdapter, match="`, `.*`, `.*` and 1 more saved whole"):
+        plan_prepare(many, "sglang")
 
 
 def test_dora_is_taken_as_near_as_its_rank_allows(tmp_path: Path) -> None:

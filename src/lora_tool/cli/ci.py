@@ -22,6 +22,7 @@ from lora_tool.cli.ci_view import (
 )
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import RuleChoice, rule_choice
+from lora_tool.cli.merge_options import asked, merge_options
 from lora_tool.cli.options import (
     UserPath,
     config_option,
@@ -36,7 +37,6 @@ from lora_tool.cli.options import (
 from lora_tool.cli.push import pushed_to, repository, repository_options
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
-from lora_tool.cli.writing import asked, merge_options
 from lora_tool.display import from_here, printable
 from lora_tool.pipeline.model import Job, Outcome, Status
 from lora_tool.plan.merge.options import MergeOptions

@@ -9,6 +9,7 @@ import click
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
+from lora_tool.cli.merge_options import spread_options
 from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, rank_file_options
 from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import (
@@ -17,7 +18,6 @@ from lora_tool.cli.writing import (
     carry_out,
     part_option,
     run_options,
-    spread_options,
     writing_options,
 )
 from lora_tool.cluster.spread import EngineName, spread_over

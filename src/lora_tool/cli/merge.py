@@ -12,8 +12,9 @@ import click
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import DONE
+from lora_tool.cli.merge_options import asked, merge_options
 from lora_tool.cli.options import FolderOrId, config_option
-from lora_tool.cli.writing import asked, carry_out, merge_options, part_option, run_options
+from lora_tool.cli.writing import carry_out, part_option, run_options
 from lora_tool.cluster.share import Share
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments

@@ -13,6 +13,7 @@ import click
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
+from lora_tool.cli.merge_options import spread_options
 from lora_tool.cli.options import (
     FolderOrId,
     UserPath,
@@ -31,7 +32,6 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
-from lora_tool.cli.writing import spread_options
 from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.display import printable
 from lora_tool.errors import require_packages

@@ -12,15 +12,11 @@ from lora_tool.adapter.view import view_of
 from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.pipeline.merging import merge_inputs
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
-from lora_tool.plan.algebra.plan_extract import plan_extract
-from lora_tool.plan.algebra.plan_prepare import plan_prepare
 from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.sources import Reference, opened_adapter
 from lora_tool.tensors import DType
@@ -83,6 +79,9 @@ def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     """
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
         raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
+    from lora_tool.pipeline.merging import merge_inputs  # noqa: PLC0415 - a merge's plan, only where asked for
+    from lora_tool.plan.merge.plan_merge import plan_merge  # noqa: PLC0415
+
     inputs = merge_inputs(adapter, base)
     return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
 
@@ -127,6 +126,8 @@ def preparation(adapter: Reference, server: Server | str, out: Path, **asked: An
 
     Raises as `plan_prepare`.
     """
+    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # noqa: PLC0415 - one plan of several
+
     with contextlib.ExitStack() as stack:
 
         def spool() -> Spool:
@@ -146,6 +147,7 @@ def extraction(model: Reference, base: Reference, out: Path, **asked: Any) -> It
     """
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
     from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
+    from lora_tool.plan.algebra.plan_extract import plan_extract  # noqa: PLC0415 - one plan of several
 
     with staging_folder(out) as folder:
         yield plan_extract(model, base, FileSpool(folder), **asked)

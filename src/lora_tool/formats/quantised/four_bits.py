@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from lora_tool.choices import Choice
-from lora_tool.formats.quantised.encodings import RoundedAs, dequantised
-from lora_tool.tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.tensors import StoredTensor
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -27,6 +29,8 @@ class TrainedAs(Choice):
 
     def rounded(self, weight: StoredTensor) -> StoredTensor:
         """Return a plain weight with the values that the base had in training, computed when it is read."""
+        from lora_tool.formats.quantised.encodings import RoundedAs, dequantised  # noqa: PLC0415 - the names are options
+
         levels = _FP4 if self is TrainedAs.FP4 else _NF4
         return dequantised(
             RoundedAs(

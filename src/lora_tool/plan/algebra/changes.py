@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import architecture_of
+from lora_tool.architectures.ends import is_end
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
@@ -81,6 +82,7 @@ def changes_of(
     Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises
     `UnsupportedAdapter` and `IncompatibleBase` where that gives no product of low rank.
     """
+    _require_own_ends(view, form, base)
     computing = _Computing(base=base, open_spool=open_spool)
     sums = list(factors_of_sum((view,), (1.0,)))
     ranks: list[ModuleRank] = []
@@ -111,6 +113,16 @@ def changes_of(
         spooled=tuple(stamp for spool in computing.opened for stamp in spool.stamps()),
         from_base=bool(computing.opened),
     )
+
+
+def _require_own_ends(view: AdapterView, form: ServingForm, base: ModelDir | None) -> None:
+    ends = [layer.target for layer in view.layers if is_end(layer.target)]
+    if form.one_end and ends and base is not None and is_tied(base):
+        raise UnsupportedAdapter(
+            f"{base.root} uses its embedding as its output layer, too, and {form.name} has one matrix for both: it cannot have "
+            f"LoRA on `{ends[0]}` alone",
+            hint=f"merge it into a model with two matrices: lora-tool merge --untie {view.adapter.root}",
+        )
 
 
 def _without_init(factors: Factors, layer: LoraLayer, view: AdapterView, computing: _Computing) -> Factors:

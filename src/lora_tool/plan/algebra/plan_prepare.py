@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.view import AdapterView, view_of
+from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.display import counted
@@ -150,8 +151,9 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
             if all(each.options for each in found)
             else f"merge it and serve the merged model: lora-tool merge {root}",
         )
-    if not view.layers and not view.tokens:
-        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers, so there is nothing to prepare")
+    if not view.layers and (form.whole or not view.tokens):
+        why = f", and {form.name} reads its trained tokens as they are" if view.tokens else ""
+        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
 
 
 def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
@@ -236,5 +238,8 @@ def _notes(
         yield from rank_lines(ranks)
     if form.mlx:
         yield from rope_notes(base)
+    ends = [each.module for each in sums if is_end(each.module)]
+    if form.one_end and ends and base is None:
+        yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     if form is FORMS[Server.VLLM] and view.saved:
         yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

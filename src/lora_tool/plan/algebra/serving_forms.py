@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
@@ -31,14 +31,16 @@ class ServingForm:
     """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
+    one_end: bool = False
+    """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
 
 
 FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang"),
-    Server.LLAMA_CPP: ServingForm(name="llama.cpp"),
-    Server.MLX: ServingForm(name="MLX-LM", mlx=True),
+    Server.LLAMA_CPP: ServingForm(name="llama.cpp", one_end=True),
+    Server.MLX: ServingForm(name="MLX-LM", mlx=True, one_end=True),
 }
 """vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
 `convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
@@ -100,7 +102,19 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
-    for module in saved:
-        if not (form.heads and head_of(module) in PEFT_CLASSIFIERS):
-            text = f"`{module}` saved whole, which {form.name} does not load with an adapter"
-            yield Obstacle(text=text, options=_WITH_BASE if is_end(module) else ())
+    whole = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
+    for modules, options in (
+        ([module for module in whole if is_end(module)], _WITH_BASE),
+        ([module for module in whole if not is_end(module)], ()),
+    ):
+        if modules:
+            text = f"{_listed(modules)} saved whole, which {form.name} does not load with an adapter"
+            yield Obstacle(text=text, options=options)
+
+
+def _listed(modules: Sequence[str]) -> str:
+    named = ", ".join(f"`{module}`" for module in modules[:_NAMED])
+    return f"{named} and {len(modules) - _NAMED} more" if len(modules) > _NAMED else named
+
+
+_NAMED = 3

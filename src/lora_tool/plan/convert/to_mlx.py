@@ -9,6 +9,7 @@ from dataclasses import replace
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.core.ops import row_ops
 from lora_tool.plan.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
@@ -19,12 +20,19 @@ def plan_to_mlx(adapter: AdapterDir, base: ModelDir | None, *, ignore: Iterable[
 
     Raises `UnsupportedAdapter` where modules have several, and as `plan_prepare`.
     """
-    plan = plan_prepare(adapter, Server.MLX, base=base, ignore=ignore)
+    root = shlex.quote(str(adapter.root))
+
+    def no_spool() -> Spool:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: its change is only known together with the base, as factors with other values than its own",
+            hint=f"to write the same ΔW: lora-tool prepare {root} --for mlx --base BASE -o OUT",
+        )
+
+    plan = plan_prepare(adapter, Server.MLX, base=base, ignore=ignore, spool=no_spool)
     changed = [
         step for shard in plan.shards for step in shard.steps if not all(part.keeps_values for part in row_ops(step.op))
     ]
     if changed:
-        root = shlex.quote(str(adapter.root))
         raise UnsupportedAdapter(
             f"{adapter.root}: its modules have several ranks or scalings, but MLX-LM has one of each: "
             f"`{changed[0].out.name}` would have other values, {changed[0].reason}",

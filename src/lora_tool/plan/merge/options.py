@@ -19,7 +19,7 @@ from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.merge.storage import Storage
+from lora_tool.plan.merge.storages import Storage
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type

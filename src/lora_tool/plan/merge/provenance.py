@@ -19,7 +19,7 @@ from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.plan.merge.storage import Storage
+from lora_tool.plan.merge.storages import Storage
 from lora_tool.sources import Reference, opened_adapter, opened_model, resolve
 from lora_tool.tensors import DType
 from lora_tool.weighted import all_weighted

@@ -8,7 +8,6 @@ nearly all of it: it is done where it is asked for, and what is left is measured
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.fused_layers import together
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.choices import Choice
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -32,19 +30,8 @@ from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.afresh import original_of
 from lora_tool.plan.merge.requantised import coded_steps, kept_line, kept_share, require_kept
 from lora_tool.plan.merge.skip_lists import with_plain_modules
+from lora_tool.plan.merge.storages import Storage
 from lora_tool.tensors import StoredTensor
-
-
-@enum.unique
-class Storage(Choice):
-    """How the weights of a quantised base are stored in the merged model."""
-
-    ALL_16BIT = "all-16bit"
-    """Every weight dequantised, in the dtype of the model; no weight stays quantised."""
-    TOUCHED_16BIT = "touched-16bit"
-    """Dequantised: the weights that the adapters change and those that servers fuse with them; the rest as in the base."""
-    AS_BASE = "as-base"
-    """Quantised weights stay quantised: the merge rounds those that the adapters change to their format again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
