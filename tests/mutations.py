@@ -600,6 +600,12 @@ def _no_peft_type(folder: Path) -> None:
         del config["peft_type"]
 
 
+@_breaks("LT214 peft_type is null", CAUSAL)
+def _null_peft_type(folder: Path) -> None:
+    with fields(folder) as config:
+        config["peft_type"] = None
+
+
 @_breaks("LT214 no config", CAUSAL)
 def _no_config(folder: Path) -> None:
     (folder / CONFIG).unlink()

@@ -12,26 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
+import pkgutil
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
 from lora_tool.architectures import ARCHITECTURES, is_computed
-from lora_tool.architectures.model_tensors import TABLE
+from lora_tool.architectures.model_tensors import TABLE, model_tensors
+from lora_tool.formats.model_config import model_config_of
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 
 _COMMON = frozenset(field.name for field in dataclasses.fields(PretrainedConfig)) - {
@@ -55,6 +61,11 @@ _LEFT_OUT = frozenset(
     }
 )
 _SIZE = re.compile(r"inner|dim|size|rank|heads|layers|d_")
+
+_BARE = frozenset(
+    name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
+)
+"""The classes of base models. Another class without a part of its prefix's name holds the base model's parts itself."""
 
 Fields = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -108,7 +119,7 @@ def build(config: PretrainedConfig, class_name: str) -> Built:
         shapes=shapes,
         optional=frozenset(ignored),
         ties={own.get(one, one): own.get(two, two) for one, two in model.all_tied_weights_keys.items()},
-        prefix=model_class.base_model_prefix,
+        prefix=model_class.base_model_prefix if prefix or class_name in _BARE else "",
         unexpected=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),
     )
 
@@ -142,6 +153,43 @@ def classes(model_type: str) -> Iterator[tuple[Task, str]]:
 def type_of(model_type: str, task: Task) -> str:
     found = AUTO[task]._model_mapping._model_mapping[model_type]
     return str(found if isinstance(found, str) else found[0])
+
+
+def other_classes(model_type: str, known: Collection[str]) -> Iterator[PreTrainedModel]:
+    """Yield the classes of a model type that are not `known`, each under its smallest config, without memory."""
+    config_class = CONFIG_MAPPING[model_type]
+    package = importlib.import_module(config_class.__module__.rpartition(".")[0])
+    modules = [each.name for each in pkgutil.iter_modules(package.__path__) if each.name.startswith("modeling_")]
+    for module in modules:
+        for name, found in vars(importlib.import_module(f"{package.__name__}.{module}")).items():
+            own = isinstance(found, type) and issubclass(found, PreTrainedModel)
+            own = own and getattr(found, "config_class", None) is config_class
+            if not own or name in known or not hasattr(transformers, name):
+                continue
+            model: PreTrainedModel | None = None
+            with contextlib.suppress(Exception), torch.device("meta"):  # a class that only others build
+                model = found(tiny_config(model_type, "feature-extraction"))
+            if model is not None:
+                yield model
+
+
+def lacks_what_all_have(model: PreTrainedModel) -> bool:
+    """Return whether a class outside the table lacks a tensor that all classes in it have, or has it in another shape."""
+    raw = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = model_tensors(model_config_of(raw, Path()), shapes)
+    said = found.shapes.items() if found else ()
+    others = [
+        n
+        for n, s in said
+        if len(s) != len(shapes[n]) or any(a not in (None, b) for a, b in zip(s, shapes[n], strict=True))
+    ]
+    return bool(others or (found and found.missing))
+
+
+def apart(model_type: str, known: Collection[str]) -> list[str]:
+    """Return the classes outside the table that are not built like those in it: a decoder or an encoder alone."""
+    return sorted(type(model).__name__ for model in other_classes(model_type, known) if lacks_what_all_have(model))
 
 
 def source_of(class_name: str) -> tuple[str, ...]:
@@ -676,6 +724,10 @@ def main(asked: Sequence[str]) -> None:
             if line:
                 kept[model_type] = line
             TABLE.write_text("".join(f"{kept[name]}\n" for name in sorted(kept)))
+    for entry in [json.loads(kept[name]) for name in wanted if name in kept]:
+        names = apart(entry["model_type"], entry["classes"])
+        kept[entry["model_type"]] = json.dumps(entry | ({"apart": names} if names else {}), separators=(",", ":"))
+    TABLE.write_text("".join(f"{kept[name]}\n" for name in sorted(kept)))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,11 @@ def counted(n: int, what: str) -> str:
     return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"
 
 
+def and_more(rest: int) -> str:
+    """Return the end of a list that is cut short, " and 3 more"; "" where nothing is left out."""
+    return f" and {rest} more" if rest > 0 else ""
+
+
 def some(items: Collection[object], most: int = 8) -> str:
     """Return the first of the items with commas between, and dots where there are more than `most`."""
     return ", ".join(map(str, itertools.islice(items, most))) + (", …" if len(items) > most else "")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from lora_tool.formats.files import expanded
 from lora_tool.hub_names import hub_name
 
 
@@ -29,4 +30,4 @@ def may_hold(reference: str) -> bool:
 
 
 def _expanded(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+    return expanded(os.path.expandvars(path))

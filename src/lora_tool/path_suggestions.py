@@ -29,7 +29,7 @@ def probably_meant(path: str | Path) -> str | None:
     """
     import difflib  # noqa: PLC0415 - only for what is misspelled
 
-    wanted = Path(path).expanduser()
+    wanted = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
     rest: list[str] = []
     for part in (wanted, *wanted.parents):
         if part.parent.is_dir():

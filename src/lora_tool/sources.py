@@ -23,7 +23,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
 )
 from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
-from lora_tool.formats.files import is_file, is_folder
+from lora_tool.formats.files import expanded, is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
@@ -176,7 +176,7 @@ def _merge_instead(opened: Checkpoint) -> str | None:
 
 def local_folder(reference: str, near: Path | None = None) -> Path | None:
     """Return the folder on this disk that `reference` means, as `resolve` finds it; None where there is none."""
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if is_folder(candidate)]
     if not found and near is not None and not path.is_absolute():
@@ -193,7 +193,7 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
 
 def _seen_from(reference: str, near: Path | None, found: Path) -> str:
     """Return from where a relative path was `found`, "" for any other."""
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     if path.is_absolute() or near is None:
         return ""
     for folder, where in ((path, "the working directory"), (near / path, near)):
@@ -209,7 +209,7 @@ def moved_to(reference: str, near: Path) -> Path | None:
 
     As much of the path's end as possible is looked for. Nobody has compared it with the model that was meant.
     """
-    path = Path(reference).expanduser()
+    path = expanded(reference)
     if is_address(reference) or hub_id_of(reference) is not None or is_folder(path):
         return None
     parts = [part for part in path.parts if part not in (path.anchor, "..")]
@@ -225,7 +225,7 @@ def moved_to(reference: str, near: Path) -> Path | None:
 
 def _require_no_file(reference: str) -> None:
     """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
-    if is_file(Path(reference).expanduser()):
+    if is_file(expanded(reference)):
         raise not_a_folder(reference)
 
 

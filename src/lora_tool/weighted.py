@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from lora_tool.errors import WrongValue
-from lora_tool.formats.files import is_folder
+from lora_tool.formats.files import expanded, is_folder
 from lora_tool.sources import Reference, several
 
 
@@ -25,8 +24,8 @@ def weighted(reference: Reference) -> tuple[Reference, float]:
         weight = float(number)
     except ValueError:
         return reference, 1.0  # a path with an = in it
-    if is_folder(Path(reference).expanduser()):
-        if name and is_folder(Path(name).expanduser()):
+    if is_folder(expanded(reference)):
+        if name and is_folder(expanded(name)):
             raise WrongValue(
                 f"{reference} is ambiguous: it is a folder, and also the folder {name} with the weight {number}",
                 hint=f"{reference}=1 for the first, {name}/={number} for the second",

@@ -23,6 +23,7 @@ from lora_tool.rules.model import lt3_tensors  # noqa: F401 - which registers it
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config, tiny_model
+from tests.tensor_tables import apart
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", "question-ans", "feature-extraction")
 ROWS = {row["model_type"]: row for row in map(json.loads, TABLE.read_text().splitlines())}
@@ -78,6 +79,12 @@ def test_a_class_has_the_tensors_that_the_table_gives_it(model_type: str, tmp_pa
         if found.missing or found.unexpected or found.of_other_classes or others:
             wrong.append(f"{name}: {found.missing} {found.unexpected} {found.of_other_classes} {others}")
     assert not wrong, "\n".join(wrong)[:3000]
+
+
+def test_a_class_that_the_table_lacks_is_not_said_to_have_lost_what_others_have() -> None:
+    wrong = {name: lacking for name, row in ROWS.items() if (lacking := apart(name, row["classes"]))}
+    assert not wrong
+    assert "BartForCausalLM" in ROWS["bart"]["apart"]
 
 
 def outside_the_table() -> Iterator[transformers.PreTrainedModel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -45,11 +46,19 @@ def test_it_is_refused_at_once(folder: str, name: str, make: Callable[[Path], No
         assert_refused(pair, str(file), "regular file" if make is os.mkfifo else "")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["base/config.json", "adapter/adapter_model.safetensors", "adapter/tokenizer.json"])
+def test_an_unreadable_file_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = copy_pair(tmp_path)
-    (pair.base / "config.json").chmod(0)
-    assert_refused(pair, "config.json", "cannot be opened")
+    opened = os.open
+
+    def refuse(path: str | Path, *how: int) -> int:
+        """Root reads every file."""
+        if str(path) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert_refused(pair, "cannot be opened", f"chmod u+r {tmp_path / name}")
 
 
 @pytest.mark.parametrize("folder", ["base", "adapter"])

@@ -1,7 +1,8 @@
 /* Runs cases of `cases.py` through the kernel without Python: under another processor's emulator, or under sanitizers,
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
- * extremes and its codes; after a product in float64 also, in every second column, its numbers times a scale. */
+ * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows; after
+ * a product in float64 also, in every second column, its numbers times a scale. */
 #define _XOPEN_SOURCE 700 /* pwrite, which merge.c calls */
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,8 +29,11 @@ static void read_into(void *data, size_t count) {
     }
 }
 
-/* Return the factor that comes next, packed in panels of `width`, and its depth. */
-static float *read_factor(int64_t width, int64_t *depth) {
+static float *room_for(int64_t count) { return memory_of((size_t)count * sizeof(float)); }
+
+/* Return the factor that comes next, packed in panels of `width`, and its depth; at `apart` those of each `together` rows
+ * packed by themselves. */
+static float *read_factor(int64_t width, int64_t *depth, int64_t together, float **apart) {
     int64_t n[FACTOR];
     read_into(n, sizeof n);
     size_t held = (size_t)n[HELD] * size_of((int)n[FACTOR_TYPE]);
@@ -38,6 +42,15 @@ static float *read_factor(int64_t width, int64_t *depth) {
     float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * n[DEPTH]) * sizeof *packed);
     lora_tool_pack(packed, width, memory + (size_t)n[BEGIN] * size_of((int)n[FACTOR_TYPE]), (int)n[FACTOR_TYPE], n[LENGTH],
                    n[DEPTH], n[ALONG], n[DOWN]);
+    if (together) {
+        const int64_t count = (n[LENGTH] + together - 1) / together, each = (together + width - 1) / width * width * n[DEPTH];
+        *apart = memory_of((size_t)(count * each) * sizeof **apart);
+        for (int64_t at = 0; at < count; at++) {
+            const int64_t first = n[BEGIN] + at * together * n[ALONG];
+            lora_tool_pack(*apart + at * each, width, memory + (size_t)first * size_of((int)n[FACTOR_TYPE]),
+                           (int)n[FACTOR_TYPE], least_of(n[LENGTH] - at * together, together), n[DEPTH], n[ALONG], n[DOWN]);
+        }
+    }
     free(memory);
     *depth = n[DEPTH];
     return packed;
@@ -78,6 +91,41 @@ static void requantise(int level, const struct codes *codes, const float *number
     fwrite(out, 1, (size_t)(rows * columns), stdout);
     free(low);
     free(high);
+    free(out);
+}
+
+/* Return how many rows are computed together where they are stored as codes again. */
+static int64_t rows_together(int level, const struct codes *codes, int64_t rows) {
+    return codes->tall == 1 ? lora_tool_rows(level) : least_of(codes->tall, rows);
+}
+
+/* Write the scales, the codes and the numbers of the first two rows that one call makes. */
+static void store_again(int level, const struct codes *codes, int64_t rows, int64_t columns, const struct term *terms,
+                        int64_t count) {
+    const int64_t wide = lora_tool_columns(level), together = rows_together(level, codes, rows);
+    int64_t panel = wide;
+    while (panel % codes->group) {
+        panel += wide;
+    }
+    panel = least_of(panel, columns);
+    const int64_t scales = ((rows - 1) / codes->tall + 1) * codes->apart, kept = least_of(2, rows);
+    struct storing to = {.raised = room_for(scales),
+                         .scratch = room_for(together * panel),
+                         .meant = room_for(kept * columns),
+                         .kept = kept,
+                         .panel = panel,
+                         .least = codes->kind == E4M3 ? -448.0f : codes->stride % 2 ? -128.0f : -127.0f,
+                         .most = codes->kind == E4M3 ? 448.0f : 127.0f,
+                         .scale_type = (int32_t)(codes->stride % 4),
+                         .divided = codes->kind == E4M3 || codes->stride % 2};
+    uint8_t *out = memory_of((size_t)(rows * columns));
+    putchar(lora_tool_requantise(level, codes, &to, out, rows, columns, terms, count));
+    fwrite(to.raised, sizeof(float), (size_t)scales, stdout);
+    fwrite(out, 1, (size_t)(rows * columns), stdout);
+    fwrite(to.meant, sizeof(float), (size_t)(kept * columns), stdout);
+    free(to.raised);
+    free(to.scratch);
+    free(to.meant);
     free(out);
 }
 
@@ -135,15 +183,20 @@ static void run(const int64_t *head) {
     void *source = memory_of(source_bytes);
     read_into(source, source_bytes);
     void *out = source_bytes == out_bytes ? source : memory_of(out_bytes);
-    struct term *terms = memory_of(terms_count * sizeof *terms);
+    int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
+    const int is_stored_again = is_coded && codes.kind != HALVES && out_type == F32 && terms_count && codes.group > 1;
+    struct term *terms = memory_of(2 * terms_count * sizeof *terms), *apart = terms + terms_count;
     for (size_t t = 0; t < terms_count; t++) {
         double scaling;
+        float *left = 0;
         read_into(&scaling, sizeof scaling);
         terms[t].scaling = (float)scaling;
-        terms[t].left = read_factor(lora_tool_rows(level), &terms[t].depth);
-        terms[t].right = read_factor(lora_tool_columns(level), &terms[t].depth);
+        terms[t].left = read_factor(lora_tool_rows(level), &terms[t].depth,
+                                    is_stored_again ? rows_together(level, &codes, rows) : 0, &left);
+        terms[t].right = read_factor(lora_tool_columns(level), &terms[t].depth, 0, 0);
+        apart[t] = terms[t];
+        apart[t].left = left;
     }
-    int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
     int flagged;
     if (is_coded) {
         flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count);
@@ -157,7 +210,12 @@ static void run(const int64_t *head) {
     if (is_coded && codes.kind != HALVES && out_type == F32) {
         requantise(level, &codes, out, rows, columns);
     }
+    if (is_stored_again) {
+        codes.above = 0;
+        store_again(level, &codes, rows, columns, apart, (int64_t)terms_count);
+    }
     for (size_t t = 0; t < terms_count; t++) {
+        free((void *)apart[t].left);
         free((void *)terms[t].left);
         free((void *)terms[t].right);
     }

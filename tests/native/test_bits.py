@@ -28,7 +28,7 @@ CASES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(CASES)
 def test_every_level_has_the_bits_of_the_definition(kernels: tuple[Kernel, ...], case: Case) -> None:
     for kernel in kernels:

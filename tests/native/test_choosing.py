@@ -124,7 +124,7 @@ def test_a_merge_has_the_same_bytes_at_every_level_however_it_is_cut(
     verify(out).raise_for_errors()
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(DRAWN, st.integers(1, 60))
 def test_every_operation_has_the_same_bytes_at_every_level_however_it_is_cut(
     kernels: tuple[Kernel, ...], drawn: Drawn, cut: int

@@ -43,7 +43,7 @@ def test_every_format_has_the_bits_of_numpy(sample: str, kernels: tuple[Kernel, 
                 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(coded_cases())
 def test_codes_of_every_size_and_place(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
     expected = case.numbers()
@@ -53,14 +53,14 @@ def test_codes_of_every_size_and_place(kernels: tuple[Kernel, ...], case: CodedC
         assert found.tobytes() == expected.tobytes()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(coded_cases())
 def test_what_is_added_to_codes_is_added_to_their_numbers(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
     for one in kernels:
         case.assert_right(*case.run(one))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 70), st.integers(1, 20), st.integers(1, 40),
     st.sampled_from([DType.F8_E4M3, DType.I8, None]),

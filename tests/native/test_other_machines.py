@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,11 @@ def check(command: Sequence[str], level: Level) -> None:
             expected = requantised(case, found.astype(np.float32)) if case.out_type is DType.F32 else b""
             assert done.stdout[at : at + len(expected)] == expected
             at += len(expected)
+            if (again := stored_again(case)) is not None:
+                wrong, made = again
+                assert done.stdout[at] == wrong
+                assert wrong or done.stdout[at + 1 : at + 1 + len(made)] == made
+                at += 1 + len(made)
     assert at == len(done.stdout)
 
 
@@ -116,6 +122,41 @@ def requantised(case: CodedCase, numbers: Array) -> bytes:
     with np.errstate(all="ignore"):
         codes(encoding, numbers.copy(), part.scales, (part.above, 0), made)
     return low.tobytes() + high.tobytes() + made.tobytes()
+
+
+def stored_again(case: CodedCase) -> tuple[bool, bytes] | None:
+    """Return what one call makes of W and its deltas: whether a number is not finite; scales, codes, the first numbers.
+
+    The type of scales, and whether numbers are divided by them, are drawn by the width, as in `driver.c`.
+    """
+    part = replace(case.part, above=0)
+    if part.table.code is Code.HALVES or case.out_type is not DType.F32 or not case.terms or part.group == 1:
+        return None
+    values, finite = replace(case, part=part).merged().expected()
+    rows, columns = values.shape
+    of_floats = part.table.code is Code.E4M3
+    divided = of_floats or columns % 2 == 1
+    least, most = (-448, 448) if of_floats else (-128 if divided else -127, 127)
+    down, across = range(0, rows, part.tall), range(0, columns, part.group)
+    low, high = (of.reduceat(of.reduceat(values, down, axis=0), across, axis=1) for of in (np.minimum, np.maximum))
+    scales = part.scales[: len(down)]
+    with np.errstate(all="ignore"):
+        room = np.abs(scales * part.again)
+        needed = np.maximum(high / np.float32(most), low / np.float32(least)) if divided else np.maximum(high, -low)
+        too_far = (high > np.float32(most) * room) | (low < np.float32(least) * room)
+        scales = np.where(too_far, as_scales(needed, columns % 4), scales)
+        factors = np.where(scales == 0, np.float32(1), scales)
+        wide = factors.repeat(part.tall, axis=0)[:rows].repeat(part.group, axis=1)[:, :columns]
+        ratios = (values / wide if divided else values * (np.float32(127) / wide)).clip(least, most)
+        codes = ratios.astype(STORED[DType.F8_E4M3]) if of_floats else np.rint(ratios).astype(np.int8)
+    return not finite, scales.tobytes() + codes.tobytes() + values[:2].tobytes()
+
+
+def as_scales(needed: Array, kind: int) -> Array:
+    """Return numbers in the type of scales: an `enum type` of `merge.c`, or the next powers of two."""
+    if kind < len(TYPES):
+        return needed.astype(STORAGE[list(TYPES)[kind]]).astype(np.float32)
+    return np.asarray(np.exp2(np.ceil(np.log2(needed.astype(np.float64))).clip(-127, 127)).astype(np.float32))
 
 
 def program(*names: str) -> str:

@@ -24,7 +24,11 @@ _CLASSIFIERS = (
 CASES: list[tuple[str, Task]] = [
     *((name, "causal-lm") for name in _CAUSAL.split()),
     *((name, "seq-cls") for name in _CLASSIFIERS.split()),
+    # classes that hold the parts of the base model themselves, and that only the adapter's config names
+    ("mt5", "seq-2-seq-lm"),
+    ("t5", "question-ans"),
 ]
+_TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq-cls": "SEQ_CLS", "question-ans": "QUESTION_ANS"}
 
 
 @pytest.mark.parametrize(("model_type", "task"), CASES)
@@ -33,8 +37,10 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
     model = tiny_model(model_type, task)
     model.save_pretrained(tmp_path / "base")
     model.name_or_path = model.config._name_or_path = str(tmp_path / "base")
-    kind = "CAUSAL_LM" if task == "causal-lm" else "SEQ_CLS"
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=kind)
+    heads = ["qa_outputs"] if task == "question-ans" else None
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=heads, task_type=_TASK_TYPES.get(task)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = get_peft_model(model, config)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import requantised, units
+from lora_tool.execution.native import requantising
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
@@ -109,12 +110,13 @@ def test_transformers_loads_what_was_stored_again(plain: Path, adapter: Path, tm
     assert float((weight - exact).abs().max() / exact.abs().max()) < 2**-4
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "fp8-tensor", "int8-channel"])
-def test_blocks_of_any_size_give_the_same_bytes(
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "fp8-tensor", "bnb-int8", "int8-channel"])
+def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
     form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, _ = quantise(plain, tmp_path / "base", form, is_linear)
     whole = merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="as-base")
+    monkeypatch.setattr(requantising, "_CACHED", 0)
     monkeypatch.setattr(requantised, "_BLOCK_WEIGHTS", 20 * 64)
     monkeypatch.setattr(requantised, "_LARGEST", 1 << 11)
     monkeypatch.setattr(units, "UNIT_WEIGHTS", 40 * 64)

@@ -17,7 +17,7 @@ from tests.fuzz.injuries import VALUES, changed, edited, repickled
 from tests.fuzz.targets import FIXTURES, TARGETS, folders, seeds
 
 DECISIONS = st.binary(min_size=48, max_size=64)
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @given(DECISIONS)

@@ -131,7 +131,6 @@ factors = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(factors)
 def test_exact_product_does_not_depend_on_the_order_of_summation(sizes: tuple[int, int, int, int, int]) -> None:
     b, a, rng = drawn(sizes)
@@ -142,7 +141,7 @@ def test_exact_product_does_not_depend_on_the_order_of_summation(sizes: tuple[in
     assert straight.tobytes() == shuffled.tobytes() == by_rows.tobytes()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(factors)
 def test_exact_product_is_accurate(sizes: tuple[int, int, int, int, int]) -> None:
     b, a, _ = drawn(sizes)
@@ -189,7 +188,7 @@ def test_overflow_is_an_infinity_that_was_none(numbers: list[float]) -> None:
     assert overflows(values, result) == any(np.isfinite(x) and abs(x) >= 65520 for x in numbers)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=st.tuples(st.integers(0, 40), st.integers(0, 40)), axis=st.integers(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_sums_of_squares_are_those_of_a_loop_in_pairs(shape: tuple[int, int], axis: int, seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal(shape)

@@ -190,7 +190,7 @@ CANCELLED = Drawn(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(DRAWN, st.sampled_from(Precision), st.integers(1, 60), st.integers(1, 60))
 @example(CANCELLED, Precision.PEFT, 60, 60)
 def test_what_is_written_is_what_the_operation_means(drawn: Drawn, precision: Precision, unit: int, block: int) -> None:
@@ -213,7 +213,7 @@ def test_what_is_written_is_what_the_operation_means(drawn: Drawn, precision: Pr
         assert all(found.compared == found.numel for found in evidence.values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(DRAWN, st.data())
 def test_the_rows_of_an_operation_mean_its_rows(drawn: Drawn, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

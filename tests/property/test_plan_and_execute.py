@@ -89,7 +89,7 @@ def digest(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(inputs(), st.sampled_from(["float32", "float64", "peft"]), st.none() | st.sampled_from(STORED), SIZES)
 def test_what_is_written_is_what_the_plan_means(
     given_inputs: Inputs, precision: str, dtype: DType | None, limit: int | None
@@ -108,7 +108,7 @@ def test_what_is_written_is_what_the_plan_means(
             assert np.all(np.abs(got - exact) <= room), step.out.name
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     inputs(),
     st.sampled_from(["float32", "float64", "peft"]),
@@ -127,7 +127,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: found for name, found in digest(folder).items() if name != "lora_tool.json"}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(inputs(), st.integers(0, 12), st.integers(0, 12), st.integers(0, 10))
 def test_float64_gives_the_same_bytes_for_any_size_of_block(
     given_inputs: Inputs, block: int, unit: int, cache: int
@@ -143,7 +143,7 @@ def test_float64_gives_the_same_bytes_for_any_size_of_block(
             assert weights(execute(plan, folder / "cut", jobs=2)) == first
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(inputs())
 def test_copying_without_the_kernels_help_gives_the_same_bytes(given_inputs: Inputs) -> None:
     with planned(given_inputs, "float32", None, None) as (plan, folder):
@@ -154,7 +154,7 @@ def test_copying_without_the_kernels_help_gives_the_same_bytes(given_inputs: Inp
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_input_tensor_has_one_fate(tied: bool) -> None:
-    @settings(deadline=None, max_examples=20)
+    @settings(max_examples=20)
     @given(inputs().filter(lambda drawn: drawn.tied == tied))
     def law(given_inputs: Inputs) -> None:
         with planned(given_inputs, "float32", None, None) as (plan, _):

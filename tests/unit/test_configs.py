@@ -149,6 +149,7 @@ def test_labels_are_counted(tmp_path: Path) -> None:
     ("fields", "name", "value"),
     [
         ({"n_layer": 4}, "num_hidden_layers", 4),
+        ({"num_hidden_layers": {"vision": 5, "language": 9}}, "num_hidden_layers", None),
         ({"text_config": {"num_hidden_layers": 5, "vocab_size": 7}}, "num_hidden_layers", 5),
         ({"text_config": {"vocab_size": 7}}, "vocab_size", 7),
         ({"text_config": {"pad_token_id": 2}}, "pad_token_id", 2),

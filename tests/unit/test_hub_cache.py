@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -23,6 +25,18 @@ def test_the_variables_of_huggingface_hub(environment: dict[str, str], expected:
 def test_the_default_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert cache_folder({}) == Path("/home/somebody/.cache/huggingface/hub")
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a number that no user has, with no HOME."""
+
+    def nobody(_number: int) -> NoReturn:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert not cache_folder({}).exists()
+    assert not may_hold("o/m")
 
 
 @pytest.mark.parametrize("reference", ["o/m", "hf://o/m", "hf://o/m@main"])

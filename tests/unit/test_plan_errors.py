@@ -270,6 +270,7 @@ for _name, _value, _words in (
     ("init_lora_weights", "pissa_niter_16", "randomised SVD changes the base differently"),
     ("init_lora_weights", "corda", "`init_lora_weights` corda"),
     ("init_lora_weights", "lora_ga", "gradients that are not in the adapter"),
+    ("init_lora_weights", "of-next-year", "no PEFT up to 0.21 has this init"),
     ("layer_replication", [[0, 2]], "`layer_replication`"),
     ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
     ("use_qalora", True, "`use_qalora`"),

@@ -112,7 +112,9 @@ def test_what_is_not_in_the_cache_is_said_so(reference: str, download: bool) -> 
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("reference", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "", "hf://", "hf://x", "a b/c"])
+@pytest.mark.parametrize(
+    "reference", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "", "hf://", "hf://x", "a b/c", "~nobody/x"]
+)
 def test_what_is_neither_path_nor_id_is_said_so(reference: str) -> None:
     words = "no such folder" if reference else "the name is empty: give a folder or a Hub id"
     with pytest.raises(NotACheckpoint, match=words):

@@ -114,6 +114,9 @@ def _init(init: str) -> Refusal:
         )
     elif init == "corda":
         why = "it changed the base by covariances that are not in the adapter; PEFT cannot load it either"
+    else:
+        why = "no PEFT up to 0.21 has this init, so lora-tool does not know whether it changes the base"
+        return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=f"with the PEFT that trained it, {WITH_PEFT}")
     return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=AS_PLAIN_LORA)
 
 

@@ -86,7 +86,10 @@ def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
 
 
 def prefixes_of(model_type: str) -> Mapping[str, str]:
-    """Return the classes of a model type, each with what those that have a head call their base model."""
+    """Return the classes of a model type, each with what those that have a head call their base model.
+
+    That is empty for a class that holds the parts of the base model itself, as T5ForConditionalGeneration does.
+    """
     row = _row(model_type)
     return {name: str(entry["prefix"]) for name, entry in row["classes"].items()} if row else {}
 
@@ -107,8 +110,12 @@ def _why_no_row(config: ModelConfig) -> str | None:
         return "the model's class is custom code, so lora-tool does not know its tensors"
     if config.quantization:
         return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
-    if _row(config.model_type or "") is None:
+    row = _row(config.model_type or "")
+    if row is None:
         return f"lora-tool has no table of the tensors of a {config.model_type or 'model without a type'} model"
+    for name in config.architectures[:1]:
+        if name in row.get("apart", ()):  # a decoder alone, whose encoder is not lost
+            return f"lora-tool has no table of the tensors of a {name}"
     return (
         "config.json lists layers of several kinds, so lora-tool does not know their tensors"
         if lists_layers(config.raw)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lora_tool.architectures.model_tensors import prefixes_of
 from lora_tool.architectures.table import architecture_of
 from lora_tool.architectures.text_classes import TEXT_CLASSES
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 
 _WRITING = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
@@ -29,10 +30,11 @@ class ModuleNames:
     bare: frozenset[str]
 
 
-def module_names(config: ModelConfig, tensors: Iterable[str], task: str | None) -> ModuleNames | None:
+def module_names(config: ModelConfig, tensors: Iterable[str], adapter: AdapterConfig) -> ModuleNames | None:
     """Return where the modules that hold `tensors`, the names on disk, are in memory; None where no table knows.
 
-    `task` is PEFT's task type of the adapter: an encoder and decoder that writes text is of a class that no table has.
+    `config` is the base's. An `adapter` of an encoder and decoder that writes text is of a class that no table has, and
+    some classes hold the parts of the base model themselves.
     """
     arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     if config.custom_code or (arch is None and text is None):
@@ -42,14 +44,22 @@ def module_names(config: ModelConfig, tensors: Iterable[str], task: str | None) 
         inner = frozenset(text.strip + name.removeprefix(text.add) for name in held if name.startswith(text.add))
         return ModuleNames(prefix="model", headed=inner | held, bare=_below("model", inner))
     prefixes = prefixes_of(config.model_type or "")
-    writes = task in _WRITING and (arch is None or arch.causal_lm is None)
-    if writes or not prefixes.keys() & set(config.architectures[:1]):
+    writes = adapter.task_type in _WRITING and (arch is None or arch.causal_lm is None)
+    without = {name for name, prefix in prefixes.items() if not prefix}
+    if writes or _is_one_of(without, adapter) or not prefixes.keys() & set(config.architectures[:1]):
         return None
-    known = [prefix for prefix, _ in Counter(prefixes.values()).most_common()]
+    known = [prefix for prefix, _ in Counter(filter(None, prefixes.values())).most_common()]
     prefix = next((each for each in known if any(name.startswith(f"{each}.") for name in held)), None)
     if prefix is None:
         return ModuleNames(prefix=known[0], headed=frozenset(f"{known[0]}.{name}" for name in held), bare=held)
     return ModuleNames(prefix=prefix, headed=held, bare=_below(prefix, held))
+
+
+def _is_one_of(classes: Iterable[str], adapter: AdapterConfig) -> bool:
+    """Return whether an adapter is for one of the classes, by the class that it was trained on, else by its task."""
+    if adapter.trained_class is not None:
+        return adapter.trained_class in classes
+    return adapter.task_type == "QUESTION_ANS" and any(name.endswith("ForQuestionAnswering") for name in classes)
 
 
 def _below(prefix: str, modules: Iterable[str]) -> frozenset[str]:

@@ -16,6 +16,7 @@ from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.output import ShardFile, most_open
+from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
@@ -117,7 +118,8 @@ class Run:
         if not batches:
             write_file(self.work.folder / shard.filename, shard.header)
             return None
-        return ShardFile(self.work.folder, shard, batches=batches, slots=slots)
+        cached = not exceeds_memory(self.work.plan.data_bytes)
+        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=cached)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.formats.quantised.grids import Requantisable
+from lora_tool.formats.quantised.requantising import StoredAgain
 from lora_tool.plan.core.ops import Coded, Precision, RowOp, row_ops
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
@@ -45,6 +47,20 @@ class Numbers:
             at += height
         whole = made[0] if len(made) == 1 else np.concatenate(made)
         return whole.reshape(last - first, -1)
+
+    def stored_again(
+        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, kept: int
+    ) -> StoredAgain | None:
+        """Return rows of what is stored as codes, as codes; see `NumpyBackend.stored_again`. None where several make them."""
+        at = 0
+        for each in row_ops(op):
+            height = math.prod(each.shape[:-1])
+            if at <= first and last <= at + height:
+                spec = TensorSpec(name=name, dtype=DType.F32, shape=each.shape)
+                rows = ComputeUnit(out=spec, op=each, is_new=True, first=first - at, last=last - at, at=0)
+                return self._backend(each).stored_again(rows, encoding, kept)
+            at += height
+        return None
 
     def stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return elements `first` to `last` of a tensor, flat; of a quantised one the numbers."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from lora_tool.execution.past_cache import PastCache, past_cache
 from lora_tool.execution.units import Unit
 from lora_tool.execution.work import Sample
 from lora_tool.plan.core.steps import Shard
@@ -33,17 +34,20 @@ def most_open(jobs: int) -> int:
 class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
-    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that
+    `slots` bounds how many are open at once; one that is not `cached` is written past the page cache where that is possible. No thread that holds a slot waits for another file: the threads that
     opened a file write it, and it is flushed when it is complete, in any order.
     """
 
-    def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
+    def __init__(
+        self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore, cached: bool = True
+    ) -> None:
         self.path = folder / shard.filename
         self.shard = shard
         self.samples: list[Sample] = []
         """The workers' notes on their units."""
         self._missing = batches
         self._slots = slots
+        self._cached = cached
         self._lock = threading.Lock()
         self._descriptor: int | None = None
 
@@ -77,11 +81,11 @@ class ShardFile:
         except BaseException:
             os.close(out)
             raise
-        return out
+        return out if self._cached else past_cache(self.path, out)
 
     def start_writing_back(self, batch: Sequence[Unit]) -> None:
         """Start writing neighbouring units to the disk without waiting, so that flushing finds little left to do."""
-        if hasattr(os, "posix_fadvise"):
+        if self._cached and hasattr(os, "posix_fadvise"):
             nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
             with contextlib.suppress(OSError):  # advice, which a file system need not take
                 os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
@@ -100,6 +104,8 @@ class ShardFile:
     def close(self) -> None:
         with self._lock:
             if self._descriptor is not None:
+                if isinstance(self._descriptor, PastCache):
+                    os.close(self._descriptor.direct)
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
@@ -132,6 +138,6 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
-    done = 0
+    done = out.write_pages(data, offset) if isinstance(out, PastCache) else 0
     while done < len(data):
         done += os.pwrite(out, data[done : done + WRITE_BYTES], offset + done)

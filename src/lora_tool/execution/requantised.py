@@ -7,22 +7,24 @@ from collections.abc import Iterator
 import numpy as np
 
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
-from lora_tool.execution.kernels import CACHE_BLOCK
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.units import RequantiseUnit
 from lora_tool.float_mode import ieee_arithmetic
+from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.grids import Grid, grid_of
-from lora_tool.formats.quantised.requantising import numbers_of, raised, stored_scales
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of
+from lora_tool.formats.quantised.requantising import as_stored, numbers_of, raised, stored_scales
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.requantise import QuantisedPart
 from lora_tool.tensors import DType
 
-_BLOCK_WEIGHTS = 1 << 19
-"""Weights that are computed together, where a row of tiles has no more."""
+_BLOCK_WEIGHTS = 1 << 20
+"""Weights that are read and written together, where a row of tiles has no more."""
+_SAMPLED_WEIGHTS = 1 << 14
+"""Weights of a unit on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
 """Weights of a row of tiles that are in memory at once; of a larger one they are computed for its scales, and again."""
 
@@ -52,6 +54,39 @@ class Requantiser:
 
     def _tiles(self, unit: RequantiseUnit, of: tuple[int, int], out: int, *, sampled: bool) -> DeltaRetention | None:
         """Write what belongs to these rows of scales."""
+        encoding = unit.op.encoding
+        grid = grid_of(encoding)
+        top, bottom = grid.rows_of(*of)
+        some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
+        made = self._numbers.stored_again(unit.out.name, unit.op, top, bottom, encoding, some)
+        if made is None:
+            return self._in_steps(unit, of, out, some)
+        stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
+        if self._write_scales(unit, of, stored, out):
+            return None
+        write_exactly(out, bytes_of(made.codes), unit.place(*of)[0])
+        codes = made.codes[:some].view(STORED[encoding.codes.dtype])
+        return self._retention(encoding, made.meant, codes, stored, (top, of[0])) if some else None
+
+    def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Array, out: int) -> bool:
+        """Write the scales where they belong to the unit; return whether that is all that does."""
+        alone = unit.op.part is QuantisedPart.SCALES
+        if alone or unit.scales_at is not None:
+            begin, _ = unit.place(*of) if alone else unit.place_of_scales(*of)
+            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
+        return alone
+
+    def _retention(
+        self, encoding: Requantisable, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
+    ) -> DeltaRetention:
+        """Return what is left of the change in rows from the first of `at`, whose scales begin with the second."""
+        width = meant.shape[1]
+        now = numbers_of(encoding, codes, scales, *at)
+        before = self._numbers.stored(dequantised(encoding), at[0] * width, at[0] * width + meant.size)
+        return retention(before, meant.reshape(-1), now.reshape(-1))
+
+    def _in_steps(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
+        """Do what `_tiles` does, the numbers first and then what is made of them; sample so many rows."""
         encoding, retained = unit.op.encoding, None
         grid = grid_of(encoding)
         top, bottom = grid.rows_of(*of)
@@ -63,23 +98,16 @@ class Requantiser:
             less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
         scales = raised(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), low, high)
-        begin, _ = unit.place(*of)
-        if unit.op.part is QuantisedPart.SCALES:
-            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
+        if self._write_scales(unit, of, scales, out):
             return None
-        if unit.scales_at is not None:
-            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), unit.place_of_scales(*of)[0])
+        begin, _ = unit.place(*of)
         for first, last in strips:
             values = values if len(strips) == 1 else self._rows(unit, first, last)
-            some = min(len(values), max(1, CACHE_BLOCK // grid.width)) if sampled and first == top else 0
-            meant = values[:some].copy()
+            meant = values[:some].copy() if first == top else values[:0]
             made = self._rounding.codes(encoding, values, scales, first, of[0])
             write_exactly(out, bytes_of(made), begin + (first - top) * grid.width)
-            if some:
-                now = numbers_of(encoding, made[:some], scales, first, of[0])
-                width = grid.width
-                before = self._numbers.stored(dequantised(encoding), first * width, (first + some) * width)
-                retained = retention(before, meant.reshape(-1), now.reshape(-1))
+            if len(meant):
+                retained = self._retention(encoding, meant, made[: len(meant)], scales, (top, of[0]))
         return retained
 
     def _rows(self, unit: RequantiseUnit, first: int, last: int) -> Array:

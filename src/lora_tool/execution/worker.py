@@ -10,6 +10,7 @@ from lora_tool.batches import batches_of_bytes
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
+from lora_tool.execution.past_cache import PageBuffer, PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, QuantiseUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lora_tool.execution.requantised import Requantiser
 
 _BATCH_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+"""Read and written at a time past the page cache: a multiple of every page's size."""
 
 
 def batches_of(
@@ -44,7 +47,7 @@ class Worker:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sources = sources
-        self._gathered = bytearray()
+        self._room = PageBuffer()
         self._precision = precision
         self._choose = choose
         self._stopped = stopped
@@ -58,10 +61,13 @@ class Worker:
         """
         match unit:
             case CopyUnit():
-                _copy(unit, self._sources, out)
+                if isinstance(out, PastCache):
+                    self._copy_past_cache(unit, out)
+                else:
+                    _copy(unit, self._sources, out)
                 return None
             case GatherUnit():
-                gathered = self._room(unit.nbytes)
+                gathered = self._room.like(unit.begin, unit.nbytes)
                 self._sources.read_into(unit.source, unit.start, gathered)
                 write_exactly(out, gathered, unit.begin)
                 return None
@@ -87,10 +93,18 @@ class Worker:
             self._coders = Requantiser(numbers), Quantiser(numbers)
         return self._coders
 
-    def _room(self, nbytes: int) -> memoryview:
-        if len(self._gathered) < nbytes:
-            self._gathered = bytearray(nbytes)
-        return memoryview(self._gathered)[:nbytes]
+    def _copy_past_cache(self, unit: CopyUnit, out: PastCache) -> None:
+        """Copy by way of memory, which is as fast then. All pieces but the first begin with a page."""
+        held = self._sources.held_bytes(unit.source, unit.offset, unit.nbytes)
+        done, end = 0, _PIECE_BYTES - unit.begin % _PIECE_BYTES
+        while done < unit.nbytes:
+            piece = self._room.like(unit.begin + done, min(end, unit.nbytes) - done)
+            if held is None:
+                self._sources.read_exactly(unit.source, unit.offset + done, piece)
+            else:
+                piece[:] = held[done : done + len(piece)]
+            write_exactly(out, piece, unit.begin + done)
+            done, end = done + len(piece), end + _PIECE_BYTES
 
     def _backend(self, unit: ComputeUnit) -> Backend:
         chosen = self._choose(self._precision, unit.op)

@@ -228,7 +228,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Return the config that the object `raw` is, of the file `path`; wrong fields are in `problems`."""
     fields = Fields(raw, path)
-    if "peft_type" not in raw:
+    if raw.get("peft_type") is None:
         fields.note("peft_type", 'expected a string such as "LORA", found nothing')
     other = fields.text("peft_type")
     if other is not None and other.upper() not in KNOWN_TYPES:  # whose fields are other ones

@@ -50,6 +50,11 @@ def opened_regular(path: Path) -> int:
     return fd
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return the path with the home folder for its `~`; as it is where nobody lives, for which `Path.expanduser` raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def is_file(path: Path) -> bool:
     """Return whether a regular file is there; not where a folder may not be entered, for which `Path.is_file` raises."""
     return os.path.isfile(path)  # noqa: PTH113

@@ -98,7 +98,9 @@ def _pad_token_id(fields: Fields, text: Fields) -> int | None:
 def _layers(text: Fields) -> int | None:
     # GPT-2 and its like write n_layer, Bloom writes n_layer too; MPT n_layers
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    return next((text.optional_integer(name) for name in names if name in text.table), None)
+    # LXMERT has a number for each of its stacks
+    said = (name for name in names if name in text.table and not isinstance(text.table[name], dict))
+    return next((text.optional_integer(name) for name in said), None)
 
 
 def _quantization(fields: Fields) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_tool.display import and_more
 from lora_tool.errors import Defect, IncompatibleBase, Problem, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names import meta
@@ -58,7 +59,7 @@ class WeightMapping:
         for name, made in self.parameters.items():
             expected = self.facts.shapes[name]
             if made.shape != expected and LABELS not in expected:
-                others = f" and {len(made.sources) - 1} more" if len(made.sources) > 1 else ""
+                others = and_more(len(made.sources) - 1)
                 of = f" of `{made.sources[0]}`{others}" if (name,) != made.sources else ""
                 message = f"is {list(made.shape)} in the weights{of}, but the config means {list(expected)}"
                 path = str(self._config.path)

@@ -23,6 +23,7 @@ from lora_tool.checkpoint import (
 )
 from lora_tool.display import from_here, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
+from lora_tool.formats.files import expanded
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
@@ -129,7 +130,7 @@ def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str 
     kinds: dict[type[Checkpoint], list[str]] = {}
     with contextlib.suppress(CheckpointError):
         for each in named:
-            if (path := Path(each).expanduser()).is_dir():
+            if (path := expanded(each)).is_dir():
                 kinds.setdefault(type(open_checkpoint(path)), []).append(shlex.quote(str(each)))
     models, parts = kinds.get(ModelDir, []), kinds.get(AdapterDir, [])
     if len(models) != 1 or not parts or (base is not None and shlex.quote(str(base)) == models[0]):

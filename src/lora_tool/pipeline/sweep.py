@@ -15,6 +15,7 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.execution.folder import check_output
+from lora_tool.formats.files import expanded
 from lora_tool.hub_names import hub_name
 from lora_tool.pipeline.merging import called_with, merge_inputs, planned, with_opened_models
 from lora_tool.pipeline.passes import Passes, Underway
@@ -152,7 +153,7 @@ def names_of(adapters: Sequence[Reference]) -> list[str]:
 
 def _parts(adapter: Reference) -> tuple[str, ...]:
     """Return the names that lead to the adapter, that of its own folder last."""
-    path = adapter.root if not isinstance(adapter, str | os.PathLike) else Path(adapter).expanduser()
+    path = adapter.root if not isinstance(adapter, str | os.PathLike) else expanded(adapter)
     source = source_of(path)
     named = hub_name(str(adapter)) if not path.exists() else None
     if source.hub_id is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from lora_tool.display import printable
+from lora_tool.display import and_more, printable
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Page, Report, by_subject
@@ -93,7 +93,7 @@ def _left_out(report: Report) -> Iterator[str]:
     if report.skipped:
         yield from ("", "Not checked:", "")
         for codes, paths, reason in by_reason(report.skipped):
-            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            more = and_more(len(paths) - 1)
             yield f"- {spans(codes)} on {code(paths[0])}{more}: {text(reason)}"
     if report.ignored:
         yield from ("", "Ignored:", "")

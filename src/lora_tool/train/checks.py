@@ -10,6 +10,7 @@ from typing import Any
 from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import BadRunConfig, CheckpointError
+from lora_tool.formats.files import expanded
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.report import Finding
 from lora_tool.train.config import RunConfig
@@ -86,7 +87,7 @@ def _models(run: RunConfig) -> Iterator[Finding]:
 
 def _folder(run: RunConfig, name: str) -> Path | None:
     """Return the folder that the option `name` names, None where it is none of this machine."""
-    path = Path(run.text(name) or "").expanduser()
+    path = expanded(run.text(name) or "")
     return path if run.text(name) and path.is_dir() else None
 
 

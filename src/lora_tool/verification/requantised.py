@@ -26,7 +26,7 @@ from lora_tool.verification.tally import Tally
 
 _ROUNDED = 2.0**-14
 """A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
-_SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 20
+_SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 18
 """Rows of scales that are looked at in a sample, and about how many weights they are for."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.actions import Verdict
+from lora_tool.display import and_more
 from lora_tool.errors import VerificationFailed
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report import Report, Severity, Skipped
@@ -71,9 +72,8 @@ def by_rules(
         if found.verdict is Verdict.UNKNOWN:
             by_reason.setdefault(found.reason, []).append(found.name)
     for reason, (first, *others) in by_reason.items():
-        more = f" and {len(others)} more" if others else ""
-        unknown = Skipped(code="LT608", path=str(merged), reason=f"`{first}`{more} not recomputed: {reason}")
-        skipped = (*skipped, unknown)
+        why = f"`{first}`{and_more(len(others))} not recomputed: {reason}"
+        skipped = (*skipped, Skipped(code="LT608", path=str(merged), reason=why))
     report = Judge(rules=rules, deep=False).folder(subject)
     return Verification(
         merged=merged,

@@ -13,10 +13,14 @@ from lora_tool.execution.backends.native_factors import NativeFactors
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term
+from lora_tool.execution.native.requantising import panel_of, storing_of
 from lora_tool.execution.native.rows import CodedRows, PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.formats.quantised.grids import Requantisable, grid_of
+from lora_tool.formats.quantised.requantising import StoredAgain
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision
 from lora_tool.plan.core.terms import LoraTerm
@@ -58,7 +62,9 @@ class NativeBackend(NativeFactors):
 
     def _write(self, result: Array, out: int, offset: int) -> None:
         """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
-        done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
+        done = 0
+        if not isinstance(out, PastCache):
+            done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
         if done < result.nbytes:
             write_exactly(out, bytes_of(result)[done:], offset + done)
 
@@ -105,6 +111,26 @@ class NativeBackend(NativeFactors):
         moved = self._buffer("moved", (last - first, op.source.shape[1]), self._wide)
         return moved if rows.write(slice(None), moved, DType.F32, terms) else super()._moved(op, first, last)
 
+    def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
+        """See `NumpyBackend`: in one pass where a row of tiles, or what is computed of it together, stays in the cache."""
+        grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
+        panel = panel_of(self._kernel, grid, count)
+        if panel is None or not isinstance(op, LoraDelta):
+            return None
+        with self._ready_for(unit):
+            rows = self._weight(op.source, unit.first, unit.last)
+            if not isinstance(rows, CodedRows) or rows.part.above:
+                return None
+            made = StoredAgain(
+                codes=self._buffer("codes", (count, grid.width), np.dtype(np.uint8)),
+                scales=np.empty(rows.part.scales.shape, np.float32),
+                meant=np.empty((min(kept, count), grid.width), np.float32),
+            )
+            scratch = self._buffer("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
+            storing = storing_of(encoding, panel, made, scratch)
+            terms = self._terms(op, unit.first, unit.last, panel.rows)
+            return made if rows.write_again(storing, made.codes, terms) else None
+
     def _weight(self, tensor: StoredTensor, first: int, last: int) -> Rows:
         """Return rows of a weight as they are read: quantised ones as they are stored."""
         part = self._sources.coded(tensor, first, last)
@@ -117,10 +143,10 @@ class NativeBackend(NativeFactors):
         storage = kernels.STORAGE[unit.out.dtype]
         if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize:
             return rows.stored.view(storage)
-        return self._buffer("result", (count, math.prod(unit.op.source.shape[1:])), storage)
+        return self._buffer("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
 
-    def _terms(self, op: LowRank, first: int, last: int) -> tuple[Term, ...]:
-        """Return the terms of rows `first` to `last`, their factors packed."""
+    def _terms(self, op: LowRank, first: int, last: int, together: int | None = None) -> tuple[Term, ...]:
+        """Return the terms of rows `first` to `last`, their factors packed, those of so many rows `together`."""
         made = []
         for at, term in enumerate(op.terms):
             # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
@@ -128,7 +154,7 @@ class NativeBackend(NativeFactors):
             rows = (
                 self._stored_a(term, "factor")[:, inner].T if op.transposed else self._stored_b(term, inner, "factor")
             )
-            left = self._packed(f"left {at}", rows, self._kernel.rows)
+            left = self._packed(f"left {at}", rows, self._kernel.rows, together)
             right = self._right_packed(at, op, term)
             made.append(Term(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))
         return tuple(made)
@@ -144,12 +170,21 @@ class NativeBackend(NativeFactors):
             self._rights[at] = held = (tensor, term.expert, packed)
         return held[2]
 
-    def _packed(self, place: str, factor: Array, width: int) -> Array:
-        """Return the factor, [length, rank], in panels of `width`, in this worker's buffer."""
+    def _packed(self, place: str, factor: Array, width: int, together: int | None = None) -> Array:
+        """Return the factor, [length, rank], in panels of `width`, in this worker's buffer.
+
+        The first panel of each `together` rows begins with the first of them.
+        """
         length, depth = factor.shape
         factor = factor.astype(np.float32) if factor.dtype == np.float64 else factor
-        packed = self._buffer(place, (-(-length // width) * width * depth,), np.dtype(np.float32))
+        each = max(1, min(together or length, length))
+        starts = range(0, length, each)
+        panels = -(-each // width) * width * depth
+        packed = self._buffer(place, (len(starts), panels), np.dtype(np.float32))
         along, down = (stride // factor.itemsize for stride in factor.strides)
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)
-        self._kernel.pack(packed.ctypes.data, width, factor.ctypes.data, dtype, (length, depth), (along, down))
+        for at, first in enumerate(starts):
+            part = factor[first : first + each]
+            size = len(part), depth
+            self._kernel.pack(packed[at].ctypes.data, width, part.ctypes.data, dtype, size, (along, down))
         return packed

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import write_exactly
+from lora_tool.execution.past_cache import PAGE, PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
@@ -38,6 +39,10 @@ from lora_tool.plan.core.ops import (
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
+if TYPE_CHECKING:
+    from lora_tool.formats.quantised.grids import Requantisable
+    from lora_tool.formats.quantised.requantising import StoredAgain
+
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
@@ -49,6 +54,8 @@ _LEAST_ROWS = 16
 
 _ALIGNMENT = 64
 """Of buffers, in bytes: a cache line, and the widest vector."""
+_WIDEST = 8
+"""Bytes of the largest element, at whose multiples every one is aligned."""
 
 
 class NumpyBackend:
@@ -65,6 +72,7 @@ class NumpyBackend:
         self._column_norms: Array = np.empty(0)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
+        self._like: int | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
         self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
@@ -84,8 +92,9 @@ class NumpyBackend:
             for first, last in self._blocks(unit):
                 if self._stopped():
                     break
-                result = self._block(unit, first, last, sampled=first == unit.first)
-                self._write(result, out, unit.at + first * unit.row_bytes)
+                offset = unit.at + first * unit.row_bytes
+                self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
+                self._write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
         return self._retained
 
     def _write(self, result: Array, out: int, offset: int) -> None:
@@ -96,6 +105,15 @@ class NumpyBackend:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
         with self._ready_for(unit):
             return self._block(unit, unit.first, unit.last, sampled=False)
+
+    def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
+        """Return what the unit makes as codes with the scales of `encoding`, raised where it must be.
+
+        None where that is not done at once. The unit's rows are whole rows of tiles, and all that have these scales; the
+        first `kept` are returned as numbers, too. What is returned may be this worker's buffer.
+        """
+        del unit, encoding, kept
+        return None
 
     @contextlib.contextmanager
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
@@ -140,7 +158,7 @@ class NumpyBackend:
         """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
-        result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
+        result = self._buffer("result", source.shape, kernels.STORAGE[dtype], like=self._like)
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
             if change is None:
@@ -343,17 +361,18 @@ class NumpyBackend:
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
         row = math.prod(tensor.shape[1:])
-        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype])
+        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, like: int | None = None) -> Array:
+        """Return this worker's buffer of that name, at an address that differs from an offset `like` it by whole pages."""
         needed = math.prod(shape) * dtype.itemsize
         held = self._buffers.get(name)
-        if held is None or held.nbytes < needed:
-            raw = np.empty(needed + _ALIGNMENT, np.uint8)
-            held = self._buffers[name] = raw[-raw.ctypes.data % _ALIGNMENT :]
-        return held[:needed].view(dtype).reshape(shape)
+        if held is None or held.nbytes < needed + PAGE:
+            held = self._buffers[name] = np.empty(needed + PAGE, np.uint8)
+        at = -held.ctypes.data % _ALIGNMENT if like is None else (like - held.ctypes.data) % PAGE
+        return held[at : at + needed].view(dtype).reshape(shape)
 
 
 _SAMPLES = 1024

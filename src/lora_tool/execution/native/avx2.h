@@ -30,6 +30,20 @@ TARGET static inline uint32_t avx2_largest(__m256i most) {
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xB1)));
 }
 
+TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
+    __m256i bits = _mm256_castps_si256(value), size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(size, 20), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(_mm256_add_epi32(size, _mm256_set1_epi32(0x7FFFF)), odd);
+    __m256i normal = _mm256_sub_epi32(_mm256_srli_epi32(up, 20), _mm256_set1_epi32(120 << 3));
+    __m256i sum = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(0x1p14f)));
+    __m256i small = _mm256_sub_epi32(sum, _mm256_set1_epi32(0x46800000));
+    __m256i code = _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(121 << 23), size));
+    code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+    __m256i halves = _mm256_packus_epi32(code, code), bytes = _mm256_packus_epi16(halves, halves);
+    uint32_t four[2] = {(uint32_t)_mm256_extract_epi32(bytes, 0), (uint32_t)_mm256_extract_epi32(bytes, 4)};
+    memcpy(place, four, sizeof four);
+}
+
 #define LANES 8
 #define VECTORS 2
 #define ROWS 6
@@ -47,6 +61,10 @@ TARGET static inline uint32_t avx2_largest(__m256i most) {
 #define WIDEN_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define NARROW_bf16(p, v) avx2_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define NARROW_e4m3(p, v) avx2_narrow_e4m3(p, v)
+#define DIV(x, y) _mm256_div_ps(x, y)
+#define LEAST(x, y) _mm256_min_ps(x, y)
+#define MOST(x, y) _mm256_max_ps(x, y)
 #define NOTHING() _mm256_setzero_si256()
 #define LARGER(b, v) _mm256_max_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
 #define LARGEST(b) avx2_largest(b)

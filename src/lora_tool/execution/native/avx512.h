@@ -14,6 +14,18 @@ TARGET static inline void avx512_narrow_bf16(uint16_t *place, __m512 value) {
     _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi32_epi16(high));
 }
 
+TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
+    __m512i bits = _mm512_castps_si512(value), size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 20), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(_mm512_add_epi32(size, _mm512_set1_epi32(0x7FFFF)), odd);
+    __m512i code = _mm512_sub_epi32(_mm512_srli_epi32(up, 20), _mm512_set1_epi32(120 << 3));
+    __mmask16 small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(121 << 23));
+    __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(size), _mm512_set1_ps(0x1p14f));
+    code = _mm512_mask_sub_epi32(code, small, _mm512_castps_si512(sum), _mm512_set1_epi32(0x46800000));
+    __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+    _mm_storeu_si128((__m128i *)place, _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign)));
+}
+
 #define LANES 16
 #define VECTORS 2
 #define ROWS 12
@@ -31,6 +43,10 @@ TARGET static inline void avx512_narrow_bf16(uint16_t *place, __m512 value) {
 #define WIDEN_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define NARROW_bf16(p, v) avx512_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define NARROW_e4m3(p, v) avx512_narrow_e4m3(p, v)
+#define DIV(x, y) _mm512_div_ps(x, y)
+#define LEAST(x, y) _mm512_min_ps(x, y)
+#define MOST(x, y) _mm512_max_ps(x, y)
 #define NOTHING() _mm512_setzero_si512()
 #define LARGER(b, v) _mm512_max_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
 #define LARGEST(b) _mm512_reduce_max_epu32(b)

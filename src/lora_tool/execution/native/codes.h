@@ -69,26 +69,31 @@ TARGET static void NAME(numbers)(float *out, const struct codes *codes, int64_t 
     }
 }
 
-#define SIDE_BY_SIDE 16
-
-/* Lower `low` to the least of the numbers, and raise `high` to the largest. */
-TARGET static void NAME(extremes)(const float *restrict numbers, int64_t count, float *low, float *high) {
-    float least[SIDE_BY_SIDE], most[SIDE_BY_SIDE];
-    for (int at = 0; at < SIDE_BY_SIDE; at++) {
-        least[at] = *low;
-        most[at] = *high;
-    }
-    for (; count >= SIDE_BY_SIDE; count -= SIDE_BY_SIDE, numbers += SIDE_BY_SIDE) {
-        for (int at = 0; at < SIDE_BY_SIDE; at++) {
-            least[at] = numbers[at] < least[at] ? numbers[at] : least[at];
-            most[at] = numbers[at] > most[at] ? numbers[at] : most[at];
+/* Lower `low` to the least of the numbers, and raise `high` to the largest: `count` of each row, which lie `apart`. */
+TARGET static void NAME(extremes)(const float *restrict numbers, int64_t apart, int64_t rows, int64_t count, float *low,
+                                  float *high) {
+    float least[2 * LANES], most[2 * LANES];
+    VECTOR below[2] = {SET(*low), SET(*low)}, above[2] = {SET(*high), SET(*high)};
+    for (; rows > 0; rows--, numbers += apart) {
+        const float *row = numbers;
+        int64_t left = count;
+        for (; left >= 2 * LANES; left -= 2 * LANES, row += 2 * LANES) {
+            UNROLLED for (int at = 0; at < 2; at++) {
+                VECTOR some = LOAD(row + at * LANES);
+                below[at] = LEAST(some, below[at]);
+                above[at] = MOST(some, above[at]);
+            }
+        }
+        for (int at = 0; at < (int)left; at++) {
+            *low = row[at] < *low ? row[at] : *low;
+            *high = row[at] > *high ? row[at] : *high;
         }
     }
-    for (int at = 0; at < (int)count; at++) {
-        least[at] = numbers[at] < least[at] ? numbers[at] : least[at];
-        most[at] = numbers[at] > most[at] ? numbers[at] : most[at];
+    for (int at = 0; at < 2; at++) {
+        STORE(least + at * LANES, below[at]);
+        STORE(most + at * LANES, above[at]);
     }
-    for (int at = 0; at < SIDE_BY_SIDE; at++) {
+    for (int at = 0; at < 2 * LANES; at++) {
         *low = least[at] < *low ? least[at] : *low;
         *high = most[at] > *high ? most[at] : *high;
     }
@@ -112,13 +117,13 @@ TARGET static void NAME(ratios)(float *restrict out, const float *restrict numbe
 #define CUT_OFF(value, least, most) ((value) > (most) ? (most) : (value) < (least) ? (least) : (value))
 
 TARGET static void NAME(e4m3_of)(uint8_t *restrict out, const float *restrict numbers, float scale, int64_t count) {
+    const VECTOR s = SET(scale), most = SET(448.0f), least = SET(-448.0f);
+    for (; count >= LANES; count -= LANES, numbers += LANES, out += LANES) {
+        NARROW_e4m3(out, MOST(LEAST(DIV(LOAD(numbers), s), most), least));
+    }
     for (int64_t at = 0; at < count; at++) {
-        const float ratio = numbers[at] / scale, value = CUT_OFF(ratio, -448.0f, 448.0f);
-        const uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFFu;
-        /* below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves their number in the last bits */
-        const uint32_t small = bits_of(float_of(size) + 0x1p14f) - 0x46800000u;
-        const uint32_t normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - (120u << 3);
-        out[at] = (uint8_t)((size < 121u << 23 ? small : normal) | (bits >> 24 & 0x80u));
+        const float ratio = numbers[at] / scale;
+        out[at] = to_e4m3(CUT_OFF(ratio, -448.0f, 448.0f));
     }
 }
 

@@ -10,6 +10,7 @@ import ctypes
 import enum
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -131,6 +132,13 @@ class Kernel:
     ) -> None:
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
+
+    def requantise(self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[Term, ...]) -> bool:
+        """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
+        listed = (Term * len(terms))(*terms)
+        number = self.level.number
+        flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
+        return flagged == 0
 
     def scale(
         self,
@@ -270,6 +278,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
+    library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
     four, double = [size] * 4, ctypes.c_double
     library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
     library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
@@ -280,7 +289,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
-CHECKSUM = 3124060484
+_GROUP, _GROUPS = 12, 4
+CHECKSUM = 161974711
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -298,7 +308,8 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 def checksum(kernel: Kernel) -> int:
     """Return the CRC-32 of what the kernel makes of `trial`: of B·A in float64, and of W + 0.3·(B·A), stored as each type
-    from each type, W + B·A + 0.3·(B·A) last.
+    from each type, W + B·A + 0.3·(B·A) last; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as
+    codes again.
     """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
@@ -328,7 +339,39 @@ def checksum(kernel: Kernel) -> int:
                     ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
                 )
                 total = zlib.crc32(out.raw, total)
+    for kind in range(3):
+        for part in _of_codes(kernel, kind, weights, scaled):
+            total = zlib.crc32(part, total)
     return total
+
+
+def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[bytes]:  # noqa: ANN401 - an array
+    """Yield the numbers that the bytes of W are as codes of a kind, with ΔW, and these as codes of eight bits again."""
+    raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
+    if kind == 0:  # the largest code of E4M3 is NaN
+        raw = bytearray(byte - (byte & 0x7F == 0x7F) for byte in raw)  # noqa: PLR2004
+    stored = (ctypes.c_char * len(raw)).from_buffer(raw)
+    scales = (ctypes.c_float * _GROUPS)(*(0.01 * (at + 1) for at in range(_GROUPS)))
+    table = (ctypes.c_float * 512)(*(float(at % 37 - 18) for at in range(512)))
+    codes = Codes(
+        bytes=ctypes.addressof(stored),
+        table=ctypes.addressof(table),
+        scales=ctypes.addressof(scales),
+        stride=_COLUMNS,
+        apart=_GROUPS,
+        group=_GROUP,
+        tall=_ROWS,
+        again=1.0,
+        kind=kind,
+        type=TYPES[DType.F32],
+    )
+    numbers, again = (ctypes.create_string_buffer(each * _ROWS * _COLUMNS) for each in (4, 1))
+    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS), (term,))
+    yield numbers.raw
+    if kind < 2:  # noqa: PLR2004 - two codes in a byte are not written again
+        place = ctypes.addressof(numbers)
+        kernel.quantise(codes, ctypes.addressof(again), place, (_ROWS, _COLUMNS), divided=kind == 0, least=-127.0)
+        yield again.raw
 
 
 def _checksum_wide(kernel: Kernel, left: int, right: int) -> int:

@@ -75,7 +75,9 @@ typedef uint32_t finish_function(const float *tile, int rows, int columns, const
 typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
-typedef void extremes_function(const float *numbers, int64_t count, float *low, float *high);
+typedef void extremes_function(const float *numbers, int64_t apart, int64_t rows, int64_t count, float *low,
+                               float *high);
+typedef void column_extremes_function(const float *numbers, int64_t count, float *low, float *high);
 typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth);
 typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
 typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
@@ -91,7 +93,8 @@ struct words {
     e4m3_function *e4m3_of;
     int8_function *int8_of;
     ratios_function *ratios;
-    extremes_function *extremes, *column_extremes;
+    extremes_function *extremes;
+    column_extremes_function *column_extremes;
     int wide_columns; /* of a tile of float64 */
     wide_function *wide_product;
     scaled_function *scaled[TYPES + 1];
@@ -135,6 +138,14 @@ static inline uint16_t to_f16(float value) {
         return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000u));
     }
     return (uint16_t)(sign | (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13);
+}
+
+static inline uint8_t to_e4m3(float value) {
+    uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFFu;
+    /* below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves their number in the last bits */
+    uint32_t small = bits_of(float_of(size) + 0x1p14f) - 0x46800000u;
+    uint32_t normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    return (uint8_t)((size < 121u << 23 ? small : normal) | (bits >> 24 & 0x80u));
 }
 
 #include "scalar.h"
@@ -269,12 +280,67 @@ static void decode_strip(const struct words *words, const struct codes *codes, i
     }
 }
 
-/* Write W + deltas; W is `source`, or what `codes` stand for. */
-static uint32_t merged(const struct words *words, const void *source, const struct codes *codes, int source_type,
-                       void *out, int out_type, int64_t rows, int64_t columns, const struct term *terms, int64_t count) {
-    const int64_t high = words->rows, wide = words->columns;
-    const size_t source_size = size_of(source_type), out_size = size_of(out_type);
-    finish_function *finish = words->finish[source_type][out_type];
+/* W: what is stored, or what codes stand for. */
+struct weight {
+    const void *source;
+    const struct codes *codes;
+    int type;
+    int64_t columns;
+};
+
+/* Some rows and columns of W, and where their results go: rows that lie `apart` elements from each other. */
+struct area {
+    int64_t row, rows, column, columns;
+    void *out;
+    int64_t apart;
+    int64_t packed; /* the row of the left factors that the first row has */
+};
+
+static uint32_t merged_area(const struct words *words, const struct weight *weight, const struct area *area, int out_type,
+                            const struct term *terms, int64_t count) {
+    const int64_t high = words->rows, wide = words->columns, columns = weight->columns;
+    const struct codes *codes = weight->codes;
+    const size_t source_size = size_of(weight->type), out_size = size_of(out_type);
+    const int64_t last_row = area->row + area->rows, last_column = area->column + area->columns;
+    const int64_t strip = codes ? STRIP / wide * wide : area->columns;
+    finish_function *finish = words->finish[weight->type][out_type];
+    uint32_t largest = 0;
+    for (int64_t row = area->row; row < last_row; row += high) {
+        int some = (int)least_of(last_row - row, high);
+        const int64_t down = row - area->row, packed = area->packed + down;
+        for (int64_t first = area->column; first < last_column; first += strip) {
+            _Alignas(64) char numbers[ROWS_MOST * STRIP * sizeof(float)];
+            int64_t last = least_of(first + strip, last_column);
+            if (codes) {
+                decode_strip(words, codes, row, some, first, last - first, numbers);
+            }
+            for (int64_t column = first; column < last; column += wide) {
+                _Alignas(64) float tile[TILE_MOST];
+                const int64_t apart = codes ? STRIP : columns;
+                const char *read = codes ? numbers + (size_t)(column - first) * source_size
+                                         : (const char *)weight->source + (size_t)(row * columns + column) * source_size;
+                for (int r = 0; r < some && !codes; r++) {
+                    __builtin_prefetch(read + (size_t)(r * columns) * source_size);
+                }
+                for (int64_t t = 0; t < count; t++) {
+                    const float *left = terms[t].left + packed * terms[t].depth;
+                    const float *right = terms[t].right + column * terms[t].depth;
+                    words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
+                }
+                int across = (int)least_of(last_column - column, wide);
+                char *write = (char *)area->out + (size_t)(down * area->apart + column - area->column) * out_size;
+                uint32_t size = finish(tile, some, across, read, apart, write, area->apart);
+                largest = size > largest ? size : largest;
+            }
+        }
+    }
+    return largest;
+}
+
+/* Write W + deltas of `rows` rows. */
+static uint32_t merged(const struct words *words, const struct weight *weight, void *out, int out_type, int64_t rows,
+                       const struct term *terms, int64_t count) {
+    const int64_t wide = words->columns, columns = weight->columns;
     int64_t depth = 1;
     for (int64_t t = 0; t < count; t++) {
         depth += terms[t].depth;
@@ -283,35 +349,13 @@ static uint32_t merged(const struct words *words, const void *source, const stru
     cached = cached < wide ? wide : cached;
     uint32_t largest = 0;
     for (int64_t from = 0; from < columns; from += cached) {
-        int64_t to = least_of(from + cached, columns), strip = codes ? STRIP / wide * wide : to - from;
-        for (int64_t row = 0; row < rows; row += high) {
-            int some = (int)least_of(rows - row, high);
-            for (int64_t first = from; first < to; first += strip) {
-                _Alignas(64) char numbers[ROWS_MOST * STRIP * sizeof(float)];
-                int64_t last = least_of(first + strip, to);
-                if (codes) {
-                    decode_strip(words, codes, row, some, first, last - first, numbers);
-                }
-                for (int64_t column = first; column < last; column += wide) {
-                    _Alignas(64) float tile[TILE_MOST];
-                    const int64_t at = row * columns + column, apart = codes ? STRIP : columns;
-                    const char *read = codes ? numbers + (size_t)(column - first) * source_size
-                                             : (const char *)source + (size_t)at * source_size;
-                    for (int r = 0; r < some && !codes; r++) {
-                        __builtin_prefetch(read + (size_t)(r * columns) * source_size);
-                    }
-                    for (int64_t t = 0; t < count; t++) {
-                        const float *left = terms[t].left + row * terms[t].depth;
-                        const float *right = terms[t].right + column * terms[t].depth;
-                        words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
-                    }
-                    int across = (int)least_of(columns - column, wide);
-                    char *write = (char *)out + (size_t)at * out_size;
-                    uint32_t size = finish(tile, some, across, read, apart, write, columns);
-                    largest = size > largest ? size : largest;
-                }
-            }
-        }
+        const struct area area = {.rows = rows,
+                                  .column = from,
+                                  .columns = least_of(cached, columns - from),
+                                  .out = (char *)out + (size_t)from * size_of(out_type),
+                                  .apart = columns};
+        uint32_t size = merged_area(words, weight, &area, out_type, terms, count);
+        largest = size > largest ? size : largest;
     }
     return largest;
 }
@@ -344,8 +388,9 @@ EXPORT int lora_tool_merge(int level, const void *source, int source_type, void 
     if (!words || !is_type(source_type) || !is_type(out_type)) {
         return -1;
     }
+    const struct weight weight = {.source = source, .type = source_type, .columns = columns};
     mode_type before = ieee_mode();
-    uint32_t largest = merged(words, source, 0, source_type, out, out_type, rows, columns, terms, count);
+    uint32_t largest = merged(words, &weight, out, out_type, rows, terms, count);
     restore_mode(before);
     return largest >= too_large[out_type];
 }
@@ -357,66 +402,15 @@ EXPORT int lora_tool_merge_codes(int level, const struct codes *codes, void *out
     if (!words || !is_type(codes->type) || !is_type(out_type)) {
         return -1;
     }
+    const struct weight weight = {.codes = codes, .type = codes->type, .columns = columns};
     mode_type before = ieee_mode();
-    uint32_t largest = count ? merged(words, 0, codes, codes->type, out, out_type, rows, columns, terms, count)
+    uint32_t largest = count ? merged(words, &weight, out, out_type, rows, terms, count)
                              : decoded(words, codes, out, out_type, rows, columns);
     restore_mode(before);
     return largest >= too_large[out_type];
 }
 
-/* Lower `low` to the least and raise `high` to the largest of the numbers that have one scale, [rows of scales, groups].
- * The scales themselves are not looked at. Return as `lora_tool_merge`. */
-EXPORT int lora_tool_extremes(int level, const struct codes *codes, const float *numbers, int64_t rows, int64_t columns,
-                              float *low, float *high) {
-    const struct words *words = words_of(level);
-    if (!words) {
-        return -1;
-    }
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t at = (row + codes->above) / codes->tall * codes->apart;
-        if (codes->group == 1) {
-            words->column_extremes(numbers + row * columns, columns, low + at, high + at);
-            continue;
-        }
-        for (int64_t column = 0; column < columns; column += codes->group, at++) {
-            int64_t count = least_of(columns - column, codes->group);
-            words->extremes(numbers + row * columns + column, count, low + at, high + at);
-        }
-    }
-    return 0;
-}
-
-/* Write numbers as codes to `out`, row after row. They are `divided` by the scales, or multiplied with them; int8 has no
- * code below `least`. Return as `lora_tool_merge`. */
-EXPORT int lora_tool_quantise(int level, const struct codes *codes, uint8_t *out, const float *numbers, int64_t rows,
-                              int64_t columns, int divided, float least) {
-    const struct words *words = words_of(level);
-    if (!words || codes->kind == HALVES) {
-        return -1;
-    }
-    const int64_t most = codes->group == 1 ? STRIP : codes->group;
-    mode_type before = ieee_mode();
-    for (int64_t row = 0; row < rows; row++) {
-        const float *scales = scales_at(codes, row);
-        for (int64_t column = 0; column < columns; column += most) {
-            int64_t count = least_of(columns - column, most), at = row * columns + column;
-            float line[STRIP], scale = scales[column / codes->group];
-            const float *from = numbers + at;
-            if (codes->group == 1) { /* divided here, and then by 1 */
-                words->ratios(line, from, scales + column, count, divided);
-                from = line;
-                scale = 1.0f;
-            }
-            if (codes->kind == E4M3) {
-                words->e4m3_of(out + at, from, scale, count);
-            } else {
-                words->int8_of(out + at, from, scale, count, divided, least);
-            }
-        }
-    }
-    restore_mode(before);
-    return 0;
-}
+#include "requantise.h"
 
 /* Write `count` elements of one type as another, rounded once. In place and returned as by `lora_tool_merge`. */
 EXPORT int lora_tool_convert(int level, const void *source, int source_type, void *out, int out_type, int64_t count) {

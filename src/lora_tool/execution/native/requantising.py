@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
-from lora_tool.execution.native.library import Codes, Kernel, kernel
+from lora_tool.execution.native.library import TYPES, Codes, Kernel, kernel
 from lora_tool.execution.native.rows import KINDS
 from lora_tool.formats.quantised.arrays import F32, Array
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.encodings import BnbInt8
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits
-from lora_tool.formats.quantised.requantising import Rounding
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.formats.quantised.requantising import Rounding, StoredAgain
 from lora_tool.tensors import DType
+
+_COLUMNS, _CACHED = 512, 1 << 20
+"""Columns that are computed together, where so many rows of a tile have no more than that many weights."""
 
 
 class KernelRounding(Rounding):
@@ -40,6 +47,56 @@ def _layout(grid: Grid, first: int, scales: int) -> Codes:
     """
     tall, (top, _) = min(grid.tile[0], grid.height), grid.rows_of(scales, scales)
     return Codes(apart=grid.across, group=grid.tile[1], tall=tall, above=first - top)
+
+
+class Storing(ctypes.Structure):
+    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
+
+    _fields_ = (
+        ("raised", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("meant", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+        ("panel", ctypes.c_int64),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("scale_type", ctypes.c_int32),
+        ("divided", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Rows and columns of a weight whose numbers are in the cache while their scales are settled."""
+
+    rows: int
+    columns: int
+
+
+def panel_of(kernel: Kernel, grid: Grid, rows: int) -> Panel | None:
+    """Return what is computed together of so many rows of a weight; None where that is more than the cache holds."""
+    tall, wide = grid.tile
+    together = kernel.rows if tall == 1 else min(tall, rows)
+    whole = math.lcm(wide, kernel.columns)
+    panel = Panel(together, min(grid.width, max(whole, _COLUMNS // whole * whole)))
+    return panel if wide > 1 and panel.rows * panel.columns <= _CACHED else None
+
+
+def storing_of(encoding: Requantisable, panel: Panel, made: StoredAgain, scratch: F32) -> Storing:
+    """Return how the kernel stores the weight again; it holds addresses alone."""
+    least, most = limits(encoding)
+    dtype = scales_of(encoding).dtype
+    return Storing(
+        raised=made.scales.ctypes.data,
+        scratch=scratch.ctypes.data,
+        meant=made.meant.ctypes.data,
+        kept=len(made.meant),
+        panel=panel.columns,
+        least=least,
+        most=most,
+        scale_type=TYPES.get(dtype, len(TYPES)),
+        divided=not isinstance(encoding, BnbInt8),
+    )
 
 
 def rounding() -> Rounding:

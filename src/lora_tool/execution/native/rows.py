@@ -58,6 +58,12 @@ class CodedRows:
         size = last - first, self.part.columns
         return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
+    def write_again(self, storing: ctypes.Structure, out: Array, terms: Terms) -> bool:
+        """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""
+        scales = np.ascontiguousarray(self.part.scales)
+        codes = codes_of(self.part, scales, self.dtype)
+        return self.kernel.requantise(codes, ctypes.addressof(storing), out.ctypes.data, out.shape, terms)
+
 
 def codes_of(part: Scaled, scales: NDArray[np.float32], dtype: DType = DType.F32) -> Codes:
     """Return the part with these contiguous scales as the kernel reads it, its numbers rounded to a type first.

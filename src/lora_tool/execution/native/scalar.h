@@ -17,6 +17,10 @@
 #define WIDEN_f16(p) from_f16(*(p))
 #define NARROW_bf16(p, v) (*(p) = to_bf16(v))
 #define NARROW_f16(p, v) (*(p) = to_f16(v))
+#define NARROW_e4m3(p, v) (*(p) = to_e4m3(v))
+#define DIV(x, y) ((x) / (y))
+#define LEAST(x, y) ((x) < (y) ? (x) : (y))
+#define MOST(x, y) ((x) > (y) ? (x) : (y))
 #define NOTHING() 0u
 #define LARGER(b, v) ((b) > bits_of(v) << 1 ? (b) : bits_of(v) << 1)
 #define LARGEST(b) (b)

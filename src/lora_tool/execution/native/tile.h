@@ -5,6 +5,8 @@
  *   VECTOR, BITS               vectors of floats and of 32-bit integers
  *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) MUL(x, y) ADD(x, y)
  *   WIDEN_bf16(p) WIDEN_f16(p) NARROW_bf16(p, v) NARROW_f16(p, v)       elements in memory, as floats
+ *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
+ *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
  *   WIDE, WIDE_LANES           vectors of doubles, as many side by side in a tile
  *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
@@ -127,7 +129,6 @@ static const struct words NAME(words) = {
 #undef UNROLLED
 #undef STEPS
 #undef TABLE
-#undef SIDE_BY_SIDE
 #undef CUT_OFF
 #undef SCALED
 #undef WIDE_COLUMNS
@@ -151,6 +152,10 @@ static const struct words NAME(words) = {
 #undef WIDEN_f16
 #undef NARROW_bf16
 #undef NARROW_f16
+#undef NARROW_e4m3
+#undef DIV
+#undef LEAST
+#undef MOST
 #undef NOTHING
 #undef LARGER
 #undef LARGEST

@@ -10,18 +10,31 @@ what fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Read, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, widened
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
 from lora_tool.tensors import DType
 
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAgain:
+    """Rows of a weight as codes again."""
+
+    codes: Bytes
+    """[rows, columns]"""
+    scales: F32
+    """[rows of scales, across]"""
+    meant: F32
+    """The numbers of the first rows."""
 
 
 def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
@@ -99,6 +112,12 @@ def raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array
     return np.asarray(np.where(too_far, _as_scale(needed, scales_of(encoding).dtype), stored))
 
 
+def as_stored(encoding: Requantisable, stored: Array, scales: F32) -> Array:
+    """Return scales, which are as their type can be, as they are stored: as the base's `stored` where they are equal."""
+    before = _wide(encoding, stored)
+    return np.asarray(np.where(scales == before, stored, _as_scale(scales, scales_of(encoding).dtype)))
+
+
 def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int, scales: int) -> F32:
     """Return what codes stand for, rows from `first`, with these scales, rows from `scales`."""
     grid, factors = grid_of(encoding), _of_codes(encoding, stored)
@@ -110,9 +129,13 @@ def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int,
 
 def _of_codes(encoding: Requantisable, stored: Array) -> F32:
     """Return what a code is multiplied with, of stored scales."""
-    raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-    wide = widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
+    wide = _wide(encoding, stored)
     return np.asarray(wide * INT8_STEP if isinstance(encoding, BnbInt8) else wide)
+
+
+def _wide(encoding: Requantisable, stored: Array) -> F32:
+    raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+    return widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
 
 
 def _spread(grid: Grid, scales: Array) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.checkpoint.quantised import quantisation_table
 from lora_tool.checkpoint.registry import piece_folders
+from lora_tool.display import and_more
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import generation_config, model_config
 from lora_tool.formats.files import json_bytes, read_json, read_object, require_own_file, same_content
@@ -193,7 +194,7 @@ def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     code = [name for name in names if name.endswith(".py")]
     others = [name for name in names if name not in code]
     if others:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        more = and_more(len(others) - _NAMED)
         yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
     if code:
         yield f"the base's code is neither run nor copied: {', '.join(code)}"

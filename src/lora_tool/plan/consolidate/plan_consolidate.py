@@ -16,7 +16,7 @@ from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
-from lora_tool.display import counted
+from lora_tool.display import and_more, counted
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
@@ -88,6 +88,7 @@ def plan_consolidate(
     if target is What.AUTO:
         target = What.ADAPTER if lora else What.MODEL
         decided(f"what: {target}, because there are {'' if lora else 'no '}LoRA tensors")
+    _refuse_pipeline(state, target)
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
         if target is What.ADAPTER and lora
@@ -174,6 +175,16 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
     )
 
 
+def _refuse_pipeline(state: TrainingState, what: What) -> None:
+    """Raise `UnsupportedCheckpoint` for an adapter or a model of a pipeline, whose layers have numbers for names."""
+    if what is not What.STATE and state.facts.get("pipeline_parallel"):
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is of a pipeline, whose layers are numbered (`{next(iter(state.entries), '')}`): nothing in it says "
+            "what the model's modules are called",
+            hint='convert it with the program that trained it; `what="state"` writes every tensor',
+        )
+
+
 def _refuse_foreign(state: TrainingState) -> None:
     """Raise `UnsupportedCheckpoint` for LoRA or a model under the names of another program."""
     foreign = next(filter(_OTHER_LORA.search, state.entries), None)
@@ -210,7 +221,7 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             severity=Severity.ERROR,
             path=str(state.folder),
             subject=lost[0],
-            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen parameters were not saved",
+            message=f"the model would lack it{and_more(len(lost) - 1)}: frozen parameters were not saved",
             hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes the tensors that exist',
         )
 

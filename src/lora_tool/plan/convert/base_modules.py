@@ -19,7 +19,7 @@ def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | N
     """
     if base is None or base.config is None:
         return None
-    known = module_names(base.config, base.tensors, adapter.task_type)
+    known = module_names(base.config, base.tensors, adapter)
     if known is not None or base.config.custom_code or not _can_ask():
         return known
     from lora_tool.names.modules import built_modules  # noqa: PLC0415 - imports torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lora_tool.adapter.mlx import is_mlx, read_mlx
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.folders import read_folder
+from lora_tool.formats.files import expanded
 from lora_tool.sources import Reference, opened_adapter, opened_model
 
 
@@ -25,7 +25,7 @@ class Convertible:
 
 def convertible(reference: Reference, base: Reference | None = None) -> Convertible:
     """Return the adapter that is named: PEFT's, or MLX-LM's in a folder here. Raises as `opened_adapter`, `read_mlx`."""
-    folder = Path(reference).expanduser() if isinstance(reference, str | os.PathLike) else None
+    folder = expanded(reference) if isinstance(reference, str | os.PathLike) else None
     if folder is None or not folder.is_dir() or not is_mlx(read_folder(folder)):
         return Convertible(adapter=opened_adapter(reference))
     model = None if base is None else opened_model(base, near=folder)

@@ -61,6 +61,10 @@ class BaseView(Protocol):
     def leftovers(self) -> tuple[InputRecord, ...]:
         """Tensors of the base that the model has no place for."""
 
+    @property
+    def of_no_class(self) -> frozenset[str]:
+        """Those of them that are weights all the same, which servers may use: layers that predict further tokens, say."""
+
     def in_memory(self) -> BaseMatch | None:
         """Return the base with every parameter of its class, for rules that read headers alone; None where it is so on
         disk.
@@ -82,6 +86,7 @@ class DirectBase:
     arch: Architecture
     task: Task
     leftovers: tuple[InputRecord, ...] = ()
+    of_no_class: frozenset[str] = frozenset()
     facts: None = None
     missing_keys: frozenset[str] = frozenset()
 

@@ -167,7 +167,7 @@ def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterato
         ):
             by_reason[item.reason].append(item.name)
     for reason, names in by_reason.items():
-        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        others = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
         yield f"left out of the base: {names[0]}{others}: {reason}"
 
 

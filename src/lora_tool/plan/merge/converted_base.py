@@ -14,7 +14,7 @@ from itertools import zip_longest
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY
-from lora_tool.architectures import Architecture
+from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey, Part
@@ -55,6 +55,11 @@ class ConvertedBase:
         return self.mapping.facts
 
     @property
+    def of_no_class(self) -> frozenset[str]:
+        """See `BaseView`."""
+        return frozenset(name for name in self.mapping.unexpected if not is_computed(name))
+
+    @property
     def missing_keys(self) -> frozenset[str]:
         """Parameters of the class for which the base has no tensor."""
         return frozenset(self.mapping.missing)
@@ -87,7 +92,7 @@ class ConvertedBase:
             made_up = StoredTensor(spec=spec, spans=(Span(path=self.base.root, offset=0, nbytes=spec.nbytes),))
             tensors[name] = self.base.tensors.get(name, made_up)
         missing = tensors.keys() - self.base.tensors.keys() - self.copied_only.keys()
-        for module in {key.module for each in self.adapters for key in each.keys.values()}:
+        for module in dict.fromkeys(key.module for each in self.adapters for key in each.keys.values()):
             if f"{module}.weight" not in tensors:
                 tensors |= self._parts_beside(module)
         return BaseMatch(
@@ -105,7 +110,7 @@ class ConvertedBase:
             return {}
         longer, shorter = (own, name) if len(own) > len(name) else (name, own)
         shift = longer.removesuffix(shorter)
-        parts = self.mapping.piece_names(self.mapping.place(name))
+        parts = dict.fromkeys(piece.name for piece in self.mapping.parameters[self.mapping.place(name)].pieces or ())
         return {part.removeprefix(shift) if longer is own else shift + part: self.disk[part] for part in parts}
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:

@@ -22,13 +22,13 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.build_plan import build_plan
-from lora_tool.plan.merge.context import merge_context
+from lora_tool.plan.merge.context import MergeContext, merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
-from lora_tool.plan.merge.steps import added_steps, base_steps
+from lora_tool.plan.merge.steps import added_steps, base_steps, kept_step
 from lora_tool.plan.merge.storage import QuantisedBase, trained_on_quantised
 from lora_tool.plan.merge.storages import Storage
 from lora_tool.plan.merge.trained_as import as_trained, rounded_note
@@ -133,6 +133,7 @@ def plan_merge(
     notes = tuple(trained_on_quantised(adapters, base)) if plain is base else rounded
     whole = _original(original, base, is_quantised=plain is not base and base_as is None)
     if plain is not base and base_as is None:
+        steps, left = (steps, left) if text_only else _with_what_no_class_has(steps, view, merge, plain)
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
         stored = QuantisedBase(stored=base, plain=plain, original=whole).settle(
@@ -140,8 +141,8 @@ def plan_merge(
         )
         _require_numbers(stored.steps, precision)
         steps, notes = stored.steps, (stored.note,)
-        if stored.storage is not Storage.ALL_16BIT:  # what the class has no place for stays with the rest
-            left = left if merge.head is not None else ()
+        # what the class computes stays with the rest
+        left = left if stored.storage is Storage.ALL_16BIT or merge.head is not None else ()
         left, options = (*left, *stored.leftovers), {**options, "store": stored.storage.value}
         options |= {"requantised": stored.kept} if stored.kept else {}
         merge = replace(merge, base=replace(merge.base, config=stored.config))
@@ -169,6 +170,23 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
             'but `precision="float64"` promises the same bytes on every machine',
             hint='`precision="peft"` gives the bits of PEFT on this machine',
         )
+
+
+def _with_what_no_class_has(
+    steps: tuple[Step, ...], view: BaseView, merge: MergeContext, plain: ModelDir
+) -> tuple[tuple[Step, ...], tuple[InputRecord, ...]]:
+    """Return the steps and one for each weight of a quantised base that its class has no place for, in the base's order,
+    and what is left out still: of a classifier, all of these.
+
+    Servers use such weights: the layers that predict further tokens.
+    """
+    names = view.of_no_class
+    if not names or merge.head is not None:
+        return steps, view.leftovers
+    beside = (kept_step(merge, tensor) for name, tensor in plain.tensors.items() if name in names)
+    places = {name: at for at, name in enumerate(plain.tensors)}
+    ordered = sorted((*steps, *beside), key=lambda step: places.get(step.out.name, len(places)))
+    return tuple(ordered), tuple(item for item in view.leftovers if item.name not in names)
 
 
 def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:

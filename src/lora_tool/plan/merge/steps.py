@@ -49,7 +49,7 @@ def _step(merge: MergeContext, tensor: StoredTensor) -> Step:
         source = modules.frozen_base.get(tensor.name, tensor)
         _require_same_shape(merge, source, tensor)
         return lora_step(merge, source, tensor.name, module)
-    return _kept_step(merge, tensor)
+    return kept_step(merge, tensor)
 
 
 def _bias_step(merge: MergeContext, tensor: StoredTensor, source: StoredTensor, module: str) -> Step:
@@ -89,7 +89,8 @@ def _at_least_as_loaded(merge: MergeContext, name: str, dtype: DType) -> DType:
     return DType.F32 if wide else dtype
 
 
-def _kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
+def kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
+    """Return the step of a tensor of the base that nothing changes: in the dtype of the output, dequantised."""
     out = _spec(merge, tensor)
     op = copied_as(out.dtype, tensor)
     if op.is_copy:

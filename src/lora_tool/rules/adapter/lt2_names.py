@@ -63,7 +63,7 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
     base = subject.base
     if base is None or base.config is None:
         return
-    modules = module_names(base.config, base.tensors, subject.config.task_type)
+    modules = module_names(base.config, base.tensors, subject.config)
     if modules is None:
         return
     readings = Readings(subject.view, modules, prefixed=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,7 +35,13 @@ def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
     """Yield the folder's problems of one kind as faults."""
     for problem in subject.problems:
         if problem.defect is defect:
-            yield Fault(message=problem.message, subject=problem.subject, path=problem.path)
+            hint = way_to_read(problem.path, problem.message)
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
+
+
+def way_to_read(path: str, message: str) -> str | None:
+    """Return the command that lets a file be read which the user may not read; None for what else is wrong with one."""
+    return f"chmod u+r {shlex.quote(path)}" if message.endswith(os.strerror(errno.EACCES)) else None
 
 
 @rule("LT101", Severity.ERROR, on=Subject)
@@ -255,7 +264,8 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
         if name in _BESIDE and inside(folder.root, folder.root / name):
             wrong = broken_json(folder.root / name)
             if wrong:
-                yield Fault(message=wrong, path=str(folder.root / name))
+                path = str(folder.root / name)
+                yield Fault(message=wrong, path=path, hint=way_to_read(path, wrong))
 
 
 @rule("LT114", Severity.WARNING, on=Subject)
