@@ -142,13 +142,15 @@ def test_a_base_that_is_not_its_class_is_for_transformers(model_type: str) -> No
         disk | {part: (*disk[part][:-1], disk[part][-1] + 1)},
         disk | {part.replace(".experts.3.", ".experts.4."): disk[part]},
         disk | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)},
-        disk | {"score.weight": (1, 32)},
+        disk | {"score.weight": (1, 32), f"model.layers.{'9' * 5000}.weight": (1,)},
         disk | {f"{part.partition('.3.')[0]}.gate_up_proj": (4, 48, 32)},
         {name.removeprefix("model."): shape for name, shape in disk.items()},
     ]
     assert [mixture_mapping(config, other, DType.BF16) for other in others] == [None] * len(others)
-    bare = config_of(plain(model_type) | {"architectures": []})
-    assert mixture_mapping(bare, disk, DType.BF16) is None
+    raw = plain(model_type)
+    experts = next(name for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in raw)
+    for changed in ({"architectures": []}, {experts: 10**12}, {"num_hidden_layers": 10**12}):
+        assert mixture_mapping(config_of(raw | changed), disk, DType.BF16) is None
 
 
 def test_a_merge_into_a_mixture_needs_no_torch(tmp_path: Path) -> None:
