@@ -149,7 +149,12 @@ def test_a_base_that_is_not_its_class_is_for_transformers(model_type: str) -> No
     assert [mixture_mapping(config, other, DType.BF16) for other in others] == [None] * len(others)
     raw = plain(model_type)
     experts = next(name for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in raw)
-    for changed in ({"architectures": []}, {experts: 10**12}, {"num_hidden_layers": 10**12}):
+    refused: tuple[dict[str, object], ...] = (
+        {"architectures": []},
+        {experts: 10**12},
+        {"num_hidden_layers": 10**12},
+    )
+    for changed in refused:
         assert mixture_mapping(config_of(raw | changed), disk, DType.BF16) is None
 
 
