@@ -25,7 +25,7 @@ from lora_tool.tensors import DType
 
 _STACK_OF = {matrix: stack for stack, matrices in STACKS.items() for matrix in matrices}
 _OF_AN_EXPERT = re.compile(rf"(.+\.{re.escape(EXPERTS)})\.\d+\.({'|'.join(_STACK_OF)})\.weight")
-_LAYER = re.compile(rf"{re.escape(LAYERS)}\.([0-9]{1, 9})\.")
+_LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 _MATRIX = 2
 
 
