@@ -109,6 +109,7 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None, *, stag
         raise _corrupt(file, "is not a list of dictionaries of shapes", "param_shapes")
     frozen = table.get("frozen_param_fragments")
     config = _get(table, "ds_config", dict, {})
+    _require_one_group(file, config, _count_of_ranks(table.get("dp_world_size")))
     module = _tensors(file, table.get("module") or {}, "module")
     frozen_shapes = table.get("frozen_param_shapes")
     if frozen_shapes is not None:
@@ -164,6 +165,14 @@ def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
         message = f"mp_world_size is {degree}: tensor parallelism, and the file does not record how its parameters were cut (no affine map)"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
     return degree
+
+
+def _require_one_group(file: TorchFile, config: Mapping[str, Any], ranks: int | None) -> None:
+    """Raise `UnsupportedCheckpoint` for MiCS, where groups of ranks have all parameters each; DeepSpeed has removed it."""
+    size = _get(_get(config, "zero_optimization", dict, {}), "mics_shard_size", int, -1)
+    if size > 0 and size != ranks:
+        message = f"mics_shard_size is {size}: under MiCS every {size} ranks hold all parameters"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}, which lora-tool does not put together", hint=GATHER)
 
 
 def _configured_stage(config: Mapping[str, Any]) -> int:
