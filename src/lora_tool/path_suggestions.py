@@ -14,6 +14,8 @@ _MOST_NAMES = 10_000
 
 def no_such_folder(path: str | Path, looked_in: str = "") -> NotACheckpoint:
     """Return the error for a path where nothing is; `looked_in` is added to it in brackets."""
+    if os.path.islink(path):  # noqa: PTH114 - it raises for long names
+        return NotACheckpoint(f"{path} is a link to {Path(path).readlink()}, which leads to no folder")
     return NotACheckpoint(f"{path}: no such folder{f' ({looked_in})' if looked_in else ''}", hint=probably_meant(path))
 
 

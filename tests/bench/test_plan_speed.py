@@ -1,11 +1,13 @@
 """The plan of a merge into hundreds of billions of parameters, from headers alone:
 `pytest -m bench -s tests/bench/test_plan_speed.py`.
 
-A quiet machine takes 9.7 s for bf16 and 10.1 s for fp8 with LoRA on every linear layer, 5.7 s and 7.2 s with LoRA on the
-attention alone: the aims are 5 s and 10 s. On two cores at a load of 7 to 11, by turns with the code before, CPU of the
-whole dry run: bf16 17.0 s → 11.3 s, fp8 20.8 s → 13.7 s, and 650 and 730 MB → 605 and 660 MB. Of the 11.3 s, 5 are the import of torch (1.6) and transformers (2.5 for `modeling_utils` with
-torch.distributed and torch._dynamo, 0.6 to list its models), which has to be asked where experts are fused. The rest:
-headers 1.9, view and rules 1.2, transformers' mapping 1.2, steps on disk 1.1, files and manifest 0.4.
+CPU of the dry run on two cores at a load of 14: bf16 with LoRA on every linear layer 5.9 s, on the attention alone 2.0 s;
+fp8 6.5 s and 3.4 s; Qwen3-235B 4.0 s and 2.3 s; 266, 115, 319, 171, 216 and 99 MB. The aims are 5 s and 10 s on a quiet
+machine. As JSON, by turns with the code that asked transformers where the experts lie: bf16 13.3 s → 6.8 s, fp8 12.0 s →
+8.8 s, attention 7.3 s → 2.8 s and 8.1 s → 4.4 s, Qwen3 8.1 s → 5.3 s and 5.6 s → 2.4 s, 815 MB → 438 MB, the same bytes.
+A table of mixtures says now what transformers was imported for (5 s: torch 1.6, `modeling_utils` with torch.distributed
+and torch._dynamo 2.5, its list of models 0.6). The rest is flat: headers a fifth, steps on disk a sixth, view and rules a
+fifth.
 What made the difference: rules ask one layer of each kind, not 45,000; the collector, a tenth of it all, waits for three
 million objects; a quantised base is read once; sizes, tiles, types and shapes of headers are worked out once for each
 form; names are put in order by their parts; keys that differ in numbers alone are parsed once. Tried before: row numbers

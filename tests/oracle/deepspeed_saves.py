@@ -10,6 +10,7 @@ TRL's form: the head lies outside of the PEFT model, and the norms are trained w
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -241,11 +242,96 @@ def value_head(stage: int) -> Maker:
     return make
 
 
+def pipeline(stage: int) -> Maker:
+    """Four blocks with LoRA and a head that is trained, on two stages of a pipeline with two ranks each."""
+
+    def make(out: Path) -> None:
+        import deepspeed
+        import peft
+        import torch
+        import torch.distributed as dist
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.utils import groups
+
+        class Block(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = torch.nn.Linear(8, 11), torch.nn.Linear(11, 8)
+
+            def forward(self, rows: Module) -> Module:
+                return rows + self.down(torch.relu(self.up(rows)))
+
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+        blocks = [peft.inject_adapter_in_model(lora, Block()) for _ in range(4)]
+        module = PipelineModule(
+            layers=[*blocks, torch.nn.Linear(8, 5)],
+            num_stages=2,
+            loss_fn=lambda rows, wanted: (rows - wanted).pow(2).mean(),
+        ).bfloat16()
+        options = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+        }
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        batches = [tuple(torch.randn(2, size, generator=generator).bfloat16() for size in (8, 5)) for _ in range(2)]
+        for batch in batches:
+            engine.train_batch(data_iter=iter([batch]))
+        engine.save_checkpoint(str(out), tag=TAG)
+        truth: dict[str, Any] = {}
+        for table in gathered(masters(engine)):
+            truth |= table
+        keep(out, truth)
+        groups.mpu = None  # else all that is trained after it would be of its groups
+
+    return make
+
+
+def round_robin(stage: int) -> Maker:
+    """Groups whose parameters are dealt out to the ranks in turn. DeepSpeed's own function gives other masters than it has."""
+
+    def make(out: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.manual_seed(3)
+        sizes = (8, 13, 7, 5)
+        module = torch.nn.Sequential(*(torch.nn.Linear(*of) for of in itertools.pairwise(sizes))).bfloat16()
+        options = {"zero_optimization": {"stage": stage, "round_robin_gradients": True}, "bf16": {"enabled": True}}
+
+        def batch(step: int) -> Callable[[Module], Any]:
+            rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step)).bfloat16()
+            return lambda engine: engine(rows).float().pow(2).mean()
+
+        engine = trained(out, module, map(batch, range(2)), options, list(module.parameters()))
+        (group,) = engine.optimizer.round_robin_bit16_groups
+        (own,) = engine.optimizer.single_partition_of_fp32_groups
+        flat = torch.cat([table["own"] for table in gathered({"own": own.detach()})])
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        truth = {}
+        begin = 0
+        for parameter in group:
+            master, begin = flat[begin : begin + parameter.numel()], begin + parameter.numel()
+            truth[names[parameter]] = master.view(parameter.shape)
+            if not torch.equal(truth[names[parameter]].bfloat16(), parameter):
+                raise AssertionError(names[parameter])
+        keep(out, truth)
+
+    return make
+
+
 KINDS: dict[str, Maker] = {
+    "round-robin-stage2": round_robin(2),
     "value-head-stage3": value_head(3),
     "moe-stage0": moe(0, "float32"),
     "moe-stage2-bf16": moe(2, "bfloat16"),
     "moe-lora-data-first": moe(1, "bfloat16", lora=True, data_first=True),
+    "pipeline-stage1": pipeline(1),
     "autotp-stage2": autotp(2),
 }
 

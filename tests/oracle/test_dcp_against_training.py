@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -202,6 +205,44 @@ def test_beside_an_adapter_it_is_judged_too(tmp_path: Path) -> None:
     next(folder.rglob("__0_0.distcp")).unlink()
     found = {finding.code for finding in validate(open_checkpoint(folder)).findings}
     assert "LT401" in found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("extension", "hint"),
+    [
+        ("stream.zstd/1", "where the package zstandard is installed, .* dcp_to_torch"),
+        ("stream.own/1", "without that extension"),
+    ],
+)
+def test_chunks_that_an_extension_changed_are_refused_by_name(extension: str, hint: str, tmp_path: Path) -> None:
+    """Torch's own compresses; others are registered by programs."""
+
+    class Changed(StreamTransformExtension):
+        def get_descriptor(self) -> str:
+            return extension
+
+        def transform_to(self, output: Any) -> Any:
+            return output
+
+        def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
+            raise NotImplementedError
+
+        @staticmethod
+        def registry_name() -> str:
+            return extension
+
+        @staticmethod
+        def from_descriptor(_: str) -> Any:
+            raise NotImplementedError
+
+    writer = FileSystemWriter(tmp_path / "run", _extensions=[Changed()])
+    save({"model": {"a.weight": torch.ones(4, 4)}}, storage_writer=writer, no_dist=True)
+    with pytest.raises(
+        UnsupportedCheckpoint, match=rf"`model\.a\.weight` is stored compressed \({extension}\)"
+    ) as refused:
+        plan_consolidate(tmp_path / "run", what="state")
+    assert re.search(hint, str(refused.value.hint))
 
 
 def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:

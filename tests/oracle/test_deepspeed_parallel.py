@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def test_every_tensor_has_the_bits_of_the_training(kind: str, made: Path, tmp_pa
     assert [name for name, tensor in truth.items() if found[name].dtype != tensor.dtype] == []
     assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
     assert found_in(made / kind) == {}
+
+
+def test_a_universal_checkpoint_of_slices_has_them_joined(made: Path, tmp_path: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(made / TP / TAG), "output_folder": str(tmp_path / "run" / f"{TAG}_universal")}
+    ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=True))
+    out = execute(plan_consolidate(tmp_path / "run", what="state"), tmp_path / "out")
+    found, truth = load_file(out / "model.safetensors"), load_file(made / TP / "truth.safetensors")
+    assert found.keys() == truth.keys()
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
 
 
 def test_an_adapter_has_the_lora_of_every_expert(made: Path, tmp_path: Path) -> None:
@@ -103,7 +116,16 @@ def _more_experts(run: Path) -> None:
     torch.save(torch.load(_expert(run, 1), weights_only=False), _expert(run, 7))
 
 
-MOE, TP = "moe-stage2-bf16", "autotp-stage2"
+def _layer(run: Path, number: int) -> Path:
+    return run / TAG / f"layer_{number:02d}-model_states.pt"
+
+
+def _drop_stage(run: Path) -> None:
+    for path in (run / TAG).glob("*mp_rank_01*"):
+        path.unlink()
+
+
+MOE, TP, PIPE = "moe-stage2-bf16", "autotp-stage2", "pipeline-stage1"
 FAULTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "an expert is missing": (MOE, "LT401", lambda run: _expert(run, 2, 1).unlink()),
     "the last expert is missing": (MOE, "LT401", lambda run: _expert(run, 3, 1).unlink()),
@@ -120,6 +142,14 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "a slice is truncated": (TP, "LT402", lambda run: _cut(_optim(run, 1, 1))),
     "slices are swapped": (TP, "LT404", lambda run: _swapped(_optim(run, 0, 0), _optim(run, 0, 1))),
     "a slice is copied": (TP, "LT404", lambda run: shutil.copy(_model(run, 0), _model(run, 1))),
+    "a layer is missing": (PIPE, "LT401", lambda run: _layer(run, 1).unlink()),
+    "the last layer is missing": (PIPE, "LT401", lambda run: _layer(run, 4).unlink()),
+    "a stage is missing": (PIPE, "LT401", _drop_stage),
+    "a stage's masters are missing": (PIPE, "LT401", lambda run: _optim(run, 1, 1).unlink()),
+    "a layer is truncated": (PIPE, "LT402", lambda run: _cut(_layer(run, 2))),
+    "layers are swapped": (PIPE, "LT404", lambda run: _swapped(_layer(run, 0), _layer(run, 3))),
+    "a layer of another run": (PIPE, "LT407", lambda run: _changed(_layer(run, 3), _shorter)),
+    "a layer of another step": (PIPE, "LT414", lambda run: _changed(_layer(run, 2), _doubled)),
     "a slice of another step": (
         TP,
         "LT406",
@@ -137,6 +167,16 @@ def test_faults_are_found_and_refused(fault: str, made: Path, tmp_path: Path) ->
     with pytest.raises(FindingsFound, match=code):
         execute(plan_consolidate(run, what="state"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_pipeline_calls_its_layers_is_no_name_of_a_model(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"is of a pipeline, whose layers are numbered \(`0\.up\."):
+        plan_consolidate(made / PIPE, lora_alpha=4)
+    run = Path(shutil.copytree(made / PIPE, tmp_path / "run"))
+    for path in (run / TAG).glob("layer_*"):
+        path.unlink()
+    with pytest.raises(UnsupportedCheckpoint, match=r"pp_degree is 2: .*layer_00-model_states\.pt … are not here"):
+        plan_consolidate(run, what="state")
 
 
 def _without_map(table: dict[str, Any]) -> None:

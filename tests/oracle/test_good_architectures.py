@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
+from lora_tool.report import Severity
 from tests.judging import judge, lines
 from tests.oracle.good_adapters import train_a_little
-from tests.oracle.tiny import Task, tiny_model
+from tests.oracle.tiny import Task, tiny_config, tiny_model
 
 _CAUSAL = (
     "bloom cohere2 deepseek_v3 gemma gemma3_text glm4 gpt_bigcode gpt_oss gptj granitemoe hunyuan_v1_moe llama4_text "
@@ -49,3 +51,28 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
     assert lines(judge(tmp_path / "adapter")) == []
     assert lines(judge(tmp_path / "base")) == []
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base", task=task)) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [
+        ("bert", "BertForMultipleChoice"),  # its head is called `classifier`
+        ("bert-generation", "BertGenerationEncoder"),
+        ("fastspeech2_conformer", "FastSpeech2ConformerModel"),  # stacks of convolutions, the first with fewer channels
+        ("luke", "LukeForMaskedLM"),  # a second output layer, tied to a second embedding
+        ("lxmert", "LxmertModel"),  # whose config has a number of layers for each stack
+        ("roberta", "RobertaForMaskedLM"),  # one layer of its output is tied, another is not
+    ],
+)
+def test_no_rule_has_a_word_on_classes_that_only_the_config_names(
+    model_type: str, class_name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(tiny_config(model_type, "feature-extraction"))
+    model.save_pretrained(tmp_path / "base")
+    model = getattr(transformers, class_name).from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    train_a_little(adapted)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    assert lines(judge(tmp_path / "adapter"), Severity.INFO) == []
+    assert lines(judge(tmp_path / "adapter", base=tmp_path / "base"), Severity.INFO) == []

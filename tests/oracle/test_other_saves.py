@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lora_tool.checkpoint import open_adapter, open_checkpoint, open_model, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
@@ -172,6 +176,36 @@ def test_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
         plan_consolidate(folder, adapter_config=made / "good")
     plan = plan_consolidate(folder, adapter_config=made / "good", ignore=["LT201"])
     assert [finding.code for finding in plan.findings] == ["LT201"]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of four ranks, of which this process is the first."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("placements", "rows", "why"),
+    [
+        (
+            [_StridedShard(0, split_factor=3), Shard(0)],
+            3,
+            r"it is cut in strides of 3, which its mesh \[2, 2\] does not explain",
+        ),
+        ([Shard(0), Partial()], 6, "it is placed as Partial"),
+        ([Replicate(), Shard(0)], 5, r"its placement gives this rank \[6, 4\], but the file holds \[5, 4\]"),
+    ],
+)
+def test_a_placement_that_is_not_understood_is_refused(
+    placements: list[Placement], rows: int, why: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    local = torch.ones(rows, 4)
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((12, 4)), stride=(4, 1))
+    torch.save({"a.weight": tensor}, tmp_path / "model_world_size_4_rank_0.pt")
+    with pytest.raises(UnsupportedCheckpoint, match=rf"`a\.weight` \[12, 4\] cannot be put together: {why}"):
+        plan_consolidate(tmp_path, what="state")
 
 
 def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def require_pefts(loaded: PreTrainedModel, folder: Path, class_name: str, **choi
 
 OWN = {
     "bert": "BertForMaskedLM",
+    "flaubert": "FlaubertWithLMHeadModel",
     "t5": "T5EncoderModel",
     "vit": "ViTForImageClassification",
     "wav2vec2": "Wav2Vec2ForCTC",

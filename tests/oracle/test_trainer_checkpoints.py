@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool import merge
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
@@ -52,7 +54,8 @@ def codes(folder: Path, severity: Severity = Severity.WARNING) -> set[str]:
 
 
 @pytest.mark.parametrize("name", trainer_saves.KINDS)
-def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> None:
+def test_it_is_what_was_gathered(trainers: Path, base: PreTrainedModel, tmp_path: Path, name: str) -> None:
+    """Bit for bit, as the state and as the adapter that PEFT saves of it; and PEFT loads all of that."""
     folder, adapter = trainers / name, trainers / f"adapter-{dtype_of(name)}"
     assert codes(folder) == set()
     assert open_checkpoint(folder).kind is open_sharded(folder).kind
@@ -70,6 +73,17 @@ def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> N
     ignored = ("LT415",) if name == HEADLESS else ()
     execute(plan_consolidate(folder, adapter_config=adapter, ignore=ignored), tmp_path / "adapter")
     require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS, only="lora_" if name == HEADLESS else "")
+    if name != HEADLESS:  # for which PEFT finds no head
+        model = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        again = model.load_adapter(tmp_path / "adapter", "again")
+        assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+        model.unload()
+
+
+@pytest.fixture(scope="module")
+def base(trainers: Path) -> PreTrainedModel:
+    """The model that all of them trained."""
+    return AutoModelForSequenceClassification.from_pretrained(trainers / "base")
 
 
 RANK_FILES = ("fsdp2-ranks", "fsdp1-ranks", "fsdp1-local", "verl-fsdp2")

@@ -157,6 +157,23 @@ def test_a_config_alone_is_a_model_without_weights(tmp_path: Path) -> None:
         require_whole(opened)
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("adapter_model.safetensors.tmp", "is missing, but adapter_model.safetensors.tmp is there"),
+        (".adapter_model.safetensors.Q7bXw2", "is missing, but .adapter_model.safetensors.Q7bXw2 is there"),
+        ("Adapter_Model.safetensors", "is missing, but Adapter_Model.safetensors is there"),
+        ("adapter_model.fp16.safetensors", "is missing, but adapter_model.fp16.safetensors is there"),
+        ("adapter_model.safetensors/x", "is a folder, not a file"),
+    ],
+)
+def test_what_lies_in_the_place_of_a_file_is_named(there: str, said: str, tmp_path: Path) -> None:
+    files(tmp_path, there)
+    shutil.copy(FIXTURES / "causal-llama" / "adapter" / "adapter_config.json", tmp_path)
+    opened = open_checkpoint(tmp_path)
+    assert [problem.message for problem in opened.problems] == [said]
+
+
 def test_shards_without_an_index_are_not_guessed_together(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "base")
     (tmp_path / "base" / "model.safetensors.index.json").unlink()
@@ -198,7 +215,9 @@ def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: 
     [
         (lambda _: None, "no such folder"),
         (lambda path: path.write_text(""), "is a file, not a folder"),
-        (lambda path: path.mkdir(), "holds no adapter_config.json"),
+        (lambda path: path.mkdir(), "is an empty folder"),
+        (lambda path: files(path, "notes.txt"), "holds no adapter_config.json"),
+        (lambda path: path.symlink_to(path), "x, which leads to no folder"),
         (lambda path: files(path, "sub/config.json"), "is not a checkpoint itself, but holds: sub"),
         (
             lambda path: files(
@@ -207,7 +226,7 @@ def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: 
             "is not a checkpoint itself, but holds: a, b, c",
         ),
     ],
-    ids=["missing", "file", "empty", "around", "of several kinds"],
+    ids=["missing", "file", "empty", "nothing", "link to itself", "around", "of several kinds"],
 )
 def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> None:
     assert callable(make)

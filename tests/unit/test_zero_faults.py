@@ -347,6 +347,16 @@ def test_a_degree_of_parallelism_in_the_file_is_refused(stage2: Path) -> None:
         plan(stage2)
 
 
+def test_groups_of_ranks_that_have_all_parameters_are_refused(stage3: Path) -> None:
+    """MiCS, of DeepSpeed before 0.19."""
+    for path in stage3.glob("*_model_states.pt"):
+        resave(path, lambda value: value["ds_config"]["zero_optimization"].update(mics_shard_size=4))
+    with pytest.raises(
+        UnsupportedCheckpoint, match="mics_shard_size is 4: under MiCS every 4 ranks hold all parameters"
+    ):
+        plan(stage3)
+
+
 def test_openrlhf_puts_it_one_folder_down(stage3: Path, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     shutil.copytree(stage3.parent, root / "_actor")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.adapter.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, Reading, is_new_module
-from lora_tool.adapter.targeting import trained_for
+from lora_tool.adapter.targeting import is_of_base_model, trained_for
 from lora_tool.adapter.view import LAYER_PARTS, AdapterView
 from lora_tool.architectures.model_tensors import base_prefixes
 from lora_tool.architectures.module_names import ModuleNames
@@ -105,4 +105,4 @@ class Readings:
 
 def _headed(config: AdapterConfig) -> bool | None:
     trained = trained_for(config) or config.trained_class
-    return None if trained is None else trained != _BARE and not trained.endswith("Model")
+    return None if trained is None else trained != _BARE and not is_of_base_model(trained)

@@ -101,6 +101,11 @@ def trained_for(config: AdapterConfig) -> str | None:
     return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), name)
 
 
+def is_of_base_model(class_name: str) -> bool:
+    """Return whether a class of transformers is, by its name, a base model's, which has neither head nor output layer."""
+    return class_name.endswith(("Model", "Encoder"))
+
+
 def wrapped_parameters(config: AdapterConfig, names: Iterable[str]) -> dict[str, str]:
     """Return path of the wrapper, as in the adapter's names → the parameter of `target_parameters` that it adapts.
 

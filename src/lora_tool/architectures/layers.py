@@ -101,8 +101,13 @@ def _odd(layer: Shapes, other: Shapes, *, first: bool) -> Shapes:
     if any(_IN_THE_FIRST_LAYER in rest or (first and len(shape) == 1) for rest, shape in lost.items()):
         return {}
     if differ:
-        return differ if len(differ) == 1 and not lost else {}
+        return differ if len(differ) == 1 and not lost and not any(map(_is_convolution, differ)) else {}
     return lost if len(lost) <= _MOST_LOST else {}
+
+
+def _is_convolution(rest: str) -> bool:
+    """Return whether a tensor is a convolution's, by its name: the first and the last of a stack have other channels."""
+    return "conv" in rest.rpartition(".")[0].rpartition(".")[2]
 
 
 def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:

@@ -112,7 +112,7 @@ def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tu
     path = folder.root / name
     try:
         if name not in folder.files:
-            raise BadConfig.of(path, Defect.BAD_FIELD, "is missing")
+            raise BadConfig.of(path, Defect.BAD_FIELD, _absent(folder, name))
         require_inside(folder.root, path)
         config = read(path)
     except BrokenFile as error:
@@ -120,7 +120,24 @@ def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tu
     return config, getattr(config, "problems", ())
 
 
-def without_weights(folder: Folder, expected: str, message: str = "is missing") -> Weights:
+def without_weights(folder: Folder, expected: str, message: str | None = None) -> Weights:
     """Return the weights of a folder without the file `expected`: none, and the problem that says so."""
+    message = message or _absent(folder, expected)
     problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message=message)
     return Weights(files=(), tensors={}, problems=(problem,))
+
+
+def _absent(folder: Folder, name: str) -> str:
+    """Return that a file is missing, and what there is in its place: a folder, the beginning of a save or download, the
+    file under another spelling, or weights of a variant.
+    """
+    if name in folder.folders:
+        return "is a folder, not a file"
+    stem, _, suffix = name.rpartition(".")
+
+    def is_like(other: str) -> bool:
+        begun = other.lower().lstrip(".").startswith(name.lower())
+        return begun or (suffix != "json" and other.startswith(f"{stem}.") and other.endswith(f".{suffix}"))
+
+    found = next(filter(is_like, folder.files), None)
+    return "is missing" if found is None else f"is missing, but {found} is there"

@@ -107,6 +107,8 @@ def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
 
 def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheckpoint:
     """Return what the folder holds instead of being a checkpoint; `sharded` are names of some of its folders."""
+    if not folder.files and not folder.folders:
+        return NotACheckpoint(f"{folder.root} is an empty folder")
     configs = {adapter_config.FILE_NAME, model_config.FILE_NAME}
     held = [name for name in folder.folders if name in sharded or configs & set(folder.names_in(name))]
     ls = f"lora-tool ls {shlex.quote(str(folder.root))}"

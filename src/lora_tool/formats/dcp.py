@@ -186,11 +186,15 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
-    if info.get("transform_descriptors"):
-        raise UnsupportedCheckpoint(
-            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})",
-            hint=f"write it into one file that is not compressed, and consolidate that: {TO_ONE_FILE}",
-        )
+    transforms = info.get("transform_descriptors")
+    if transforms:
+        told = transforms if isinstance(transforms, list) else []
+        names = [each[:40] for each in told[:4] if type(each) is str] or ["by an unknown extension"]
+        hint = f"write it into one file, where the package zstandard is installed, and consolidate that: {TO_ONE_FILE}"
+        if not all(name.startswith("stream.zstd") for name in names):
+            hint = "save it again without that extension, with the program that trained it"
+        message = f"`{fqn}` is stored compressed ({', '.join(names)}), which lora-tool does not read"
+        raise UnsupportedCheckpoint(f"{folder}: {message}", hint=hint)
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):
         raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")

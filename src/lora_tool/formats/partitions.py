@@ -22,6 +22,7 @@ from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
 from lora_tool.formats.expert_files import ExpertFile, experts_of_a_rank, in_the_module, number_of
 from lora_tool.formats.pieces import Piece, assembled
+from lora_tool.formats.pipeline_layers import LayerFile
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.universal import FILE
 from lora_tool.formats.zero import ZeroTag
@@ -64,7 +65,10 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
         (Role.TRAINED, trained),
         (Role.FROZEN if tag.stage else Role.SAVED, _frozen_shapes(tag, first, trained)),
         (Role.BUFFER, buffers),
-        (Role.FROZEN if tag.stage else Role.SAVED, {name: tensor.shape for name, (_, tensor) in _experts(tag).items()}),
+        (
+            Role.FROZEN if tag.stage else Role.SAVED,
+            {name: tensor.shape for name, (_, tensor) in _whole_files(tag).items()},
+        ),
     ):
         found |= {name: StateEntry(role=role, shape=shape) for name, shape in shapes.items() if name not in found}
     order = {name: number for number, name in enumerate(first.module)}
@@ -109,9 +113,9 @@ def groups_of(tag: ZeroTag) -> Iterator[Group]:
             yield Group(number=number, ranks=ranks, shapes=named)
 
 
-def _experts(tag: ZeroTag) -> dict[str, tuple[ExpertFile, LazyTensor]]:
-    """Return the name of each tensor in the experts' files → the file and the tensor."""
-    return {name: (expert, tensor) for expert in tag.experts.values() for name, tensor in expert.tensors.items()}
+def _whole_files(tag: ZeroTag) -> dict[str, tuple[ExpertFile | LayerFile, LazyTensor]]:
+    """Return the name of each tensor in the files of experts and layers → the file and the tensor."""
+    return {name: (file, tensor) for file in tag.whole_files for name, tensor in file.tensors.items()}
 
 
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
@@ -254,8 +258,10 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
         return {}
     found = {}
     held = (*first.module.items(), *(first.frozen or {}).items())
-    whole: dict[str, tuple[ModelStates | ExpertFile, LazyTensor]] = {name: (first, tensor) for name, tensor in held}
-    whole.update(_experts(tag))
+    whole: dict[str, tuple[ModelStates | ExpertFile | LayerFile, LazyTensor]] = {
+        name: (first, tensor) for name, tensor in held
+    }
+    whole.update(_whole_files(tag))
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue

@@ -9,17 +9,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.expert_files import ExpertFile, Place, read_experts
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.pipeline_layers import LAYER_FILE, TIED, LayerFile, layer_of, read_layers
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.formats.universal import FOLDER, Master, is_universal, read_masters
 from lora_tool.formats.zero_files import (
     GATHER,
-    USE_DEEPSPEED,
     ModelStates,
     OptimStates,
     RankFile,
@@ -37,8 +38,12 @@ _NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to tw
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
     (r"expert_\d+_mp_rank_", "holds files of experts that do not record their layer", GATHER),
-    (r"layer_\d+-model_", "was trained with pipeline parallelism: every layer has its own files", USE_DEEPSPEED),
-    (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", USE_DEEPSPEED),
+    (
+        r"layer_\d+-(?!(model_00-)?model_states\.pt\Z)",
+        "was trained with pipeline parallelism and tensor parallelism, and its layers do not record how they were cut",
+        "convert it with the program that trained it",
+    ),
+    (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", GATHER),
 )
 """Pattern of a file's name, what the checkpoint is in words, and what to do."""
 
@@ -50,7 +55,7 @@ class ZeroTag:
     folder: Path
     name: str
     slice_: int
-    """Which rank of tensor parallelism its files are of."""
+    """Which rank of tensor parallelism its files are of, or which stage of a pipeline."""
     stage: int
     """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
     world_size: int
@@ -64,12 +69,19 @@ class ZeroTag:
     """The trained parameters of a universal checkpoint, which has no optimizer files; None of any other."""
     experts: Mapping[Place, ExpertFile] = field(default_factory=dict)
     """The experts of DeepSpeed's mixtures, in the model's type."""
+    layers: Mapping[int, LayerFile] = field(default_factory=dict)
+    """The layers of a pipeline's stage, in the model's type; those that no stage trains are with the first."""
     problems: tuple[Problem, ...] = ()
 
     @property
     def files(self) -> tuple[RankFile, ...]:
         """The files that can be read."""
         return (*self.model.values(), *self.optim.values())
+
+    @property
+    def whole_files(self) -> tuple[ExpertFile | LayerFile, ...]:
+        """The files of experts and layers, whose tensors are whole."""
+        return (*self.experts.values(), *self.layers.values())
 
     @property
     def first(self) -> ModelStates | None:
@@ -89,8 +101,54 @@ def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
     slices = {int(match["mp"]) for pattern in (_MODEL, _OPTIM) for match in map(pattern.match, names) if match}
     if not slices:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
-    found = tuple(_read_slice(folder, name, at, names, universal=universal) for at in sorted(slices))
+    layers = [name for name in names if LAYER_FILE.match(name)]
+    found = tuple(
+        _read_slice(folder, name, at, names, universal=universal, staged=bool(layers)) for at in sorted(slices)
+    )
+    if layers:
+        return _with_layers(found, layers)
     return (_of_whole_masters(found[0]),) if universal else found
+
+
+def _with_layers(stages: tuple[ZeroTag, ...], names: Sequence[str]) -> tuple[ZeroTag, ...]:
+    """Return the stages of a pipeline with the layers that each has.
+
+    Raises `UnsupportedCheckpoint` where the files do not tell which parameter a layer's tensor is.
+    """
+    first, problems = stages[0], list[Problem]()
+    folder = first.folder
+    tied = next(
+        (
+            name
+            for tag in stages
+            if tag.first
+            for group in tag.first.param_shapes
+            for name in group
+            if name.startswith(TIED)
+        ),
+        None,
+    )
+    if tied is not None or any(tag.stage > 1 or tag.masters is not None for tag in stages):
+        why = (
+            f"its layers share `{tied}`, and their files do not say so"
+            if tied
+            else "files of other runs lie among those of its layers"
+        )
+        message = f"{folder}: the checkpoint was trained with pipeline parallelism: {why}"
+        raise UnsupportedCheckpoint(message, hint="convert it with the program that trained it")
+    layers = read_layers(folder, names, problems)
+    trained = [
+        {layer_of(name) for group in tag.first.param_shapes for name in group} if tag.first else set() for tag in stages
+    ]
+    owner = {layer: next((at for at, held in enumerate(trained) if layer in held), 0) for layer in layers}
+    return tuple(
+        replace(
+            tag,
+            layers={layer: held for layer, held in layers.items() if owner[layer] == at},
+            problems=(*tag.problems, *(problems if at == 0 else ())),
+        )
+        for at, tag in enumerate(stages)
+    )
 
 
 def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
@@ -118,7 +176,7 @@ def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
     )
 
 
-def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, universal: bool) -> ZeroTag:
+def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, universal: bool, staged: bool) -> ZeroTag:
     # stages 1 and 2 write one model file, and no rank in its name
     models_of, optims_of = (
         [match for match in map(pattern.match, names) if match and int(match["mp"]) == at]
@@ -127,7 +185,7 @@ def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, unive
     model = [(int(match["rank"] or 0), match[0]) for match in models_of]
     optim = [(int(match["rank"]), match[0]) for match in optims_of]
     problems: list[Problem] = []
-    models = _read_files(folder, model, model_states, problems)
+    models = _read_files(folder, model, partial(model_states, staged=staged), problems)
     optims = _read_files(folder, optim, optim_states, problems)
     first = models[min(models)] if models else None
     stage = next((states.stage for states in optims.values()), first.stage if first else 0)

@@ -68,6 +68,8 @@ class ModelStates(RankFile):
     version: str | None
     slices: int
     """How many ranks of tensor parallelism share the parameters: 1 without it."""
+    stages: int
+    """How many stages of a pipeline have the layers among them: 1 without one."""
     cuts: Mapping[str, Cut]
     """How each parameter lies on them, as far as that is understood."""
     experts: tuple[int, ...]
@@ -87,8 +89,10 @@ class OptimStates(RankFile):
     """How many steps the optimizer took, where it counts them."""
 
 
-def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
+def model_states(file: TorchFile, rank: int, before: ModelStates | None, *, staged: bool = False) -> ModelStates:
     """Return what a `*_model_states.pt` says. `before` are the states of another rank whose file says the same, if any.
+
+    `staged` is that of a pipeline, beside whose files lie those of the layers.
 
     Raises `CorruptFile`, and `UnsupportedCheckpoint` for parallelism that is not put together.
     """
@@ -105,6 +109,7 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
         raise _corrupt(file, "is not a list of dictionaries of shapes", "param_shapes")
     frozen = table.get("frozen_param_fragments")
     config = _get(table, "ds_config", dict, {})
+    _require_one_group(file, config, _count_of_ranks(table.get("dp_world_size")))
     module = _tensors(file, table.get("module") or {}, "module")
     frozen_shapes = table.get("frozen_param_shapes")
     if frozen_shapes is not None:
@@ -131,7 +136,8 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
         global_steps=_get(table, "global_steps", int, None),
         world_size=_count_of_ranks(table.get("dp_world_size")),
         version=_get(table, "ds_version", str, None),
-        slices=_tensor_parallel(file, cuts),
+        slices=1 if staged else _tensor_parallel(file, cuts),
+        stages=(_get(table, "mp_world_size", int, None) or 1) if staged else 1,
         cuts=cuts or {},
         experts=tuple(n for n in _get(table, "num_experts", list, []) if type(n) is int),
         data_before_experts=config.get("use_data_before_expert_parallelism") is True,
@@ -151,13 +157,22 @@ def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
         degrees["mp_world_size"] = file.value["mp_world_size"]
     of_pipeline = degrees["pp_degree"]
     if type(of_pipeline) is int and of_pipeline > 1:
-        message = f"pp_degree is {of_pipeline}: lora-tool does not put pipeline-parallel checkpoints together"
-        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
+        message = f"pp_degree is {of_pipeline}: a pipeline has a file for each layer, and layer_00-model_states.pt … are not here"
+        hint = "copy them, too; for a universal checkpoint use the tag that it was converted from"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=hint)
     degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
     if degree > 1 and cuts is None:
         message = f"mp_world_size is {degree}: tensor parallelism, and the file does not record how its parameters were cut (no affine map)"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
     return degree
+
+
+def _require_one_group(file: TorchFile, config: Mapping[str, Any], ranks: int | None) -> None:
+    """Raise `UnsupportedCheckpoint` for MiCS, where groups of ranks have all parameters each; DeepSpeed has removed it."""
+    size = _get(_get(config, "zero_optimization", dict, {}), "mics_shard_size", int, -1)
+    if size > 0 and size != ranks:
+        message = f"mics_shard_size is {size}: under MiCS every {size} ranks hold all parameters"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}, which lora-tool does not put together", hint=GATHER)
 
 
 def _configured_stage(config: Mapping[str, Any]) -> int:

@@ -68,7 +68,7 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
     copies: TensorTable = {}
     severity = Severity.ERROR
     if tag.stage in (1, 2) and tag.first is not None:
-        holders = ((tag.first.file, tag.first.module), *((each.file, each.tensors) for each in tag.experts.values()))
+        holders = ((tag.first.file, tag.first.module), *((each.file, each.tensors) for each in tag.whole_files))
         copies = {
             name: file.stored(held[name], name)
             for file, held in holders

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.display import counted
@@ -14,13 +15,14 @@ from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
 from lora_tool.formats.zero_files import USE_DEEPSPEED
+from lora_tool.report import Finding
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.tags import choose_tag, stale_latest
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sharded.zero_checks import frozen_unknown, tag_faults
-from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
+from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorSpec, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class ZeroState(TrainingState):
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
-        for expert in tag.experts.values():
-            records += [expert.file.record(tensor) for name, tensor in expert.tensors.items() if name in names]
+        for file in tag.whole_files:
+            records += [file.file.record(held) for name, held in file.tensors.items() if name in names and held.numel]
         used = {span.path for tensor in tensors.values() for span in tensor.spans}
         return frozenset(record for record in records if record.path in used)
 
@@ -97,10 +99,33 @@ class SlicedState(TrainingState):
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors` in every slice."""
-        checks = [state.value_check(state.assemble(frozenset(tensors))) for state in self.slices]
-        return ValueCheck(
-            nbytes=sum(check.nbytes for check in checks), parts=tuple(part for check in checks for part in check.parts)
+        return _together(state.value_check(state.assemble(frozenset(tensors))) for state in self.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedState(TrainingState):
+    """The state in one tag of a pipeline: each stage's part is a state of its own, with other tensors."""
+
+    stages: tuple[ZeroState, ...]
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `partitions.assemble`."""
+        return {name: held for stage in self.stages for name, held in stage.assemble(wanted).items()}
+
+    def value_check(self, tensors: TensorTable) -> ValueCheck:
+        """Return the look at the values of `tensors` in every stage."""
+        return _together(
+            stage.value_check({name: held for name, held in tensors.items() if name in stage.entries})
+            for stage in self.stages
         )
+
+
+def _together(checks: Iterable[ValueCheck]) -> ValueCheck:
+    """Return the checks as one."""
+    every = list(checks)
+    return ValueCheck(
+        nbytes=sum(check.nbytes for check in every), parts=tuple(part for check in every for part in check.parts)
+    )
 
 
 def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
@@ -113,6 +138,8 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     slices = tuple(_state_of(checkpoint, found) for found in tags)
     first = next((state for state in slices if state.entries), slices[0])
     states = first.tag.first
+    if any(found.layers for found in tags):
+        return _of_stages(first, slices, faults)
     if states is None or (states.slices == 1 and len(slices) == 1):
         return replace(first, faults=(*faults, *first.faults))
     cuts = {name: cut.shape for name, cut in states.cuts.items()}
@@ -125,15 +152,34 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         without_values=first.without_values,
         faults=(*faults, *first.faults),
         slices=slices,
-        stamps={path: stamp for state in slices for path, stamp in state.stamps.items()},
-        facts={
-            **first.facts,
-            "tensor_parallel": states.slices,
-            "serialization_ids": {
-                path: value for state in slices for path, value in state.facts["serialization_ids"].items()
-            },
-        },
+        stamps=_all_stamps(slices),
+        facts={**first.facts, "tensor_parallel": states.slices, "serialization_ids": _all_ids(slices)},
     )
+
+
+def _of_stages(first: ZeroState, stages: tuple[ZeroState, ...], faults: tuple[Finding, ...]) -> StagedState:
+    """Return the state of a pipeline, whose stages are these; `faults` are those of their files."""
+    entries = {name: entry for stage in stages for name, entry in stage.entries.items()}
+    lost = base_layers_left_out(entries)
+    return StagedState(
+        root=first.root,
+        folder=first.folder,
+        title=f"{first.title}, {len(stages)} stages of a pipeline",
+        entries=entries,
+        without_values=lost,
+        faults=(*faults, *frozen_left_out(first.folder, lost)),
+        stages=stages,
+        stamps=_all_stamps(stages),
+        facts={**first.facts, "pipeline_parallel": len(stages), "serialization_ids": _all_ids(stages)},
+    )
+
+
+def _all_stamps(states: Iterable[ZeroState]) -> dict[Path, FileStamp]:
+    return {path: stamp for state in states for path, stamp in state.stamps.items()}
+
+
+def _all_ids(states: Iterable[ZeroState]) -> dict[str, str | None]:
+    return {path: value for state in states for path, value in state.facts["serialization_ids"].items()}
 
 
 def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
@@ -142,7 +188,7 @@ def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
-    files = [*(states.file for states in found.files), *(expert.file for expert in found.experts.values())]
+    files = [*(states.file for states in found.files), *(whole.file for whole in found.whole_files)]
     files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
     return ZeroState(

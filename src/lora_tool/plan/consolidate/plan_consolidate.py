@@ -88,6 +88,7 @@ def plan_consolidate(
     if target is What.AUTO:
         target = What.ADAPTER if lora else What.MODEL
         decided(f"what: {target}, because there are {'' if lora else 'no '}LoRA tensors")
+    _refuse_pipeline(state, target)
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
         if target is What.ADAPTER and lora
@@ -172,6 +173,16 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         faults=tuple(_lacking(state)),
         warnings=warnings,
     )
+
+
+def _refuse_pipeline(state: TrainingState, what: What) -> None:
+    """Raise `UnsupportedCheckpoint` for an adapter or a model of a pipeline, whose layers have numbers for names."""
+    if what is not What.STATE and state.facts.get("pipeline_parallel"):
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is of a pipeline, whose layers are numbered (`{next(iter(state.entries), '')}`): nothing in it says "
+            "what the model's modules are called",
+            hint='convert it with the program that trained it; `what="state"` writes every tensor',
+        )
 
 
 def _refuse_foreign(state: TrainingState) -> None:

@@ -92,7 +92,7 @@ class ConvertedBase:
             made_up = StoredTensor(spec=spec, spans=(Span(path=self.base.root, offset=0, nbytes=spec.nbytes),))
             tensors[name] = self.base.tensors.get(name, made_up)
         missing = tensors.keys() - self.base.tensors.keys() - self.copied_only.keys()
-        for module in {key.module for each in self.adapters for key in each.keys.values()}:
+        for module in dict.fromkeys(key.module for each in self.adapters for key in each.keys.values()):
             if f"{module}.weight" not in tensors:
                 tensors |= self._parts_beside(module)
         return BaseMatch(
@@ -110,7 +110,7 @@ class ConvertedBase:
             return {}
         longer, shorter = (own, name) if len(own) > len(name) else (name, own)
         shift = longer.removesuffix(shorter)
-        parts = self.mapping.piece_names(self.mapping.place(name))
+        parts = dict.fromkeys(piece.name for piece in self.mapping.parameters[self.mapping.place(name)].pieces or ())
         return {part.removeprefix(shift) if longer is own else shift + part: self.disk[part] for part in parts}
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:

@@ -68,6 +68,9 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
     arch = class_row(config, generator.facts if generator else None, classifier.facts if classifier else None)
     decided = task or decide_task(asked, adapters, base, arch.head)
     mapping = classifier if decided in CLASSIFIERS else generator
+    if mapping is None and decided is Task.CAUSAL_LM and asked is Task.AUTO and declared_types(adapters) == {None}:
+        # a FlaubertWithLMHeadModel is called like a causal LM, and is none
+        return model_class(base, adapters, asked, Task.AS_TRAINED)
     if mapping is None:
         kind = "sequence classifier" if decided in CLASSIFIERS else "causal LM"
         raise UnsupportedAdapter(

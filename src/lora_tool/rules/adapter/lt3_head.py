@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.targeting import is_of_base_model, trained_for
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import (
     CLASSIFICATION_HEADS,
@@ -92,6 +93,12 @@ def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
     """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
     name = subject.config.trained_class
     return name is not None and name.endswith(endings)
+
+
+def _was_trained_with_head(subject: AdapterSubject) -> bool:
+    """Whether the adapter names a class with a head as the one that it was trained on: a BertForMultipleChoice."""
+    name = trained_for(subject.config)
+    return name is not None and not is_of_base_model(name)
 
 
 @rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
@@ -196,7 +203,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     wrong = _not_as_asked(subject, has_head=bool(heads))
     if wrong:
         yield Fault(subject="task_type", message=wrong, path=subject.config_path)
-    if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
+    if task not in ("CAUSAL_LM", None) or (task is None and _was_trained_with_head(subject)):
         return
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without this head"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.adapter.tied_lora import add_the_same
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import is_end, output_name
 from lora_tool.checkpoint import ModelDir, open_model
 from lora_tool.display import from_here
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
@@ -172,8 +172,8 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     match = subject.match
     if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
         return
-    outputs = {f"{match.name(layer.target)}.weight": layer.target for layer in subject.layers}
-    output = next((outputs[name] for name in match.arch.causal_only if name in outputs), None)
+    adapted = {f"{match.name(layer.target)}.weight": layer.target for layer in subject.layers}
+    output = adapted.get(output_name(match.arch) or "")  # a head may have other layers, which nothing is tied to
     inputs = [layer.target for layer in subject.layers if layer.embedding and is_end(layer.target)]
     if output is not None and len(inputs) == 1 and add_the_same(subject.view, inputs[0], output):
         return
