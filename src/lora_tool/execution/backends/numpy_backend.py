@@ -261,7 +261,8 @@ class NumpyBackend:
     def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
         """Return the whole parts as they are stored, kept from one block to the next."""
         if self._parts_kept is None or self._parts_kept[0] is not parts:
-            self._parts_kept = (parts, tuple(self._rows(part, 0, part.shape[0]) for part in parts))
+            whole = (self._rows(part, 0, part.shape[0], f"part {at}") for at, part in enumerate(parts))
+            self._parts_kept = (parts, tuple(whole))
         return self._parts_kept[1]
 
     def _wide_copy(self, stored: Array) -> Array:
