@@ -39,8 +39,13 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
     Raises `SourceChanged` where a file ends before them, `CorruptFile` where one cannot be opened.
     """
     data = bytearray(nbytes)
-    fill(memoryview(data), tensor, start, _read_opened)
+    read_into(tensor, start, memoryview(data))
     return bytes(data)
+
+
+def read_into(tensor: StoredTensor, start: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the tensor's bytes from byte `start`. Raises as `read_part`."""
+    fill(buffer, tensor, start, _read_opened)
 
 
 def _read_opened(path: Path, offset: int, *buffers: memoryview) -> None:

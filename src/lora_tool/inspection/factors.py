@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.stored import read_part
+from lora_tool.formats.stored import read_into, read_part
 from lora_tool.inspection.model import Measured
 from lora_tool.tensors import DType, StoredTensor
 
@@ -111,6 +111,19 @@ def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
     kind, step = np.dtype(STORED[tensor.dtype]), BLOCK * tensor.dtype.bits // 8
     for at in range(0, tensor.nbytes, step):
         yield np.frombuffer(read_part(tensor, at, min(step, tensor.nbytes - at)), kind)
+
+
+def row_blocks(tensor: StoredTensor, step: int) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the stored rows of a matrix, `step` at a time, in one array that is used again for the next.
+
+    They are read, not mapped: pages of a mapped file count as memory. Raises `SourceChanged`, `CorruptFile`.
+    """
+    height, width = tensor.shape
+    held = np.empty((min(step, height), width), STORED[tensor.dtype])
+    for at in range(0, height, step):
+        rows = held[: min(step, height - at)]
+        read_into(tensor, at * width * held.itemsize, rows.reshape(-1).view(np.uint8).data)
+        yield rows
 
 
 def blocks(tensor: StoredTensor) -> Iterator[Matrix]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.inspection.factors import values
+from lora_tool.inspection.factors import row_blocks
 from lora_tool.plan.algebra.ranks import enough
 from lora_tool.tensors import DType, StoredTensor
 
@@ -28,6 +28,8 @@ _PASSES = 3
 _MORE = 8
 """Directions beyond the requested rank, so that the last singular values are accurate too."""
 _BLOCK = 1 << 19
+_SHORT = 1e-12
+"""The square of a direction's length among columns of float32, below which it is rounding."""
 _EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: (23, 0xFF, 150)}
 """Where a type's exponent is, its mask, and what is taken off it for the distance to the next number."""
 
@@ -69,8 +71,8 @@ def kept_share(norm: float, noise: float, energy: float) -> float:
 def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float | None = None) -> LowRank:
     """Return the nearest product of `rank` at most to tensor - base; with `keep` the least rank that keeps that share.
 
-    Both are matrices of one shape and of float types, mapped and read in blocks of rows, four times. Raises
-    `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
+    Both are matrices of one shape and of float types, read in blocks of rows, four times. Raises `UnsupportedAdapter`
+    where one holds NaN or infinity, `SourceChanged` and `CorruptFile` where a file cannot be read.
     """
     name, noise = f"{tensor.path}: `{tensor.name}` or the base's", math.sqrt(_rounding(tensor))
     return nearest_to(lambda: _differences(tensor, base), tensor.shape, name, noise=noise, rank=rank, keep=keep)
@@ -93,7 +95,8 @@ def nearest_to(
     count = min(rank + _MORE, width, height)
     chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
     block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
-    kept: list[Array] = []
+    # in float64, for what is left of ‖D‖ is the difference of two sums of squares
+    kept = np.empty((width, _PASSES * count))
     norm = 0.0
     for number in range(_PASSES):
         applied = np.zeros((width, count), np.float32)
@@ -107,9 +110,8 @@ def nearest_to(
                 f"{name} holds NaN or infinity", hint="lora-tool validate --deep on both models names the tensor"
             )
         block = np.linalg.qr(applied).Q
-        kept.append(block)
-    # in float64, for what is left of ‖D‖ is the difference of two sums of squares
-    basis = np.linalg.qr(np.concatenate(kept, axis=1).astype(np.float64)).Q
+        kept[:, number * count : (number + 1) * count] = block
+    basis = _orthonormal(kept)
     thin, at = np.empty((height, basis.shape[1])), 0
     for difference in blocks():
         np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
@@ -122,11 +124,14 @@ def nearest_to(
         chosen = min(chosen, int(np.searchsorted(np.minimum(shares, 1.0), keep)) + 1)
     sizes = squares[:chosen] ** 0.25
     inverse = np.divide(1.0, sizes, out=np.zeros(chosen), where=sizes > 0)
-    b = (thin @ (turned[:, :chosen] * inverse)).astype(np.float32)
+    b, right = np.empty((height, chosen), np.float32), turned[:, :chosen] * inverse
+    for at in range(0, height, _BLOCK // thin.shape[1]):
+        rows = slice(at, at + _BLOCK // thin.shape[1])
+        b[rows] = thin[rows] @ right
     a = ((turned[:, :chosen] * sizes).T @ basis.T).astype(np.float32)
     left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
     return LowRank(
-        b=np.ascontiguousarray(b),
+        b=b,
         a=np.ascontiguousarray(a),
         norm=math.sqrt(norm),
         residual=math.sqrt(left),
@@ -136,6 +141,23 @@ def nearest_to(
     )
 
 
+def _orthonormal(columns: Array) -> Array:
+    """Return an orthonormal basis of what columns of length 1 span, in their place: a QR takes four times their memory.
+
+    By eigenvalues of their Gram matrix, twice: the first time leaves what rounding does to directions that are short.
+    """
+    step = max(1, _BLOCK // max(1, columns.shape[1]))
+    for _ in range(2):
+        eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
+        long = eigenvalues > _SHORT * eigenvalues[-1]
+        turn = vectors[:, long] / np.sqrt(eigenvalues[long])
+        for at in range(0, len(columns), step):
+            rows = columns[at : at + step]
+            rows[:, : turn.shape[1]] = rows @ turn
+        columns = columns[:, : turn.shape[1]]
+    return columns
+
+
 def _enough(squares: Array, norm: float) -> int | None:
     at = int(np.searchsorted(np.cumsum(squares), enough() * norm))
     return at + 1 if at < len(squares) else None
@@ -143,13 +165,10 @@ def _enough(squares: Array, norm: float) -> int | None:
 
 def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
     """Yield rows of tensor - base in float32, which holds the difference of two 16-bit numbers that are near."""
-    height, width = tensor.shape
-    ours, theirs = (values(each).reshape(each.shape) for each in (tensor, base))
-    step = max(1, _BLOCK // max(1, width))
-    for at in range(0, height, step):
-        rows = slice(at, at + step)
+    step = max(1, _BLOCK // max(1, tensor.shape[1]))
+    for ours, theirs in zip(row_blocks(tensor, step), row_blocks(base, step), strict=True):
         with np.errstate(all="ignore"):  # what is not finite is refused by name
-            yield single(ours[rows], tensor.dtype) - single(theirs[rows], base.dtype)
+            yield single(ours, tensor.dtype) - single(theirs, base.dtype)
 
 
 def single(stored: Array, dtype: DType) -> Array:
@@ -164,9 +183,9 @@ def _rounding(tensor: StoredTensor) -> float:
     if tensor.dtype not in _EXPONENTS:
         return 0.0
     place, mask, bias = _EXPONENTS[tensor.dtype]
-    bits = values(tensor).view("<u4" if tensor.dtype is DType.F32 else "<u2")
     counts = np.zeros(mask + 1, np.int64)
-    for at in range(0, bits.size, 4 * _BLOCK):
-        counts += np.bincount((bits[at : at + 4 * _BLOCK] >> place) & mask, minlength=mask + 1)
+    for rows in row_blocks(tensor, max(1, _BLOCK // max(1, tensor.shape[1]))):
+        bits = rows.reshape(-1).view("<u4" if tensor.dtype is DType.F32 else "<u2")
+        counts += np.bincount((bits >> place) & mask, minlength=mask + 1)
     spacing = np.exp2(2.0 * (np.maximum(np.arange(mask + 1), 1) - bias))
     return float((counts * spacing).sum() / 12)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.inspection.factors import BLOCK, Matrix, values, widened
+from lora_tool.inspection.factors import BLOCK, Matrix, row_blocks, values, widened
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import SmallMatrix
 from lora_tool.tensors import DType, StoredTensor
@@ -204,20 +204,26 @@ def stacked_blocks(parts: Sequence[StoredTensor], total: int, *, below: bool) ->
 
     The block is used again for the next.
     """
-    stored = [_matrix(part) for part in parts]
-    height = stored[0].shape[1 if below else 0]
+    height = parts[0].shape[1 if below else 0]
     step = max(total, BLOCK // (16 * max(1, total)))
     held = np.empty((total, min(step, height)) if below else (min(step, height), total))
-    for at in range(0, height, step):
-        rows = slice(at, min(at + step, height))
-        block = held[:, : rows.stop - at] if below else held[: rows.stop - at]
+    stored = _columns(parts, step) if below else zip(*(row_blocks(part, step) for part in parts), strict=True)
+    for some in stored:
+        count = some[0].shape[1 if below else 0]
+        block = held[:, :count] if below else held[:count]
         begin = 0
-        for part, whole in zip(parts, stored, strict=True):
-            some: npt.NDArray[Any] = whole[:, rows] if below else whole[rows]
+        for part, stored_rows in zip(parts, some, strict=True):
             own = slice(begin, begin + part.shape[0 if below else 1])
-            block[(own, slice(None)) if below else (slice(None), own)] = _wide(some, part.dtype)
+            block[(own, slice(None)) if below else (slice(None), own)] = _wide(stored_rows, part.dtype)
             begin = own.stop
         yield block.T if below else block
+
+
+def _columns(parts: Sequence[StoredTensor], step: int) -> Iterator[Sequence[npt.NDArray[Any]]]:
+    """Yield `step` columns of every part at a time."""
+    stored = [_matrix(part) for part in parts]
+    for at in range(0, parts[0].shape[1], step):
+        yield [whole[:, at : at + step] for whole in stored]
 
 
 def _matrix(part: StoredTensor) -> npt.NDArray[Any]:
