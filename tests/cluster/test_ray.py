@@ -26,7 +26,7 @@ from lora_tool.errors import ExecutionError, MissingDependency, OutOfSpace, Sour
 from lora_tool.execution.folder import shared_folder
 from lora_tool.execution.ray_engine import RayEngine, surroundings_of
 from tests.cluster.conftest import Cluster, node_apart
-from tests.cluster.tasks import Dying, Lacking, Lingering, Stale
+from tests.cluster.tasks import Deadly, Dying, Lacking, Lingering, Stale
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, left_behind
 from tests.hostile.test_output import content
 from tests.hostile.test_shares import work_of
@@ -285,7 +285,11 @@ def test_a_node_that_sees_other_storage_is_named_before_any_work(
         ):
             with node.mounted(*mount), pytest.raises(error, match=rf"node .* \(127\.0\.0\.22\) {words}"):
                 connection.require_nodes(surroundings)
+        with pytest.raises(ExecutionError, match="lost the process that was asked what it has"):
+            connection.require_nodes(Deadly(directory=None, inputs=(), versions={}))
         connection.require_nodes(surroundings)
+        os.killpg(node.process.pid, signal.SIGKILL)
+        connection.require_nodes(surroundings)  # without the node, which the cluster still takes for alive
     execute(plan, outs / "out", engine=RayEngine(cluster=ray_cluster))
     assert content(outs / "out") == content(tmp_path / "here")
 

@@ -125,34 +125,56 @@ class Connection:
 
     def __init__(self, module: Any, workers: int | None) -> None:  # noqa: ANN401 - Ray, which has no types of its own
         self._ray = module
-        self._nodes = [node for node in module.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-        if not self._nodes:
-            raise ExecutionError(
-                "the Ray cluster has no node with a CPU", hint="add one: ray start --address=HOST:PORT"
-            )
-        cpus = int(sum(node["Resources"]["CPU"] for node in self._nodes))
-        self._workers = workers or max(1, cpus)
-        decided(f"engine: Ray, {counted(len(self._nodes), 'node')}, {counted(self._workers, 'task')} at a time")
+        nodes = self._alive()
+        self._workers = workers or max(1, int(sum(node["Resources"]["CPU"] for node in nodes)))
+        decided(f"engine: Ray, {counted(len(nodes), 'node')}, {counted(self._workers, 'task')} at a time")
 
     def require_nodes(self, surroundings: Surroundings) -> None:
-        """Return if every node has what the tasks need. Raises the first thing that a node lacks, with its name."""
+        """Return if every node has what the tasks need. Raises the first thing that a node lacks, with its name.
+
+        A node that is lost before it answers is left out, as those are that are lost later.
+        """
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         ask = self._ray.remote(_enter)
         asked = {
             ask.options(num_cpus=0, max_retries=1, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote(
                 surroundings
-            ): f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            for node in self._nodes
+            ): node
+            for node in self._alive()
         }
         answered, waiting = self._ray.wait(list(asked), num_returns=len(asked), timeout=_NODE_S)
         for answer in answered:
-            fault = self._result(answer, f"node {asked[answer]}")
+            fault = self._answer(answer, asked[answer])
             if fault is not None:
                 raise fault
         if waiting:
             raise ExecutionError(
-                f"node {asked[waiting[0]]} did not answer within {_NODE_S:.0f} s", hint="look at it with: ray status"
+                f"node {_called(asked[waiting[0]])} did not answer within {_NODE_S:.0f} s",
+                hint="look at it with: ray status",
             )
+
+    def _answer(self, reference: Any, node: dict[str, Any]) -> LoraToolError | None:  # noqa: ANN401
+        """Return what the node lacks; None for nothing, and for a node that is lost by now."""
+        try:
+            fault: LoraToolError | None = self._result(reference, f"node {_called(node)}")
+        except self._ray.exceptions.RayError as error:
+            if node["NodeID"] in {each["NodeID"] for each in self._alive()}:
+                raise ExecutionError(
+                    f"node {_called(node)} lost the process that was asked what it has: {_told_by(error)}",
+                    hint="look at it with: ray status",
+                ) from error
+            decided(f"node {_called(node)} is lost: the others do the work")
+            return None
+        return fault
+
+    def _alive(self) -> list[dict[str, Any]]:
+        """Return the nodes that can do tasks. Raises `ExecutionError` where there is none."""
+        nodes = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        if not nodes:
+            raise ExecutionError(
+                "the Ray cluster has no node with a CPU", hint="add one: ray start --address=HOST:PORT"
+            )
+        return nodes
 
     def _result(self, reference: Any, who: str) -> Any:  # noqa: ANN401
         """Return what a task returned. Raises `ExecutionError` where its process could not even load it."""
@@ -301,8 +323,13 @@ class Meter:
         return self._done
 
 
+def _called(node: dict[str, Any]) -> str:
+    """Return what a node is called: several may have one host name."""
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
 def _this_node() -> str:
-    """Return what this node is called: several may have one host name."""
+    """Return what the node is called that this runs on."""
     import ray  # noqa: PLC0415 - it runs inside Ray
 
     return f"{platform.node()} ({ray.util.get_node_ip_address()})"
