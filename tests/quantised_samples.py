@@ -2,7 +2,7 @@
 
 They are kept in `quantised_samples.safetensors`, so that the tests need none of the libraries. `python -m
 tests.quantised_samples` makes the file again, with bitsandbytes 0.50.2, compressed-tensors 0.20.0, gptqmodel 7.7.0 (GPTQ
-and AWQ) and nvidia-modelopt 0.47.0 installed.
+and AWQ), nvidia-modelopt 0.47.0 and torchao 0.18.0 installed.
 Every sample is called `NAME|TENSOR`; `NAME|expected` is the dequantised weight.
 """
 
@@ -59,8 +59,10 @@ def config_of(name: str) -> dict[str, Any]:
         return {"quant_method": "bitsandbytes", "load_in_8bit": name == "bnb-int8", "load_in_4bit": name != "bnb-int8"}
     if name in _COLUMNS:
         return {**_COLUMNS[name], "group_size": _GROUP}
-    if name.startswith("modelopt"):
+    if name.startswith(("modelopt", "torchao-nvfp4")):
         return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if name.startswith("torchao"):
+        return {"quant_method": "fp8", "weight_block_size": [16, 32]}
     weights = _WEIGHTS[name.partition("@")[0]]
     return {
         "quant_method": "compressed-tensors",
@@ -86,7 +88,7 @@ def make() -> Tensors:
         found |= _compressed(name, torch.randn(shape, dtype=torch.bfloat16))
     found |= _compressed("int4-group@float32", torch.randn((20, 96)))
     found |= _compressed("int4-group-asymmetric@float16", torch.randn((20, 96), dtype=torch.float16))
-    return found | columns_and_modelopt()
+    return found | columns_and_modelopt() | torchao()
 
 
 def columns_and_modelopt() -> Tensors:
@@ -155,6 +157,40 @@ def _modelopt(name: str, weight: Any) -> Tensors:
     stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": overall}
     expected = made.dequantize(torch.float32, **how).to(weight.dtype)
     return {**{f"{name}|m.{key}": part for key, part in stored.items()}, f"{name}|expected": expected}
+
+
+def torchao() -> Tensors:
+    """Return weights that torchao quantised, in the layouts of others: its own stores one tensor in pieces."""
+    import torch
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization import PerBlock, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
+
+    torch.manual_seed(12)
+    found: Tensors = {}
+    for mode in ("FLOOR", "RCEIL", "EVEN"):
+        for kind, end in (("float4_e2m1fn_x2", "_packed"), ("float8_e4m3fn", "")):
+            made = MXTensor.to_mx(torch.randn((12, 96)), getattr(torch, kind), 32, ScaleCalculationMode[mode])
+            name, scale = f"torchao-mxfp{4 if end else 8}-{mode.lower()}", made.scale.view(torch.uint8)
+            stored = {f"weight{end}": made.qdata.view(torch.uint8) if end else made.qdata, "weight_scale": scale}
+            found |= _as_sample(name, stored, made)
+    weight = torch.randn((12, 96))
+    overall = per_tensor_amax_to_scale(weight.abs().amax())
+    made = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=overall)
+    stored = {"weight": made.qdata.view(torch.uint8), "weight_scale": made.scale, "weight_scale_2": overall}
+    found |= _as_sample("torchao-nvfp4", stored, made)
+    for name, how in (("row", PerRow()), ("tensor", PerTensor()), ("tile", PerBlock([16, 32]))):
+        made = Float8Tensor.from_hp(torch.randn((32, 96)), granularity=how)
+        found |= _as_sample(f"torchao-fp8-{name}", {"weight": made.qdata, "weight_scale": made.scale}, made)
+    made = Int8Tensor.from_hp(torch.randn((12, 96)), PerRow())
+    return found | _as_sample("torchao-int8-row", {"weight": made.qdata, "weight_scale": made.scale}, made)
+
+
+def _as_sample(name: str, stored: Tensors, made: Any) -> Tensors:
+    return {**{f"{name}|m.{key}": part for key, part in stored.items()}, f"{name}|expected": made.dequantize()}
 
 
 def _bnb4(weight: Any, kind: str, *, nested: bool) -> Tensors:

@@ -124,7 +124,7 @@ main()
 def test_a_wide_gptq_matrix(tmp_path: Path) -> None:
     """Print peak memory, and what is read, where a weight of 2048 by 57344 is packed along its inputs."""
     base, outside = tmp_path / "base", SMALL.hidden
-    sizes = replace(SMALL, intermediate=57344, vocabulary=256)
+    sizes = replace(SMALL, intermediate=57344, vocabulary=512)
     make_base(base, layers=1, shards=1, sizes=sizes)
     make_adapter(tmp_path / "down", layers=1, rank=16, targets=("mlp.down_proj",), sizes=sizes)
     name, random = "model.layers.0.mlp.down_proj", np.random.default_rng(outside)

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_tool.architectures import mixtures
@@ -18,7 +20,8 @@ from lora_tool.names.mixture import mixture_mapping
 from lora_tool.names.model import Shape
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.tensors import DType
-from tests.oracle.tiny import tiny_config
+from tests.contract.test_import_cost import CALL, loaded
+from tests.oracle.tiny import tiny_config, tiny_model
 from tests.tensor_tables import fields_of
 
 ROWS = mixtures._ROWS
@@ -139,10 +142,34 @@ def test_a_base_that_is_not_its_class_is_for_transformers(model_type: str) -> No
         disk | {part: (*disk[part][:-1], disk[part][-1] + 1)},
         disk | {part.replace(".experts.3.", ".experts.4."): disk[part]},
         disk | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)},
-        disk | {"score.weight": (1, 32)},
+        disk | {"score.weight": (1, 32), f"model.layers.{'9' * 5000}.weight": (1,)},
         disk | {f"{part.partition('.3.')[0]}.gate_up_proj": (4, 48, 32)},
         {name.removeprefix("model."): shape for name, shape in disk.items()},
     ]
     assert [mixture_mapping(config, other, DType.BF16) for other in others] == [None] * len(others)
-    bare = config_of(plain(model_type) | {"architectures": []})
-    assert mixture_mapping(bare, disk, DType.BF16) is None
+    raw = plain(model_type)
+    experts = next(name for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in raw)
+    refused: tuple[dict[str, object], ...] = (
+        {"architectures": []},
+        {experts: 10**12},
+        {"num_hidden_layers": 10**12},
+    )
+    for changed in refused:
+        assert mixture_mapping(config_of(raw | changed), disk, DType.BF16) is None
+
+
+def test_a_merge_into_a_mixture_needs_no_torch(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_model("qwen3_moe", "causal-lm").save_pretrained(base)
+    adapter.mkdir()
+    layers = {"self_attn.o_proj": (32, 32), "mlp.experts.1.up_proj": (24, 32)}
+    factors = {
+        f"base_model.model.model.layers.0.{name}.{part}.weight": np.ones(shape, np.float32)
+        for name, (rows, columns) in layers.items()
+        for part, shape in (("lora_A", (2, columns)), ("lora_B", (rows, 2)))
+    }
+    save_file(factors, adapter / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": r".*layers\.0.*(o|1\.up)_proj"}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    asked = ["merge", str(adapter), "--base", str(base), "-o", str(tmp_path / "out")]
+    assert not loaded(CALL.format(arguments=asked)) & {"torch", "transformers", "peft"}

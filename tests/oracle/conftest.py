@@ -1,4 +1,4 @@
-"""What is made once for all tests here, however many processes run them."""
+"""What tests here share: the command line, and what is made once, however many processes run them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.calling import Caller
 from tests.oracle import trainer_saves
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
 
 
 @pytest.fixture(scope="session")

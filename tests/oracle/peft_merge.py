@@ -40,6 +40,14 @@ def load_model(base: Path, task: Task, num_labels: int = NUM_LABELS) -> PreTrain
     return AutoModelForSequenceClassification.from_pretrained(base, dtype="auto", num_labels=num_labels)
 
 
+def randomise(model: torch.nn.Module, *, seed: int) -> None:
+    """Give every trainable parameter random values: of an adapter that PEFT makes half of the factors are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
 def save_adapter(
     folder: Path,
     base: Path,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from lora_tool.errors import FindingsFound
 from tests.cli.calling import Caller
-from tests.oracle.peft_merge import different, layout, load_model, merge_with_ours, save_base, saved_tensors
+from tests.oracle.peft_merge import different, layout, load_model, merge_with_ours, randomise, save_base, saved_tensors
 
 RAW = ("lora_", "modules_to_save", "original_module", "trainable_tokens_delta")
 LORAS: dict[str, dict[str, Any]] = {
@@ -27,10 +27,7 @@ LORAS: dict[str, dict[str, Any]] = {
 def trained(base: Path, lora: dict[str, Any], name: str) -> PeftModel:
     config = LoraConfig(task_type=TaskType.SEQ_CLS, r=4, **lora)
     model = get_peft_model(load_model(base, "seq-cls"), config, adapter_name=name)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(model, seed=4)
     return model
 
 

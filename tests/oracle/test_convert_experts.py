@@ -22,11 +22,6 @@ FUSED: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": PARA
 Table = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def converted(call: Caller, adapter: Path, form: str, base: Path, out: Path) -> Path:
     called = call("convert", adapter, "--to", form, "--base", base, "-o", out)
     assert called.code == 0, called.err

@@ -72,11 +72,6 @@ def written(folder: Path, table: dict[str, torch.Tensor], **config: Any) -> Path
     return folder
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def factors(module: str, inner: int = 64, out: int = 64, rank: int = 3) -> dict[str, torch.Tensor]:
     return {f"{module}.lora_a": torch.randn(inner, rank), f"{module}.lora_b": torch.randn(rank, out)}
 

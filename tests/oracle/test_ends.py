@@ -13,14 +13,7 @@ from transformers import PreTrainedModel
 
 from lora_tool import plan_merge, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
-from tests.oracle.peft_merge import (
-    different,
-    layout,
-    load_model,
-    merge_with_ours,
-    save_base,
-    saved_tensors,
-)
+from tests.oracle.peft_merge import different, layout, load_model, merge_with_ours, randomise, save_base, saved_tensors
 from tests.oracle.tiny import Task
 
 # PEFT and transformers warn of every adapter here: what becomes of those is the test
@@ -36,10 +29,7 @@ def train(model: PreTrainedModel, folder: Path, lora: dict[str, Any], task: Task
     """Write an adapter as PEFT's users do, with whatever PEFT saves beside it by itself."""
     task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
     peft_model = get_peft_model(model, LoraConfig(task_type=task_type, **lora))
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for parameter in (p for p in peft_model.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(peft_model, seed=8)
     peft_model.save_pretrained(str(folder))
     return folder
 

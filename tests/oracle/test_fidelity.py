@@ -17,11 +17,6 @@ from tests.oracle.test_merge_against_peft import exact_inputs
 LORA = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def pair(folder: Path, size: float, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
     """Return a base and an adapter whose change is about `size` times as large as the weights."""
     base = save_base(folder / "base", "llama", "causal-lm", dtype, hidden_size=256, intermediate_size=512)

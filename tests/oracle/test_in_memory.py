@@ -42,11 +42,6 @@ def adapter_of(base: Path, folder: Path, lora: dict[str, Any], task: Task) -> Pa
     return folder
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 @pytest.mark.parametrize("task", ["causal-lm", "seq-cls"])
 @pytest.mark.parametrize("name", ONLY_PEFT)
 def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path: Path, call: Caller) -> None:

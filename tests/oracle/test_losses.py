@@ -20,11 +20,6 @@ WORDS = "The train is faster, and you can read. The sky is blue on a clear day. 
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
-@pytest.fixture
 def merged(tmp_path: Path) -> Path:
     return copy_of("causal-llama/merged", tmp_path)
 

@@ -25,6 +25,7 @@ from tests.oracle.peft_merge import (
     load_model,
     merge_with_ours,
     merge_with_peft,
+    randomise,
     save_adapter,
     save_base,
     saved_tensors,
@@ -277,10 +278,7 @@ def test_a_vision_language_model_under_its_names_on_disk(name: str, tmp_path: Pa
 
 def save_trained(model: PreTrainedModel, folder: Path, lora: Mapping[str, Any]) -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **lora))
-    generator = torch.Generator().manual_seed(20)
-    with torch.no_grad():
-        for parameter in (p for p in adapted.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(adapted, seed=20)
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
 
 

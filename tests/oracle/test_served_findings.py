@@ -57,11 +57,6 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
 ]
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def made(folder: Path, model_type: str, lora: Mapping[str, Any]) -> tuple[Path, Path]:
     if lora is LAYER:
         base = save_whole(folder / "base", model_type)

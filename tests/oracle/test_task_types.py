@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lora_tool.errors import FindingsFound
 from lora_tool.verification.verifying import verify
-from tests.oracle.peft_merge import Table, different, layout, merge_with_ours, saved_tensors
+from tests.oracle.peft_merge import Table, different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, tiny_config, tiny_model
 
@@ -98,10 +98,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, task_type: str | None, **
     if task_type in ("TOKEN_CLS", "QUESTION_ANS"):
         lora["exclude_modules"] = _HEADS
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=7, task_type=task_type and TaskType(task_type), **lora))
-    generator = torch.Generator().manual_seed(20)
-    with torch.no_grad():
-        for parameter in (p for p in adapted.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(adapted, seed=20)
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
 
 

@@ -26,7 +26,7 @@ from lora_tool import prepare
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.verification.verifying import verify
 from tests.judging import codes, judge
-from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors
+from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, tiny_model
 
@@ -62,10 +62,7 @@ def load_text(base: Path) -> PreTrainedModel:
 
 def save_adapter(model: PreTrainedModel, folder: Path, **lora: Any) -> Path:
     adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 7, "task_type": TaskType.CAUSAL_LM, **lora}))
-    generator = torch.Generator().manual_seed(20)
-    with torch.no_grad():
-        for parameter in (p for p in adapted.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(adapted, seed=20)
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 

@@ -25,11 +25,6 @@ Table = dict[str, torch.Tensor]
 Mutant = Callable[[Table, dict[str, Any]], None]
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
-
-
 def swapped(one: str, other: str) -> Mutant:
     """Exchange the tensors of two modules."""
 

@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool.errors import LoraToolError
-from tests.oracle.peft_merge import Table, different, layout, load_model, merge_with_ours, saved_tensors
+from tests.oracle.peft_merge import Table, different, layout, load_model, merge_with_ours, randomise, saved_tensors
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_model
 
 Flavour = Literal["causal-lm", "seq-cls", "reward"]
@@ -135,10 +135,7 @@ def save_both(case: Case, folder: Path) -> tuple[Path, Path]:
         **lora,
     )
     adapted = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(20)
-    with torch.no_grad():
-        for parameter in (p for p in adapted.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(adapted, seed=20)
     adapted.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
     return folder / "base", folder / "adapter"
 

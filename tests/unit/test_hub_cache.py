@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from huggingface_hub import constants
 
 from lora_tool.hub_cache import cache_folder, may_hold
+from tests.fuzz.commands import run
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,14 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     def nobody(_number: int) -> NoReturn:
         raise KeyError
 
-    monkeypatch.delenv("HOME", raising=False)
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
     assert not cache_folder({}).exists()
     assert not may_hold("o/m")
+    code, _, err = run(("merge", "o/m"))
+    assert (code, "no home folder" in err, "export HF_HOME" in err) == (3, True, True), err
 
 
 @pytest.mark.parametrize("reference", ["o/m", "hf://o/m", "hf://o/m@main"])

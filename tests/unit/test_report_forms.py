@@ -131,7 +131,11 @@ def test_sarif_says_where_and_which_rule() -> None:
     (run,) = json.loads(shown(full(), Form.SARIF))["runs"]
     first = run["results"][0]
     assert first["level"] == "error"
-    assert run["tool"]["driver"]["rules"][first["ruleIndex"]]["id"] == "LT206"
+    rule = run["tool"]["driver"]["rules"][first["ruleIndex"]]
+    assert (rule["id"], rule["shortDescription"]["text"]) == ("LT206", PAGES["LT206"].title)
+    assert rule["help"]["markdown"] == PAGES["LT206"].text
+    bare = json.loads(rendered(report(finding()), Form.SARIF, pages={}, root=Path("/work")))["runs"][0]
+    assert bare["tool"]["driver"]["rules"] == [{"id": "LT201"}, {"id": "LT206"}]
     (location,) = first["locations"]
     artifact = location["physicalLocation"]["artifactLocation"]
     assert artifact == {"uri": "a/adapter_model.safetensors", "uriBaseId": "SRCROOT"}

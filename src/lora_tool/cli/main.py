@@ -209,13 +209,17 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
-    """Return what is said where memory or threads run out; any other error is ours, and is raised."""
+    """Return what is said where memory or threads run out, or nobody is at home; any other error is ours, and is raised."""
     if isinstance(error, MemoryError):
         return LoraToolError("out of memory", hint="use --jobs 1, which needs the least memory, and see ulimit -v")
     if "start new thread" in str(error):
         return LoraToolError(
             "cannot start another thread (process limit reached)",
             hint="use --jobs 1, which needs the fewest threads, and see ulimit -u",
+        )
+    if "home directory" in str(error):  # pathlib's words, by way of huggingface_hub
+        return LoraToolError(
+            "this user has no home folder, in which the cache of the Hub would be", hint="export HF_HOME=FOLDER"
         )
     raise error
 

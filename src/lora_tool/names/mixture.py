@@ -25,7 +25,7 @@ from lora_tool.tensors import DType
 
 _STACK_OF = {matrix: stack for stack, matrices in STACKS.items() for matrix in matrices}
 _OF_AN_EXPERT = re.compile(rf"(.+\.{re.escape(EXPERTS)})\.\d+\.({'|'.join(_STACK_OF)})\.weight")
-_LAYER = re.compile(rf"{re.escape(LAYERS)}\.(\d+)\.")
+_LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 _MATRIX = 2
 
 
@@ -98,7 +98,7 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
     tied = _tied(config)
     for row in mixtures_of(config.model_type or ""):
         memory = row.shapes(config) if config.architectures == (row.causal_lm,) else None
-        if memory is None or tied is None:
+        if memory is None or tied is None or _count_of_experts(memory) > len(disk):
             continue
         parts = {name: _parts_of(name, shape) for name, shape in memory.items() if _is_stack(name)}
         of_class = {part: size for name in memory for part, size in parts.get(name, {name: memory[name]}).items()}
@@ -118,6 +118,11 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
                 unexpected=tuple(beyond),
             )
     return None
+
+
+def _count_of_experts(memory: Mapping[str, Shape]) -> int:
+    """Return the number of experts in all layers, which a config may claim to be any."""
+    return sum(shape[0] for name, shape in memory.items() if _is_stack(name))
 
 
 def _is_stack(name: str) -> bool:

@@ -20,8 +20,9 @@ def in_natural_order(names: Iterable[str]) -> list[str]:
     return sorted(parts, key=lambda name: [places[part] for part in parts[name]])
 
 
-def _key(part: str) -> tuple[bool, str, int]:
-    """Return the key of a part: numbers before texts, and the number at the end of a text as a number."""
+def _key(part: str) -> tuple[bool, str, int, str]:
+    """Return the key of a part: numbers before texts, and the number at the end of a text as a number of any length."""
     text = part.rstrip(_DIGITS)
     number = part[len(text) :]
-    return bool(text) or not number, text, int(number or -1)
+    figures = number.lstrip("0")
+    return bool(text) or not number, text, len(figures) if number else -1, figures

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
 from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
@@ -28,8 +29,9 @@ SAMPLED_EVERY = 1 << 20
 """Of copied tensors, one stretch of `SAMPLED_BYTES` in every so many bytes is compared, besides both ends."""
 _WHOLE_WEIGHTS = 1 << 14
 """Tensors up to this size are looked at whole, also where samples are asked for."""
-_ROW_EVERY = 1 << 19
-"""Weights of a merged tensor of which one row is recomputed: no more than the writer computes at a time."""
+_ROW_EVERY, _CODED_ROW_EVERY = 1 << 19, 1 << 20
+"""Weights of a merged tensor, and of one that is stored as codes, of which one row is recomputed: no more than the writer
+computes at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
     if height * width <= _WHOLE_WEIGHTS:
         yield from row_blocks(tensor)
         return
-    stretch = rows_at_once(width, _ROW_EVERY)
+    stretch = rows_at_once(width, _ROW_EVERY if encoding_of(tensor) is None else _CODED_ROW_EVERY)
     chance = random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
     chosen = {0, height - 1}
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}

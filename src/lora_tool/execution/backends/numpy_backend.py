@@ -146,10 +146,14 @@ class NumpyBackend:
         shape = unit.out.shape
         rows = unit.last - unit.first
         width = max(1, math.prod(shape[1:]))
-        weights = BLOCK_WEIGHTS // (self.factor_blocks if isinstance(unit.op, FactorOp) else 1)
+        weights = self._block_weights(unit.op)
         count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
         edges = [unit.first + rows * number // count for number in range(count + 1)]
         return itertools.pairwise(edges)
+
+    def _block_weights(self, op: RowOp) -> int:
+        """Return how many weights a block has."""
+        return BLOCK_WEIGHTS // (self.factor_blocks if isinstance(op, FactorOp) else 1)
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer.
