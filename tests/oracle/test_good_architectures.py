@@ -62,6 +62,8 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
         ("luke", "LukeForMaskedLM"),  # a second output layer, tied to a second embedding
         ("lxmert", "LxmertModel"),  # whose config has a number of layers for each stack
         ("roberta", "RobertaForMaskedLM"),  # one layer of its output is tied, another is not
+        ("timesfm", "TimesFmModelForPrediction"),  # its `gate_proj` gates nothing: there is no `up_proj`
+        ("xclip", "XCLIPModel"),  # with a transformer over frames, of a length of its own
     ],
 )
 def test_no_rule_has_a_word_on_classes_that_only_the_config_names(

@@ -22,8 +22,10 @@ OddTensor = tuple[str, Shape, int]
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,6})\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d{1,6})\.(?P<rest>.+)")
-_OTHER_PARTS = re.compile(r"vision|visual|image|audio|speech|qformer|mtp|predictor|projector|_encoder|_decoder|_module")
-"""What a stack is called that has a length of its own."""
+_OTHER_PARTS = re.compile(
+    r"vision|visual|image|audio|speech|qformer|mtp|predictor|projector|_encoder|_decoder|_module|^mit\."
+)
+"""What a stack is called that has a length of its own: `mit` is X-CLIP's transformer over frames."""
 _MOST_LOST = 4
 """A layer that lacks more than these of another's tensors is of another kind."""
 _MOST_KINDS = 64
@@ -36,6 +38,8 @@ _TOGETHER = (
     (("gate_proj", "up_proj", "down_proj"), {"up_proj", "down_proj"}),
 )
 """Projections of one module that come together, and those of them that are never absent where the others are."""
+_UNGATED = frozenset({"timesfm"})
+"""Model types whose MLP is not gated, although its first matrix is called `gate_proj`."""
 _LENGTHS = {
     "decoder": ("decoder_layers", "num_decoder_layers"),
     "encoder": ("encoder_layers", "num_encoder_layers"),
@@ -139,6 +143,8 @@ def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
             modules[module].add(leaf)
         for module, held in modules.items():
             for together, needed in _TOGETHER:
+                if "gate_proj" in together and config.model_type in _UNGATED:
+                    continue
                 lost = [name for name in together if not any(leaf.startswith(name) for leaf in held)]
                 whole = held.issuperset(set(together).difference(lost))  # `query_layernorm` is no `query`
                 if whole and len(lost) == 1 and lost[0] in needed and ".experts." not in f".{module}.":

@@ -34,8 +34,9 @@ def most_open(jobs: int) -> int:
 class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
-    `slots` bounds how many are open at once; one that is not `cached` is written past the page cache where that is possible. No thread that holds a slot waits for another file: the threads that
-    opened a file write it, and it is flushed when it is complete, in any order.
+    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that
+    opened a file write it, and it is flushed when it is complete, in any order. One that is not `cached` is written past
+    the page cache where that is possible.
     """
 
     def __init__(
