@@ -97,6 +97,9 @@ def test_a_machine_that_is_no_node_is_told_so(monkeypatch: pytest.MonkeyPatch, t
         RayCluster().require()
     (processes / "22" / "comm").write_text("raylet\n")
     RayCluster().require()
+    (processes / "22" / "comm").write_text("python\n")
+    (processes / "1" / "comm").unlink()
+    RayCluster().require()  # the processes of other users are hidden
 
 
 def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch:
     made = plan_merge(open_model(base), adapter)
     assert not [step for step in made.steps if "inv_freq" in step.out.name]
     assert len([item for item in made.leftovers if item.action is TensorAction.DROPPED]) == 2
-    assert any("inv_freq and 1 others: a buffer that transformers computes" in note for note in made.notes)
+    assert any("inv_freq and 1 other: a buffer that transformers computes" in note for note in made.notes)
 
 
 def test_a_head_of_another_class_is_left_out(tmp_path: Path) -> None:

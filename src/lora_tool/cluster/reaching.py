@@ -47,10 +47,11 @@ def _speaks_grpc(server: socket.socket) -> bool:
 def require_node() -> None:
     """Return if a node of Ray's runs on this machine, or nobody can tell: Ray looks for one in vain for a minute.
 
+    Nobody can where the system has no /proc, or hides other users' processes: the first is then not to be seen.
     Raises `ExecutionError`.
     """
-    commands = list(_PROCESSES.glob("[0-9]*/comm"))
-    if commands and not any(_content(each) == "raylet\n" for each in commands):
+    commands = _PROCESSES.glob("[0-9]*/comm")
+    if _content(_PROCESSES / "1" / "comm") and not any(_content(each) == "raylet\n" for each in commands):
         raise ExecutionError(
             "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster",
             hint=f"join it: ray start --address=HOST:PORT; or {_SUBMIT}",
@@ -60,5 +61,5 @@ def require_node() -> None:
 def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the process has ended
+    except OSError:  # the process has ended, or is another user's
         return ""
