@@ -178,7 +178,7 @@ def test_all_paths_are_judged_though_one_cannot_be_read(call: Caller, truncated:
     assert called.code == 3
     assert len(called.json["subjects"]) == 2
     assert called.json["summary"]["errors"] >= 1
-    assert f"error: {tmp_path / 'empty'} holds no" in called.err
+    assert f"error: {tmp_path / 'empty'} is an empty folder" in called.err
 
 
 def test_quiet_says_nothing_where_nothing_is_wrong(call: Caller, truncated: Path) -> None:
