@@ -75,7 +75,7 @@ def prepared(
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """What the threads that write one folder share."""
 
@@ -88,6 +88,11 @@ class Run:
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     flushes: list[Future[None]] = field(default_factory=list)
+    cached: bool = field(init=False)
+    """Whether the files are written by way of the page cache."""
+
+    def __post_init__(self) -> None:
+        self.cached = not exceeds_memory(self.work.plan.data_bytes)
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
@@ -118,8 +123,7 @@ class Run:
         if not batches:
             write_file(self.work.folder / shard.filename, shard.header)
             return None
-        cached = not exceeds_memory(self.work.plan.data_bytes)
-        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=cached)
+        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=self.cached)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:
