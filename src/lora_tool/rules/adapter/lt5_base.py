@@ -33,7 +33,7 @@ _WIDTHS = (
     "emb_dim",
     "pooler_hidden_size",
 )
-_TIED_DECODERS = ("lm_head.decoder", "predictions.decoder")
+_TIED_DECODERS = (".lm_head.decoder", ".predictions.decoder")
 """The output layer of BERT's kin, which is tied to the embeddings."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -54,7 +54,11 @@ def _is_tied_decoder(match: BaseMatch, module: str) -> bool:
     """Return whether a module is, by its name, tied to embeddings of a class whose own output layers no table names."""
     named = match.base.config.architectures if match.base.config else ()
     known = {match.arch.causal_lm, match.arch.sequence_classification}
-    return bool(named) and known.isdisjoint(named) and module.endswith(_TIED_DECODERS)
+    return bool(named) and known.isdisjoint(named) and _is_decoder(module)
+
+
+def _is_decoder(module: str) -> bool:
+    return f".{module}".endswith(_TIED_DECODERS)
 
 
 def _outputs(match: BaseMatch) -> frozenset[str]:
@@ -373,7 +377,7 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
             absent = f"{match.name(module)}.{leaf}" in match.arch.causal_only or head_of(module) or leaf == "weight"
             lost = (named or leaf == "bias") and not (absent and _may_be_absent(subject, module))
-            lost = lost and not module.endswith(_TIED_DECODERS)
+            lost = lost and not _is_decoder(module)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
