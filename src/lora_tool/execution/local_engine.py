@@ -50,7 +50,8 @@ class LocalEngine:
         jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
-            done = Run(self.choose, work, sources, finished, progress).all(batches, jobs)
+            cached = not exceeds_memory(plan.data_bytes)
+            done = Run(self.choose, work, sources, finished, progress, cached).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -75,7 +76,7 @@ def prepared(
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """What the threads that write one folder share."""
 
@@ -84,15 +85,12 @@ class Run:
     sources: Sources
     finished: Finished
     progress: Progress
+    cached: bool
+    """Whether the files are written by way of the page cache."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     flushes: list[Future[None]] = field(default_factory=list)
-    cached: bool = field(init=False)
-    """Whether the files are written by way of the page cache."""
-
-    def __post_init__(self) -> None:
-        self.cached = not exceeds_memory(self.work.plan.data_bytes)
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
