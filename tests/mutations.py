@@ -877,6 +877,16 @@ def _not_a_token_classifier(folder: Path) -> None:
     assert folder.is_dir()
 
 
+@_breaks("LT304 trained class", REWARD, task="causal-lm")
+def _no_causal_class(folder: Path) -> None:
+    with fields(folder) as config:
+        config["task_type"] = None
+        config["auto_mapping"] = {
+            "base_model_class": "Qwen2ForSequenceClassification",
+            "parent_library": "transformers.models.qwen2.modeling_qwen2",
+        }
+
+
 @_breaks("LT306", MODEL)
 def _model_without_pad(folder: Path) -> None:
     edit.as_classifier(folder, pad=None)
