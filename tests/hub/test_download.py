@@ -233,7 +233,7 @@ def test_a_model_whose_weights_are_not_here_is_not_called_broken(
     assert (called.code, called.out) == (3, "")
     assert "me/base is a model on the Hub, and its weights are not in the cache" in called.err
     assert "hint: hf download me/base, then run the same command again" in called.err
-    assert not any(path.endswith(".safetensors") for _, path in offered.log)
+    assert not any(asked.path.endswith(".safetensors") for asked in offered.log)
 
 
 def test_the_clients_own_words_are_not_printed_where_nobody_watches(
