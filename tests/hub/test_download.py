@@ -236,8 +236,9 @@ def test_a_model_whose_weights_are_not_here_is_not_called_broken(
     assert not any(asked.path.endswith(".safetensors") for asked in offered.log)
 
 
+@pytest.mark.usefixtures("offered")
 def test_the_clients_own_words_are_not_printed_where_nobody_watches(
-    offered: Hub, call: Caller, caplog: pytest.LogCaptureFixture
+    call: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
     called = call("validate", ADAPTER, "--base", FIXTURES / "reward-qwen2" / "base")
     assert (called.code, called.err) == (0, "asking the Hub for me/adapter …\n")
