@@ -25,14 +25,13 @@ from lora_tool.plan.merge.asked import Asked
 from lora_tool.plan.merge.base_view import BaseView, PerExpert
 from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import MergeContext, merge_context
-from lora_tool.plan.merge.ledger import adapter_leftovers, require_all_consumed
+from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.storage import QuantisedBase, trained_on_quantised
 from lora_tool.plan.merge.storages import Storage
-from lora_tool.plan.merge.trained_as import as_trained, rounded_note
+from lora_tool.plan.merge.trained_as import as_trained, rounded_note, trained_on_quantised
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
-from lora_tool.plan.merge.written import as_planned, as_stored
+from lora_tool.plan.merge.written import Written
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.merging import MergeJudge
@@ -128,10 +127,15 @@ def plan_merge(
     is_quantised = full is not stored and asked.base_as is None
     whole = _original(original, stored, is_quantised=is_quantised)
     if is_quantised:
-        written = as_stored(view, merge, steps, QuantisedBase(stored=stored, plain=plain, original=whole), asked)
+        from lora_tool.plan.merge.storage import QuantisedBase  # noqa: PLC0415 - for quantised bases alone
+        from lora_tool.plan.merge.written_of_quantised import written_of_quantised  # noqa: PLC0415 - see above
+
+        quantised = QuantisedBase(stored=stored, plain=plain, original=whole)
+        written = written_of_quantised(view, merge, steps, quantised, asked)
     else:
         notes = (rounded_note(plain, asked.base_as),) if asked.base_as else trained_on_quantised(adapters, stored)
-        written = as_planned(view, merge, steps, notes)
+        left = (*dropped_from_base(merge), *view.leftovers)
+        written = Written(merge=merge, steps=steps, leftovers=left, notes=tuple(notes))
     leftovers = (*written.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, written.steps, leftovers)
     _require_same_everywhere(written.steps, asked.precision)

@@ -1,9 +1,9 @@
-"""What a merge writes of the steps that it planned: all of them as they are, or a quantised base in its storage."""
+"""What a merge writes of a quantised base: its steps in the storage that was asked for, and what stays beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -18,31 +18,13 @@ from lora_tool.plan.merge.ledger import dropped_from_base
 from lora_tool.plan.merge.steps import kept_step
 from lora_tool.plan.merge.storage import QuantisedBase
 from lora_tool.plan.merge.storages import Storage
+from lora_tool.plan.merge.written import Written
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """The tensors of the merged model on disk, and what the plan says of the base that they come from."""
-
-    merge: MergeContext
-    """With the config that is written."""
-    steps: tuple[Step, ...]
-    leftovers: tuple[InputRecord, ...]
-    """Tensors of the base that are not written."""
-    notes: tuple[str, ...]
-    options: Mapping[str, object] = field(default_factory=dict)
-    """What the manifest records of the storage."""
-
-
-def as_planned(view: BaseView, merge: MergeContext, steps: tuple[Step, ...], notes: Iterable[str]) -> Written:
-    """Return the steps as they are, which is all that there is to decide for a base in 16 bits or more."""
-    return Written(merge=merge, steps=steps, leftovers=(*dropped_from_base(merge), *view.leftovers), notes=tuple(notes))
-
-
-def as_stored(
+def written_of_quantised(
     view: BaseView, merge: MergeContext, steps: tuple[Step, ...], base: QuantisedBase, asked: Asked
 ) -> Written:
-    """Return what is written of a quantised base in the storage that was asked for, or by default.
+    """Return what is written in the storage that was asked for, or by default.
 
     `steps` are planned on the matrices that its weights stand for. Raises `UnsupportedAdapter` where the storage cannot
     have the changes, or `Precision.PEFT` the storage.
