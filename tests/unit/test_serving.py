@@ -13,7 +13,7 @@ from lora_tool.report import Severity
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, REWARD, copy_of
-from tests.mutations.lt8_serving import plain
+from tests.mutations.served import plain
 
 SERVERS = ["peft", "vllm", "sglang", "llama.cpp"]
 
