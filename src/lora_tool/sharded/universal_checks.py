@@ -23,7 +23,7 @@ _BEGINNING = 4096
 def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master]) -> Iterator[Finding]:
     """Yield what is wrong with the folders of parameters, reading few values: LT401, LT405, LT406, LT407, LT408."""
     zero = tag.folder / FOLDER
-    shapes = {name: shape for group in first.param_shapes for name, shape in group.items()}
+    shapes = first.trained_shapes
     broken = {problem.path for problem in tag.problems}
     for name, shape in shapes.items():
         master = masters.get(name)

@@ -83,9 +83,7 @@ def layer_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     """
     layers = {number: layer for tag in tags for number, layer in tag.layers.items()}
     broken = {Path(problem.path).name for tag in tags for problem in tag.problems}
-    trained = {
-        name: shape for tag in tags if tag.first for group in tag.first.param_shapes for name, shape in group.items()
-    }
+    trained = {name: shape for tag in tags if tag.first for name, shape in tag.first.trained_shapes.items()}
     wanted = {number for name in trained if (number := layer_of(name)) is not None}
     numbers = range(max((*layers, *wanted)) + 1)
     gaps = [

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.display import named
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -16,7 +17,6 @@ from lora_tool.rules.serving.servers import (
     WHOLE,
     asked,
     fault,
-    listed,
     merged,
     prepared,
     with_base,
@@ -54,11 +54,11 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
     for server in asked(subject, *SERVERS):
         if server is Server.VLLM and heads_only:
-            message = f"vLLM before autumn 2026 refuses modules saved whole: {listed([*saved])}"
+            message = f"vLLM before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
             hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
             yield fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            message = f"{_WHOLE_MODULES[server]} modules saved whole: {listed([*saved])}"
+            message = f"{_WHOLE_MODULES[server]} modules saved whole: {named(sorted(saved))}"
             hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
             yield fault(subject, "modules_to_save", message, hint=hint)
 
@@ -101,13 +101,13 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     output layer that is not tied to it.
     """
     tokens = subject.view.tokens or subject.config.token_indices
-    ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
+    ends = {layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)}
     for server in asked(subject, *SERVERS):
         if tokens:
             message = f"{NAMES[server]} refuses single trained tokens"
             yield fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
         if ends and server in (Server.VLLM, Server.SGLANG):
-            message = f"{NAMES[server]} supports LoRA on {listed(ends)} only for some models"
+            message = f"{NAMES[server]} supports LoRA on {named(sorted(ends))} only for some models"
             yield fault(subject, "target_modules", message, severity=Severity.WARNING)
 
 

@@ -216,14 +216,14 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
     merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
-    text, base = subject.text_class, subject.base
+    base = subject.base
+    text = subject.text_class if Server.VLLM in subject.servers else None
     if text is None or base is None:
         return
     moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
-    for _ in asked(subject, Server.VLLM):
-        message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
-        message += ": it finds none of the adapter's modules and silently serves the base"
-        yield fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
+    message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
+    message += ": it finds none of the adapter's modules and silently serves the base"
+    yield fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=NEEDS)

@@ -10,9 +10,8 @@ They change fast: where older releases behave otherwise, the message says so. Wh
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lora_tool.display import and_more
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
@@ -22,7 +21,6 @@ WHOLE = NEEDS | {Need.WEIGHTS}
 
 SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
 """Those that take no code of PEFT's."""
-_NAMED = 4
 
 NAMES = {
     Server.PEFT: "PEFT",
@@ -49,12 +47,6 @@ def fault(
 def asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
     """Yield those of `servers` that were asked for, in the order of the words."""
     return (server for server in servers if server in subject.servers)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the names in their order, the first few of many."""
-    found = sorted(set(names))
-    return ", ".join(f"`{name}`" for name in found[:_NAMED]) + and_more(len(found) - _NAMED)
 
 
 def merged(subject: AdapterSubject) -> str:
