@@ -27,7 +27,7 @@ COMMANDS = {
     "validate": "Check an adapter, model, checkpoint or run folder for errors.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Reassemble rank files; rescue a reward head.",
-    "convert": "Rename an adapter's tensors as PEFT loads them.",
+    "convert": "Rewrite an adapter in another format, bit for bit.",
     "merge": "Merge an adapter into its base model.",
     "combine": "Combine adapters into one weighted sum.",
     "extract": "Extract an adapter from a fine-tuned model.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +116,12 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             lost = lost_in(saved)
             if lost is not None:
                 self._stop(
-                    trap("not-saved", lost.hint or f"lora-tool validate {saved}", where=saved.name, why=lost.message)
+                    trap(
+                        "not-saved",
+                        lost.hint or f"lora-tool validate {shlex.quote(str(saved))}",
+                        where=saved.name,
+                        why=lost.message,
+                    )
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002

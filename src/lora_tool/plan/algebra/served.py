@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from lora_tool.tensors import DType
 
 _NOTHING_LOST = 1e-13
 """A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
-_MERGE = "merge it and serve the merged model: lora-tool merge ADAPTER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +119,17 @@ def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *,
 
 def _require_one_form_of_experts(view: AdapterView, fused: Mapping[str, int], one_rank: int | None) -> None:
     """Raise `UnsupportedAdapter` where fused experts, of the ranks `fused`, would be written at another rank."""
+    merge = f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}"
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
     if fused and patterns:
         raise UnsupportedAdapter(
             f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint=_MERGE,
+            hint=merge,
         )
     for module, rank in sorted(fused.items()):
         if one_rank not in (None, rank):
             raise UnsupportedAdapter(
                 f"{view.config.path}: `{module}` has rank {rank} for each expert, but other modules have {one_rank}: the "
                 "factors of fused experts lie interleaved and cannot be padded",
-                hint=_MERGE,
+                hint=merge,
             )
