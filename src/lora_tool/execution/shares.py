@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def execute_share(
         if journal.plan_begun not in (None, journal.digest):
             raise OutputExists(
                 f"{folder} was begun from another plan: with other inputs, options or versions",
-                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {folder}",
+                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {shlex.quote(str(folder))}",
             )
         journal.begin()
         with at_work(journal, f"part {share}", alone=False):
