@@ -126,7 +126,7 @@ def require_whole(checkpoint: Checkpoint) -> None:
     for problem in checkpoint.problems:
         if problem.fatal:
             error = BadConfig if problem.defect is Defect.BAD_FIELD else CorruptFile
-            raise error(problem, hint=f"lora-tool validate {checkpoint.root}")
+            raise error(problem, hint=f"lora-tool validate {shlex.quote(str(checkpoint.root))}")
 
 
 def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> ModelDir:

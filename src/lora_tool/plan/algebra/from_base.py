@@ -8,6 +8,7 @@ and of rows of the unit matrix, at a rank that is their number.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,7 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
         if len(places) > _MOST_ROWS:
             raise UnsupportedAdapter(
                 f"{item.tensor.path}: {len(places)} rows of `{item.tensor.name}` differ from the base's, but servers take LoRA only up to rank {_MOST_ROWS}",
-                hint=f"merge it and serve the merged model: lora-tool merge {view.adapter.root}",
+                hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
             )
         yield ChangedRows(module=item.module, tensor=item.tensor, places=places, base=weight)
 

@@ -311,7 +311,7 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
 def _where_they_are(checkpoint: Checkpoint) -> str | None:
     if holds_rank_files(checkpoint.folder):
-        return f"the folder holds them in pieces: lora-tool consolidate {checkpoint.root}"
+        return f"the folder holds them in pieces: lora-tool consolidate {shlex.quote(str(checkpoint.root))}"
     if not isinstance(checkpoint, AdapterDir):
         return None
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
