@@ -1167,6 +1167,13 @@ def _base_that_moved(folder: Path) -> None:
         config["base_model_name_or_path"] = "/where/it/was/trained/llama"
 
 
+@_breaks("LT521 windows", CAUSAL, quiet=True)
+def _base_that_moved_from_windows(folder: Path) -> None:
+    shutil.copytree(folder.parent / "base", folder.parent / "llama")
+    with fields(folder) as config:
+        config["base_model_name_or_path"] = "C:\\models\\llama"
+
+
 @_breaks("LT507 unreadable", CAUSAL)
 def _no_record(folder: Path) -> None:
     (folder / "lora_tool_train.json").write_text("[]")

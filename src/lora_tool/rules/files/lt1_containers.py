@@ -202,13 +202,17 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
 
     Example: A folder with `adapter_config.json` and `adapter_model.bin`.
 
-    What to do: `lora-tool merge` writes safetensors. To convert the file itself, load it on a machine where it may run
-    code and save it again: `model.save_pretrained(folder)`.
+    What to do: `lora-tool merge` writes safetensors, and so does `lora-tool convert ADAPTER --to peft -o OUT`. To convert
+    another file, load it on a machine where it may run code and save it again: `model.save_pretrained(folder)`.
     """
+    readable = f"to write safetensors: lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft -o OUT"
     for problem in subject.problems:
         if problem.defect is Defect.PICKLE:
             severity = Severity.ERROR if problem.fatal else Severity.WARNING
-            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, severity=severity)
+            hint = readable if isinstance(subject.checkpoint, AdapterDir) and not problem.fatal else None
+            yield Fault(
+                message=problem.message, subject=problem.subject, path=problem.path, severity=severity, hint=hint
+            )
 
 
 @rule("LT111", Severity.WARNING, on=Subject)
