@@ -54,6 +54,20 @@ def test_numbers_are_named(tmp_path: Path) -> None:
     assert "[16, 2]" in found.message
 
 
+def test_factors_of_a_square_weight_are_not_swapped_where_r_is_its_width(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["r"] = 16
+    assert codes(judge(folder)) == {"LT203"}
+
+
+def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_modules"] = "q_proj,v_proj,down_proj"
+    assert "write the names as a list" in (_only(judge(folder), "LT205").hint or "")
+
+
 def test_string_number_is_named_with_both_types(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT214")

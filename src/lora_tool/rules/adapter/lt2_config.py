@@ -25,6 +25,7 @@ _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
+_A_LIST = 'write the names as a list, ["q_proj", "v_proj"]: PEFT reads one string as a regular expression'
 _FROM_NEWER_PEFT = (
     "load the adapter with the PEFT version that wrote it or a newer one; remove the field if it is misspelt"
 )
@@ -49,7 +50,10 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     if isinstance(config.target_modules, str):
         if not any(targeting.layer_is_targeted(config, layer) for layer in subject.view.kinds):
             message = "matches none of the modules that have LoRA tensors"
-            yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
+            hint = _A_LIST if "," in config.target_modules else None
+            yield Fault(
+                subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path, hint=hint
+            )
     else:
         # "all-linear" also names the layers inside a head that is saved whole
         carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
