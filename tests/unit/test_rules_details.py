@@ -61,6 +61,19 @@ def test_factors_of_a_square_weight_are_not_swapped_where_r_is_its_width(tmp_pat
     assert codes(judge(folder)) == {"LT203"}
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers_to_transform", [0]), ("exclude_modules", ["q_proj"]), ("modules_to_save", ["q_proj"])],
+)
+def test_the_field_that_leaves_a_module_out_is_named(field: str, value: list[Any], tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config[field] = value
+    found = next(finding for finding in judge(folder).findings if finding.code == "LT207")
+    assert found.message == f"`{field}` leaves its module out: PEFT would silently drop it"
+    assert f"correct `{field}` in {folder / CONFIG}" in (found.hint or "")
+
+
 def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     with fields(folder) as config:
