@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
-from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
@@ -18,6 +17,7 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
+from lora_tool.rules.shared.places import without_place
 from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
@@ -46,7 +46,7 @@ def _may_be_absent(subject: AdapterSubject, module: str) -> bool:
     match = subject.matched
     if match.facts is not None or head_of(module) is None:
         return match.facts is None and (module in {"lm_head", *_outputs(match)} or _is_tied_decoder(match, module))
-    said = subject.task or trained_for(subject.config)
+    said = subject.task or targeting.trained_for(subject.config)
     return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
 
 
@@ -260,7 +260,8 @@ def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer number beyond the base's last layer.
 
-    What it does: Compares the layer numbers of the adapter with those of the base.
+    What it does: Compares the layer numbers of the adapter with those of the base. For model types that have the same
+    tensors on disk and in memory, it also looks for adapted tensors of the base that `config.json` leaves no place for.
 
     Why it matters: The adapter is for a deeper model of the family. PEFT drops the extra layers and applies the others
     to a model that they were not trained on.
@@ -272,6 +273,7 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     for _, name, beyond in _absent(subject):
         if beyond:
             yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
+    yield from without_place(subject, _adapted(subject))
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
