@@ -78,7 +78,8 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
 
 def _require_safetensors(checkpoint: AdapterDir | ModelDir) -> None:
     """Return if the weights are in files that may be pushed. Raises `PlanError` with the way to write such files."""
-    pickle = next((file.path for file in checkpoint.weights.files if never(file.path.name)), None)
+    held = (file.path for file in checkpoint.weights.files if file.tensors)
+    pickle = next((path for path in held if never(path.name)), None)
     if pickle is None:
         return
     classes = checkpoint.whole_config.architectures if isinstance(checkpoint, ModelDir) else ()
