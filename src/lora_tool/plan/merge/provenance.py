@@ -181,8 +181,7 @@ def _open_base(
         (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
         (own if isinstance(own, str) else None, None),
     ]
-    made, part = shlex.quote(str(merged.root)), shlex.quote(str(adapter.root))
-    hint = f"lora-tool verify {made} --adapter {part} --base MODEL"
+    hint = f"lora-tool verify {shlex.quote(str(merged.root))} --adapter {shlex.quote(str(adapter.root))} --base MODEL"
     for name, revision in names:
         if name:
             try:

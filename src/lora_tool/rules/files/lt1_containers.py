@@ -312,8 +312,9 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
     Example: A `checkpoint-500` that was being written when the job was killed.
 
-    What to do: Use the previous checkpoint, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 cannot
-    read a sharded adapter (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
+    What to do: If `global_stepN/` or `.distcp` files lie beside it, put them together: `lora-tool consolidate
+    CHECKPOINT`. Otherwise use the previous checkpoint. PEFT 0.21 cannot read a sharded adapter
+    (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=_where_they_are(subject.checkpoint))
