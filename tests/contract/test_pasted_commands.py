@@ -15,7 +15,7 @@ from lora_tool.cli.main import COMMANDS
 SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
 _BEGINS = re.compile(rf"\blora-tool ({'|'.join(COMMANDS)})\b|\b(cp|rm -r) ")
 _NO_PATHS = {
-    "first.code",
+    "code",  # of a rule
     "listed",  # the beginning of a code
     "method",
     "method.name",

@@ -18,7 +18,6 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.absent_modules import is_decoder, may_be_absent, of_causal_lm
 from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
-from lora_tool.rules.shared.places import without_place
 from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
@@ -34,6 +33,7 @@ _WIDTHS = (
     "emb_dim",
     "pooler_hidden_size",
 )
+_FROM_ONE_PLACE = "copy the base's config.json and its weights again, from one place"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -243,7 +243,21 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     for _, name, beyond in _absent(subject):
         if beyond:
             yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
-    yield from without_place(subject, _adapted(subject))
+    yield from _without_a_place(subject)
+
+
+def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
+    """Look for adapted weights of the base that its class does not have under its config, where headers tell."""
+    known = subject.stored_base.class_tensors if subject.stored_base is not None else None
+    if known is None or not known.unexpected:
+        return
+    unexpected, root = frozenset(known.unexpected), subject.matched.base.root
+    for module, name in _adapted(subject).items():
+        held = subject.matched.tensor(module)
+        if held is not None and held.name in unexpected:
+            what = f"a {known.class_name or 'model of this type'} has no place under {root / 'config.json'}"
+            message = f"adapts `{held.name}`, for which {what}: transformers ignores it"
+            yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
