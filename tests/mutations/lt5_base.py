@@ -66,6 +66,12 @@ def _layer_beyond(folder: Path) -> None:
         table.update(lora("model.layers.7.self_attn.q_proj", rows=16, columns=16))
 
 
+@breaks("LT503 of the config", CAUSAL, with_base=True)
+def _layer_beyond_the_config(folder: Path) -> None:
+    with fields(folder.parent / "base", "config.json") as config:
+        config["num_hidden_layers"] = 1
+
+
 @breaks("LT505", CAUSAL, with_base=True)
 def _layer_lost(folder: Path) -> None:
     with tensors(folder) as table:

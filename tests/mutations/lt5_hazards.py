@@ -50,6 +50,13 @@ def _base_that_moved(folder: Path) -> None:
         config["base_model_name_or_path"] = "/where/it/was/trained/llama"
 
 
+@breaks("LT521 windows", CAUSAL, quiet=True)
+def _base_that_moved_from_windows(folder: Path) -> None:
+    shutil.copytree(folder.parent / "base", folder.parent / "llama")
+    with fields(folder) as config:
+        config["base_model_name_or_path"] = "C:\\models\\llama"
+
+
 @breaks("LT507 unreadable", CAUSAL)
 def _norecord(folder: Path) -> None:
     (folder / "lora_tool_train.json").write_text("[]")
