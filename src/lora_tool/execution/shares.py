@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.cluster.share import Share
 from lora_tool.errors import OutputExists
+from lora_tool.execution.at_work import at_work
 from lora_tool.execution.attempts import AttemptEngine, require_divisible
 from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
 from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.signs_of_life import at_work
 from lora_tool.execution.work import Work
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
@@ -82,10 +83,10 @@ def execute_share(
         if journal.plan_begun not in (None, journal.digest):
             raise OutputExists(
                 f"{folder} was begun from another plan: with other inputs, options or versions",
-                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {folder}",
+                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {shlex.quote(str(folder))}",
             )
         journal.begin()
-        with at_work(journal, share):
+        with at_work(journal, f"part {share}", alone=False):
             advance = progress or (lambda _: None)
             finished = journal.finished(shards)
             missing = tuple(shard for shard in shards if shard.filename not in finished)
@@ -97,11 +98,11 @@ def execute_share(
             done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=advance)
             refuse_errors(done.findings, plan.values.ignored if plan.values else ())
             sources.check_unchanged()
-            finished = journal.finished(plan.shards)
+            left = tuple(shard.filename for shard in plan.shards if not journal.has_record(shard))
     return ShareWritten(
         out=Path(out),
         share=share,
         files=tuple(shard.filename for shard in shards),
         nbytes=sum(shard.data_bytes for shard in shards),
-        missing=tuple(shard.filename for shard in plan.shards if shard.filename not in finished),
+        missing=left,
     )
