@@ -304,6 +304,21 @@ def test_what_peft_reads_as_it_is_and_many_saved_modules(tmp_path: Path) -> None
         plan_prepare(many, "sglang")
 
 
+def test_dora_stays_dora_for_peft(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
+    lora = {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "rank_pattern": {"down_proj": 3}}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora | {"use_dora": True, "use_rslora": True})
+    out = prepare(adapter, "peft", out=tmp_path / "out").path
+    assert not validate(out, base=base).findings
+    assert not verify(out).report.findings
+    assert torch.allclose(logits_of(base, out), logits_of(base, adapter), rtol=0, atol=1e-6)
+    table = load_file(out / "adapter_model.safetensors")
+    name = next(name for name in table if "down_proj.lora_magnitude" in name)
+    table[name][0] *= 1.01
+    save_file(table, out / "adapter_model.safetensors")
+    assert [finding.subject for finding in verify(out).report.findings] == [name]
+
+
 def test_dora_is_taken_as_near_as_its_rank_allows(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", QV | {"use_dora": True})

@@ -9,7 +9,7 @@ from lora_tool.exhaustive import assert_never
 from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plan.algebra.terms import factors_of_sum
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.computed import ComputedInputs
 from lora_tool.plan.convert.provenance import ConvertInputs
 from lora_tool.plan.core.ops import Precision
@@ -47,7 +47,8 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     # a server has the frozen weights from its base, and they were not written
     planned = inputs.manifest.tensors or {}
     names = inputs.names
-    steps = names.steps((*whole_tensors(views, head_of=chosen).steps, *(s for each in sums for s in bias_steps(each))))
+    whole = (*whole_tensors(views, head_of=chosen).steps, *magnitude_steps(views[0]))
+    steps = names.steps((*whole, *(step for each in sums for step in bias_steps(each))))
     steps = tuple(step for step in steps if step.out.name in planned)
     written = tuple(replace(each, module=names.back(each.module)) for each in factors_of_sum((made,), (1.0,)))
     if inputs.base is not None:

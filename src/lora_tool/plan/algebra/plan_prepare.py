@@ -33,7 +33,7 @@ from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.spool import OpenSpool
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.core.plan import Plan
@@ -63,7 +63,8 @@ def plan_prepare(
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
     with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter
+    with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT stays
+    DoRA without it. The rules compare the adapter
     with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
@@ -79,7 +80,9 @@ def plan_prepare(
     view, form = view_of(opened), FORMS[server]
     _require_form(view, server, based=model is not None, approximate=approximate)
     names = beginnings_of(view, model) if form.whole_models else SAME
-    changes = changes_of(view, form, None if model is None else names.base(model), spool, max_rank=max_rank)
+    as_dora = form.dora and not (approximate and model is not None)
+    based = None if model is None else names.base(model)
+    changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
     targets = {layer.module: layer.target for layer in view.layers}
     fused = frozenset(each.module for each in changes.sums if _is_fused(view, each, targets))
     turned = _within(Ranks(rank=max_rank), changes.sums, fused, view, approximate=approximate)
@@ -107,10 +110,11 @@ def plan_prepare(
         steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
         steps += bias_steps(each, out)
     steps += stacked_steps(sums, out, turned.matrices, one or 1) if form.mlx else ()
+    steps += magnitude_steps(view) if as_dora else ()
     whole = whole_tensors((view,))
     settled = {(record.path, record.name) for record in changes.records}
     named = {targets.get(each.module, each.module): one or ranks[each.module] for each in sums}
-    config = config_of_sum((view,), named, base=model.root if model else None)
+    config = config_of_sum((view,), named, base=model.root if model else None, as_dora=as_dora)
     plain = [targets.get(each.module, each.module) for each in sums if each.module not in fused]
     return adapter_plan(
         (opened,),

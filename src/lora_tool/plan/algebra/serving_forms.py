@@ -25,6 +25,8 @@ class ServingForm:
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
     """Whether it takes all modules that were saved whole."""
+    dora: bool = False
+    """Whether it computes DoRA with the magnitudes of the adapter."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
     whole_models: bool = False
@@ -36,7 +38,7 @@ class ServingForm:
 
 
 FORMS: Mapping[Server, ServingForm] = {
-    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, fused=True),
+    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang"),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp", one_end=True),
@@ -61,18 +63,18 @@ class Obstacle:
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
     """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
     options = {"--base MODEL": based, "--approximate": approximate}
-    for each in (*_no_products(view), *([] if form.whole else _no_place(view, form))):
+    for each in (*_no_products(view, form), *([] if form.whole else _no_place(view, form))):
         if not each.options or not all(options[name] for name in each.options):
             yield each
 
 
-def _no_products(view: AdapterView) -> Iterator[Obstacle]:
+def _no_products(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield what makes the change of a weight another than s·B·A."""
     config = view.config
     if config.init_lora_weights in INITS_RECOMPUTED:
         text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
         yield Obstacle(text=text, options=_WITH_BASE)
-    if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
+    if not form.dora and (config.use_dora or any(layer.magnitude is not None for layer in view.layers)):
         text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
         yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
     if config.target_parameters and config.expert_layout != ExpertLayout.RANK_MAJOR.value:
