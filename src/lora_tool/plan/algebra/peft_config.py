@@ -16,7 +16,7 @@ from lora_tool.plan.core.steps import SideFile
 
 _WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """The fields that say which modules have LoRA."""
-_MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out")
+_MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out", "target_parameters")
 _BIASES = ("none", "lora_only", "all")
 PLAIN: Mapping[str, Any] = {
     "use_rslora": False,

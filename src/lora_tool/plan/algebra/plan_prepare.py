@@ -17,6 +17,7 @@ from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
 from lora_tool.plan.algebra.fit import require_known
+from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.mlx_form import (
     common_scale,
     is_of_expert,
@@ -83,11 +84,12 @@ def plan_prepare(
     as_dora = form.dora and not (approximate and model is not None)
     based = None if model is None else names.base(model)
     changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
+    fused = fused_experts(view)
+    paths = {layer.module: layer.path for layer in view.layers}
     targets = {layer.module: layer.target for layer in view.layers}
-    fused = frozenset(each.module for each in changes.sums if _is_fused(view, each, targets))
     turned = _within(Ranks(rank=max_rank), changes.sums, fused, view, approximate=approximate)
     ranks = {
-        each.module: view.config.rank(targets[each.module])
+        each.module: fused[each.module].rank
         if each.module in fused
         else turned.matrices[each.module][0].columns
         if each.module in turned.matrices
@@ -95,7 +97,6 @@ def plan_prepare(
         for each in changes.sums
     }
     one = max(ranks.values()) if form.one_rank else None
-    _require_one_form_of_experts(view, ranks, fused, one)
     # turning a module to a lower rank puts its scaling into the factors
     scale = common_scale(changes.sums) if form.mlx and not turned.matrices else 1.0
     sums = changes.sums if scale == 1 else tuple(unscaled(each, scale) for each in changes.sums)
@@ -104,16 +105,19 @@ def plan_prepare(
     for each in sums:
         if form.mlx and is_of_expert(each.module):
             continue
-        rank = each.rank if each.module in fused or one is None else one
-        matrices = turned.matrices.get(each.module)
-        rank = matrices[0].columns if matrices and one is None else rank
-        steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
+        rank, matrices = one or ranks[each.module], turned.matrices.get(each.module)
+        experts = fused[each.module].count if each.module in fused else 1
+        steps += (
+            mlx_steps(each, out, matrices, rank)
+            if form.mlx
+            else padded_steps(each, out, matrices, rank, experts=experts)
+        )
         steps += bias_steps(each, out)
     steps += stacked_steps(sums, out, turned.matrices, one or 1) if form.mlx else ()
     steps += magnitude_steps(view) if as_dora else ()
     whole = whole_tensors((view,))
     settled = {(record.path, record.name) for record in changes.records}
-    named = {targets.get(each.module, each.module): one or ranks[each.module] for each in sums}
+    named = {paths.get(each.module, each.module): one or ranks[each.module] for each in sums}
     config = config_of_sum((view,), named, base=model.root if model else None, as_dora=as_dora)
     plain = [targets.get(each.module, each.module) for each in sums if each.module not in fused]
     return adapter_plan(
@@ -122,7 +126,11 @@ def plan_prepare(
         names.steps(
             (*steps, *(step for step in whole.steps if (step.op.source.path, step.op.source.name) not in settled))
         ),
-        mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
+        mlx_config(sums, one or 1, scale)
+        if form.mlx
+        else config
+        if form.whole
+        else _served(config, view, one, plain, [each.path for each in fused.values()]),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
         notes=_notes(view, form, sums, (*changes.ranks, *turned.ranks), one, scale, model),
@@ -153,6 +161,8 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
             hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
             if all(each.options for each in found)
+            else found[0].hint
+            if all(each.hint for each in found)
             else f"merge it and serve the merged model: lora-tool merge {root}",
         )
     if not view.layers and (form.whole or not view.tokens):
@@ -160,38 +170,18 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
 
 
-def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
-    """Whether the factors hold those of several experts: more rows than the config's rank."""
-    return (
-        bool(view.config.target_parameters)
-        and factors.module in targets
-        and factors.rank != view.config.rank(targets[factors.module])
-    )
-
-
-def _require_one_form_of_experts(
-    view: AdapterView, ranks: Mapping[str, int], fused: frozenset[str], one: int | None
-) -> None:
-    merge = f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}"
-    patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
-    if fused and patterns:
-        raise UnsupportedAdapter(
-            f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint=merge,
-        )
-    for module in sorted(fused):
-        if one is not None and ranks[module] != one:
-            raise UnsupportedAdapter(
-                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
-                "factors of fused experts lie interleaved and cannot be padded",
-                hint=merge,
-            )
-
-
 def _within(
-    asked: Ranks, sums: Sequence[Factors], fused: frozenset[str], view: AdapterView, *, approximate: bool
+    asked: Ranks, sums: Sequence[Factors], fused: Mapping[str, FusedExperts], view: AdapterView, *, approximate: bool
 ) -> Turned:
     """Return how the modules above the largest rank get to it. Raises `UnsupportedAdapter` where that loses something."""
+    stack = next((each for each in fused.values() if asked.rank is not None and each.rank > asked.rank), None)
+    if stack is not None:
+        root = shlex.quote(str(view.adapter.root))
+        raise UnsupportedAdapter(
+            f"{view.config.path}: `{stack.path}` has rank {stack.rank} for each expert, and the factors of fused experts cannot be "
+            "recompressed as they are",
+            hint=f"write the experts one by one first: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS",
+        )
     high = [] if asked.rank is None else [each for each in sums if each.rank > asked.rank and each.module not in fused]
     turned = turned_to(asked, high)
     lost = [each for each in turned.ranks if each.discarded > _NOTHING_LOST * each.energy]
@@ -205,9 +195,13 @@ def _within(
     return turned
 
 
-def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequence[str]) -> SideFile:
-    """Return the config for a server: one rank, and targets by the last parts of their names."""
+def _served(
+    config: SideFile, view: AdapterView, rank: int | None, targets: Sequence[str], fused: Sequence[str]
+) -> SideFile:
+    """Return the config for a server: one rank, and targets by the last parts of their names; parameters of experts alone."""
     raw = parse_json(config.content or b"{}", view.config.path)
+    parameters = view.config.target_parameters or ()
+    experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in fused)]
     heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": rank,
@@ -215,6 +209,7 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequ
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "target_parameters": experts or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,

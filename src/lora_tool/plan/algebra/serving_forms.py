@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part
+from lora_tool.plan.algebra.fused_experts import fused_experts
 from lora_tool.rules.engine.subjects import Server
 
 
@@ -58,7 +60,9 @@ class Obstacle:
 
     text: str
     options: tuple[str, ...] = ()
-    """None where merging is the only way."""
+    """Empty where merging is the only way, or there is a `hint`."""
+    hint: str | None = None
+    """Another way to what the server reads."""
 
 
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
@@ -98,9 +102,12 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     if view.tokens or config.token_indices:
         text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
         yield Obstacle(text=text, options=_WITH_BASE)
-    if config.target_parameters and not form.fused:
+    if not form.fused and fused_experts(view):
+        root = shlex.quote(str(view.adapter.root))
+        one_by_one = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
         yield Obstacle(
-            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
+            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
+            hint=f"write the experts one by one first: {one_by_one}" if form.mlx else None,
         )
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
