@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lora_tool.errors import Problem
+from lora_tool.errors import Defect, Problem
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.keys import LORA_FACTOR, PREFIX, has_lora_factor
 from lora_tool.report import Finding, Severity
@@ -34,9 +34,10 @@ def fault(
 def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
     """LT402: yield each file that is truncated, empty or of another format."""
     for problem in problems:
-        yield fault(
-            "LT402", problem.path, problem.message, subject=problem.subject, hint=f"copy it again, or {ANOTHER_TAG}"
-        )
+        hint = f"copy it again, or {ANOTHER_TAG}"
+        if problem.defect is Defect.PICKLE:
+            hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"
+        yield fault("LT402", problem.path, problem.message, subject=problem.subject, hint=hint)
 
 
 def moved_files(files: Iterable[TorchFile]) -> Iterator[Finding]:
