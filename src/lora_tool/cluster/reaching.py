@@ -11,6 +11,7 @@ from lora_tool.errors import ExecutionError
 START = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
 _SUBMIT = "send the command to the cluster: ray job submit --address http://HEAD:8265 -- lora-tool …"
 _CONNECT_S = 5.0
+_LOOPBACK = frozenset({"127.0.0.1", "::1"})
 _PROCESSES = Path("/proc")
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
@@ -35,6 +36,24 @@ def require_head(where: str) -> None:
         raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=START) from error
     if not speaks:
         raise ExecutionError(f"what answers at {where} is not the head of a Ray cluster", hint=START)
+
+
+def is_same_address(asked: str, joined: str) -> bool:
+    """Return whether HOST:PORT, as somebody typed it, can mean a cluster that was joined at the address `joined`.
+
+    Of 127.0.0.1 only the port is compared: Ray puts the machine's outward address in its place.
+    """
+    (host, _, port), (other_host, _, other_port) = asked.rpartition(":"), joined.rpartition(":")
+    numbers = _numbers(host)
+    return port == other_port and (bool(numbers & _LOOPBACK) or not numbers.isdisjoint(_numbers(other_host)))
+
+
+def _numbers(host: str) -> set[str]:
+    """Return the IP addresses of a host, none for one that nobody knows."""
+    try:
+        return {str(place[0]) for *_, place in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
 
 
 def _speaks_grpc(server: socket.socket) -> bool:

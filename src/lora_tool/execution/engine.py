@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.execution.at_work import at_work
 from lora_tool.execution.attempts import noted, recorded_looks
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
@@ -26,7 +27,6 @@ from lora_tool.execution.folder import (
 from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.shares import require_all_ended
 from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -118,10 +118,8 @@ def unfinished(
         errors_of_the_system(None, target),
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
+        _begun(folder, digest_of(plan), shared=resume) as journal,
     ):
-        journal = Journal(folder, digest_of(plan))
-        require_all_ended(journal)
-        journal.begin()
         finished = journal.finished(plan.shards)
         journal.keep_only(finished)
         check_space(target, _bytes_to_write(plan, finished))
@@ -154,6 +152,15 @@ def unfinished(
         )
         sources.check_unchanged()
         journal.remove()
+
+
+@contextlib.contextmanager
+def _begun(folder: Path, digest: str, *, shared: bool) -> Iterator[Journal]:
+    """Yield the journal of the folder, which nobody else writes to inside. Raises `OutputExists` where somebody does."""
+    journal = Journal(folder, digest)
+    with at_work(journal, "another run", alone=True) if shared else contextlib.nullcontext():
+        journal.begin()
+        yield journal
 
 
 @contextlib.contextmanager
