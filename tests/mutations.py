@@ -1053,6 +1053,12 @@ def _layer_beyond(folder: Path) -> None:
         table.update(lora("model.layers.7.self_attn.q_proj", rows=16, columns=16))
 
 
+@_breaks("LT503 of the config", CAUSAL, with_base=True)
+def _layer_beyond_the_config(folder: Path) -> None:
+    with fields(folder.parent / "base", "config.json") as config:
+        config["num_hidden_layers"] = 1
+
+
 @_breaks("LT504", CAUSAL, with_base=True)
 def _smaller_vocabulary(folder: Path) -> None:
     with tensors(folder) as table:
@@ -1165,6 +1171,13 @@ def _base_that_moved(folder: Path) -> None:
     shutil.copytree(folder.parent / "base", folder.parent / "llama")
     with fields(folder) as config:
         config["base_model_name_or_path"] = "/where/it/was/trained/llama"
+
+
+@_breaks("LT521 windows", CAUSAL, quiet=True)
+def _base_that_moved_from_windows(folder: Path) -> None:
+    shutil.copytree(folder.parent / "base", folder.parent / "llama")
+    with fields(folder) as config:
+        config["base_model_name_or_path"] = "C:\\models\\llama"
 
 
 @_breaks("LT507 unreadable", CAUSAL)

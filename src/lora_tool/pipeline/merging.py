@@ -30,6 +30,7 @@ from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import decided
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import (
     Reference,
     Source,
@@ -94,7 +95,8 @@ def merge_inputs(
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
     `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
-    be found or read, `IncompatibleBase` where the adapters name two bases.
+    be found or read, `FindingsFound` for a broken config that names no base, `IncompatibleBase` where the
+    adapters name two bases.
     """
     listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
@@ -151,9 +153,12 @@ def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
 
 
 def _named_base(adapter: AdapterDir, near: Path) -> Source:
-    """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none."""
+    """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none,
+    `FindingsFound` where it names none because it is broken.
+    """
     config, hint = adapter.config, f"lora-tool merge {shlex.quote(str(adapter.root))} --base MODEL"
-    if config is None:
+    if config is None or (config.problems and not config.base_model):
+        MergeJudge().as_stored((adapter,), None)
         require_whole(adapter)
     around = base_around(adapter)
     if config is not None and not config.base_model and around is not None:

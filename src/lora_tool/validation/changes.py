@@ -88,7 +88,7 @@ def _changed(path: Path, entries: Sequence[tuple[str, Change]]) -> FileChange | 
 def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -> FileChange:
     """Return the JSON file with other fields, written as it is written now."""
     old = read_all(path, limit=MAX_JSON_BYTES)
-    text = old.decode("utf-8-sig")
+    text = old.decode()
     table, before = parse_json(old, path), parse_json(old, path)
     for field in fields:
         *outer, last = field.keys
