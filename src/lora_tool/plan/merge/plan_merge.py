@@ -29,9 +29,8 @@ from lora_tool.plan.merge.context import MergeContext, merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps, kept_step
-from lora_tool.plan.merge.storage import QuantisedBase, trained_on_quantised
 from lora_tool.plan.merge.storages import Storage
-from lora_tool.plan.merge.trained_as import as_trained, rounded_note
+from lora_tool.plan.merge.trained_as import as_trained, rounded_note, trained_on_quantised
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
@@ -126,13 +125,14 @@ def plan_merge(
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     dropped, left = tuple(dropped_from_base(merge)), view.leftovers
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
-    options |= {"text_only": True} if text_only else {}
-    options |= {"head_alone": True} if head_alone else {}
+    options |= {name: True for name, is_asked in (("text_only", text_only), ("head_alone", head_alone)) if is_asked}
     options |= {"base_as": base_as.value} if base_as else {}
     rounded = (rounded_note(plain, base_as),) if base_as else ()
     notes = tuple(trained_on_quantised(adapters, base)) if plain is base else rounded
     whole = _original(original, base, is_quantised=plain is not base and base_as is None)
     if plain is not base and base_as is None:
+        from lora_tool.plan.merge.storage import QuantisedBase  # noqa: PLC0415 - for quantised bases alone
+
         steps, left = (steps, left) if text_only else _with_what_no_class_has(steps, view, merge, plain)
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
