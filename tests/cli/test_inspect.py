@@ -156,7 +156,7 @@ def test_an_output_without_greek_letters_gets_question_marks(
 )
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_what_draws_the_extra_is_named(
-    words: tuple[object, ...], package: str, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: tuple[str | Path, ...], package: str, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith("lora_tool.pictures")]:
