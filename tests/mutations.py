@@ -203,6 +203,24 @@ def _cut_trainer_state(folder: Path) -> None:
     (folder / "trainer_state.json").write_text('{"global_step": 2, "log_hist')
 
 
+@_breaks("LT113 of the base", CAUSAL, with_base=True)
+def _cut_generation_config(folder: Path) -> None:
+    (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": ')
+
+
+@_breaks("LT318 wrapped", CAUSAL, with_base=True)
+def _wrapped_base(folder: Path) -> None:
+    base = folder.parent / "base"
+    with fields(base, INDEX) as index:
+        index["weight_map"] = {f"module.{name}": file for name, file in index["weight_map"].items()}
+        files = set(index["weight_map"].values())
+    for file in files:
+        with tensors(base, file) as table:
+            wrapped = {f"module.{name}": tensor for name, tensor in table.items()}
+            table.clear()
+            table.update(wrapped)
+
+
 @_breaks("LT114", SHARDED)
 def _stray(folder: Path) -> None:
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors")
