@@ -80,7 +80,7 @@ class Inventory:
         return tuple(item for item in self.checkpoints if item.root != self.root)
 
 
-def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
+def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:
     """Yield the checkpoints under `root`, run by run; `criteria` judge each of them as `validate` judges its run.
 
     Reads names, JSON, headers and adapters' weights. Links are not followed. The saves of a run, `checkpoint-N` say,

@@ -26,7 +26,6 @@ from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, 
 from lora_tool.formats.files import expanded
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import decided
@@ -203,6 +202,8 @@ def planned(
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
+        from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415 - for such adapters alone
+
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,
