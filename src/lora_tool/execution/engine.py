@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.at_work import at_work
-from lora_tool.execution.attempts import noted, recorded_looks
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
     check_output,
@@ -24,8 +23,9 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.journal import Journal, digest_of, retained_in
 from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
@@ -125,7 +125,7 @@ def unfinished(
         check_space(target, _bytes_to_write(plan, finished))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        retained = {name: each for notes in finished.values() for name, each in noted(notes).items()}
+        retained = {name: each for notes in finished.values() for name, each in retained_in(notes).items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)

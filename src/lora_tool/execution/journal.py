@@ -20,6 +20,7 @@ from typing import Any
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.backends.choosing import formula_of
 from lora_tool.formats.files import read_at
+from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.report import Finding, Severity
@@ -151,6 +152,11 @@ class Journal:
     def remove(self) -> None:
         """Take the journal out of the folder, which is about to be finished."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def retained_in(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
+    """Return what a record holds of a file: what rounding left of each change in it."""
+    return {name: DeltaRetention(**each) for name, each in notes.items()}
 
 
 def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds

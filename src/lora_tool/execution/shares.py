@@ -11,9 +11,10 @@ from typing import Any
 from lora_tool.cluster.share import Share
 from lora_tool.errors import OutputExists
 from lora_tool.execution.at_work import at_work
-from lora_tool.execution.attempts import AttemptEngine, recorded_looks, require_divisible
+from lora_tool.execution.attempts import AttemptEngine, require_divisible
 from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
 from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
 from lora_tool.plan.core.plan import Plan

@@ -19,7 +19,7 @@ from lora_tool.adapter.view import LoraLayer
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.stored import read_into, read_part
 from lora_tool.inspection.model import Measured
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
 
@@ -53,11 +53,14 @@ def matrices(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
 
 
 def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
-    """Return the stored elements, flat: mapped from the file where they are one span. Raises `OSError`.
+    """Return the stored elements, flat: mapped from the file where they lie in it as they are meant. Raises `OSError`.
 
     bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
     """
-    return _mapped(tensor, np.dtype(STORED[tensor.dtype]))
+    kind = np.dtype(STORED[tensor.dtype])
+    if all(type(span) is Span for span in tensor.spans):
+        return _mapped(tensor, kind)
+    return np.frombuffer(read_part(tensor, 0, tensor.nbytes), kind)
 
 
 def numbers(tensor: StoredTensor) -> Matrix:

@@ -39,7 +39,7 @@ from lora_tool.rules.model import (  # noqa: F401
     lt3_unmerged,
     lt3_vocabulary,
 )
-from lora_tool.rules.serving import lt8_serving  # noqa: F401
+from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject

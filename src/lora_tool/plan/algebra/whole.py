@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,7 @@ def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None =
                 raise UnsupportedAdapter(
                     f"{tensor.path}: `{tensor.name}` differs from the one in {whose.adapter.root}, and whole tensors "
                     "cannot be added as ΔW can",
-                    hint=f"choose which to keep: --head-of {whose.adapter.root}",
+                    hint=f"choose which to keep: --head-of {shlex.quote(str(whose.adapter.root))}",
                 )
             why = "holds it with the same values" if same else "has the requested one"
             dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
