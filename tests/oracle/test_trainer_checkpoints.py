@@ -262,6 +262,16 @@ def test_a_replica_that_differs(trainers: Path, tmp_path: Path) -> None:
         plan_consolidate(actor)
 
 
+def test_what_one_rank_says_of_its_files_is_missing(trainers: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trainers / "dcp-without-collectives", tmp_path / "run"))
+    (folder / "__1.metadata").unlink()
+    assert codes(folder) == {"LT401"}
+    with pytest.raises(
+        FindingsFound, match=r"LT401 .*__1\.metadata: is missing, so that nothing says what its rank saved"
+    ):
+        plan_consolidate(folder)
+
+
 def test_the_config_in_the_adapter_that_older_verl_puts_beside(trainers: Path, tmp_path: Path) -> None:
     actor = Path(shutil.copytree(trainers / "verl-fsdp2" / "global_step_3" / "actor", tmp_path / "actor"))
     (actor / "lora_train_meta.json").unlink()

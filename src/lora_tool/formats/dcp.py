@@ -33,6 +33,7 @@ from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(?P<rank>\d{1,6})\.metadata\Z")
 """Of one rank, where each saved without the others (`use_collectives=False`)."""
+_PIECES_OF_RANK = re.compile(r"__(?P<rank>\d{1,6})_\d+\.distcp\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +110,21 @@ def _metadata_names(folder: Path) -> Sequence[str]:
     """Return the names of the files that say what lies where: `.metadata`, or one for each rank."""
     if (folder / METADATA).exists():
         return (METADATA,)
-    names = (path.name for path in folder.iterdir())
-    ranks = {int(match["rank"]): match[0] for match in map(_OF_RANK.match, names) if match}
-    return [ranks[rank] for rank in sorted(ranks)] or (METADATA,)
+    return [f"__{rank}{METADATA}" for rank in sorted(_ranks(folder, _OF_RANK))] or (METADATA,)
+
+
+def _ranks(folder: Path, pattern: re.Pattern[str]) -> set[int]:
+    """Return the ranks that have a file of this sort in the folder."""
+    return {int(match["rank"]) for match in (pattern.match(path.name) for path in folder.iterdir()) if match}
+
+
+def lost_metadata(found: DcpFolder) -> tuple[str, ...]:
+    """Return the names of the files that say what one rank saved and are not there, where each rank has its own."""
+    if METADATA in found.metadata:
+        return ()
+    held = _ranks(found.folder, _OF_RANK)
+    last = max(held | _ranks(found.folder, _PIECES_OF_RANK))
+    return tuple(f"__{rank}{METADATA}" for rank in range(last + 1) if rank not in held)
 
 
 def _read_metadata(folder: Path, name: str, module: str | None) -> DcpFolder:

@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.fsdp import STEP
 from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, assemble_dcp, read_dcp, stamps, uncovered
+from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, lost_metadata, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.state_dicts import OTHER_KEYS
@@ -98,15 +98,18 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
     """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408."""
     for name in found.missing:
         yield fault("LT401", found.folder / name, "is missing, and .metadata says that it holds weights", hint=COPY)
+    lost = lost_metadata(found)
+    for name in lost:
+        yield fault("LT401", found.folder / name, "is missing, so that nothing says what its rank saved", hint=COPY)
     yield from unreadable_files(found.problems)
     yield from copied_files(found.pieces)
     if not found.problems:
         yield from adapter_left_out(found.folder, found.tensors)
     for name, tensor in found.tensors.items():
-        gap = uncovered(tensor)
+        gap = None if lost else uncovered(tensor)
         if gap:
             hint = "save it again, or use another step"
-            yield fault("LT408", found.folder / METADATA, gap, subject=name, hint=hint)
+            yield fault("LT408", found.folder / found.metadata[0], gap, subject=name, hint=hint)
 
 
 def copied_files(pieces: Pieces) -> Iterator[Finding]:

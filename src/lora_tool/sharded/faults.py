@@ -75,7 +75,7 @@ def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
     """LT402: yield each file that is truncated, empty or of another format."""
     for problem in problems:
         hint = f"copy it again, or {another_save(Path(problem.path))}"
-        if problem.defect is Defect.PICKLE:
+        if problem.defect is Defect.PICKLE and not problem.path.endswith(".metadata"):
             hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"
         yield fault("LT402", problem.path, problem.message, subject=problem.subject, hint=hint)
 
