@@ -252,7 +252,7 @@ def sizes_of(folder: Path) -> dict[FileRole, int]:
                 nbytes = os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118 - half the time of Path
             except OSError:  # it went away
                 continue
-            inside_optimizer = re.search(r"optimizer(?:_\d+)?\Z", where) is not None
+            inside_optimizer = re.search(r"\boptim(?:izers?)?(?:_\d+)?\Z", where) is not None
             sizes[FileRole.OPTIMIZER if inside_optimizer else _content(name)] += nbytes
     return sizes
 

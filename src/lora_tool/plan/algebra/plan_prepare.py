@@ -23,7 +23,7 @@ from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
 from lora_tool.plan.algebra.spool import OpenSpool
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.core.plan import Plan
@@ -50,7 +50,8 @@ def plan_prepare(
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
     with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter
+    with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT stays
+    DoRA without it. The rules compare the adapter
     with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
@@ -66,7 +67,9 @@ def plan_prepare(
     view = view_of(opened)
     _require_form(view, chosen, based=model is not None, approximate=approximate)
     names = beginnings_of(view, model) if form.whole_models else SAME
-    changes = changes_of(view, form, None if model is None else names.base(model), spool, max_rank=max_rank)
+    as_dora = form.dora and not (approximate and model is not None)
+    based = None if model is None else names.base(model)
+    changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
     served = served_factors(view, form, changes.sums, max_rank=max_rank, approximate=approximate)
     lowered = bool(served.turned.matrices)
     out = kind or exact_type(served.sums, turned=lowered)
@@ -77,8 +80,8 @@ def plan_prepare(
     return adapter_plan(
         (opened,),
         (1.0,),
-        names.steps((*served_steps(served, form, out), *as_they_are)),
-        _config(view, form, served, model),
+        names.steps((*served_steps(served, form, out), *(magnitude_steps(view) if as_dora else ()), *as_they_are)),
+        _config(view, form, served, model, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
         notes=_notes(view, form, served, ranks, model),
@@ -109,6 +112,8 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
             hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
             if all(each.options for each in found)
+            else found[0].hint
+            if all(each.hint for each in found)
             else f"merge it and serve the merged model: lora-tool merge {root}",
         )
     if not view.layers and (form.whole or not view.tokens):
@@ -116,24 +121,28 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
 
 
-def _config(view: AdapterView, form: ServingForm, served: ServedFactors, base: ModelDir | None) -> SideFile:
+def _config(
+    view: AdapterView, form: ServingForm, served: ServedFactors, base: ModelDir | None, *, as_dora: bool
+) -> SideFile:
     """Return the config that the server reads: its own, or PEFT's with the new ranks."""
     if form.mlx:
         return mlx_config(served.sums, served.largest, served.scale)
-    targets = {layer.module: layer.target for layer in view.layers}
-    modules = {each.module: targets.get(each.module, each.module) for each in served.sums}
-    ranks = {target: served.rank(module) for module, target in modules.items()}
-    config = config_of_sum((view,), ranks, base=base.root if base else None)
+    layers = {layer.module: layer for layer in view.layers}
+    modules = [each.module for each in served.sums]
+    ranks = {layers[each].path if each in layers else each: served.rank(each) for each in modules}
+    config = config_of_sum((view,), ranks, base=base.root if base else None, as_dora=as_dora)
     if form.whole:
         return config
-    return _served(
-        config, view, served.one_rank, [target for module, target in modules.items() if module not in served.fused]
-    )
+    plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
+    return _served(config, view, served, plain)
 
 
-def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequence[str]) -> SideFile:
-    """Return the config for a server: one rank, and targets by the last parts of their names."""
+def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
+    """Return the config for a server: one rank, targets by the last parts of their names, parameters of experts alone."""
     raw = parse_json(config.content or b"{}", view.config.path)
+    rank, paths = served.one_rank, [stack.path for stack in served.fused.values()]
+    parameters = view.config.target_parameters or ()
+    experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
     heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": rank,
@@ -141,6 +150,7 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequ
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "target_parameters": experts or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,

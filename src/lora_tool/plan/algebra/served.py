@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.algebra.factor_steps import bias_steps
+from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled
 from lora_tool.plan.algebra.serving_forms import ServingForm
 from lora_tool.plan.algebra.serving_steps import padded_steps
@@ -30,8 +31,8 @@ class ServedFactors:
     """The factors, without `scale`."""
     turned: Turned
     """What lowers the rank of some."""
-    fused: frozenset[str]
-    """Modules whose factors hold those of several experts, interleaved."""
+    fused: Mapping[str, FusedExperts]
+    """Modules whose factors hold those of several experts."""
     ranks: Mapping[str, int]
     """Module → its rank before it is padded; that of each expert where several are fused."""
     one_rank: int | None
@@ -54,22 +55,22 @@ def served_factors(
 ) -> ServedFactors:
     """Return the factors for a server of the `form`, none of a higher rank than `max_rank`.
 
-    Raises `UnsupportedAdapter` where a lower rank loses some of ΔW, unless `approximate`, and for fused experts that
-    cannot have the rank of the other modules.
+    Raises `UnsupportedAdapter` where a lower rank loses some of ΔW, unless `approximate`, and for fused experts of a
+    higher rank.
     """
-    targets = {layer.module: layer.target for layer in view.layers}
-    fused = {each.module: view.config.rank(targets[each.module]) for each in sums if _is_fused(view, each, targets)}
+    fused = fused_experts(view)
+    _require_low(fused.values(), max_rank, view)
     turned = _within(max_rank, [each for each in sums if each.module not in fused], view, approximate=approximate)
     lowered = {module: of_b.columns for module, (of_b, _) in turned.matrices.items()}
-    ranks = {each.module: each.rank for each in sums} | lowered | fused
+    of_experts = {module: stack.rank for module, stack in fused.items()}
+    ranks = {each.module: each.rank for each in sums} | lowered | of_experts
     one_rank = max(ranks.values()) if form.one_rank else None
-    _require_one_form_of_experts(view, fused, one_rank)
     # turning a module to a lower rank puts its scaling into the factors
     scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
     return ServedFactors(
         sums=tuple(sums if scale == 1 else (unscaled(each, scale) for each in sums)),
         turned=turned,
-        fused=frozenset(fused),
+        fused=fused,
         ranks=ranks,
         one_rank=one_rank,
         scale=scale,
@@ -82,24 +83,29 @@ def served_steps(served: ServedFactors, form: ServingForm, dtype: DType) -> Iter
     Raises `UnsupportedAdapter` where MLX-LM has no place for LoRA on experts.
     """
     matrices = served.turned.matrices
-    written = mlx_steps if form.mlx else padded_steps
     for each in served.sums:
         if form.mlx and is_of_expert(each.module):
             continue
-        rank = each.rank if each.module in served.fused else served.rank(each.module)
-        yield from written(each, dtype, matrices.get(each.module), rank)
+        turned, rank = matrices.get(each.module), served.rank(each.module)
+        if form.mlx:
+            yield from mlx_steps(each, dtype, turned, rank)
+        else:
+            stack = served.fused.get(each.module)
+            yield from padded_steps(each, dtype, turned, rank, experts=stack.count if stack else 1)
         yield from bias_steps(each, dtype)
     if form.mlx:
         yield from stacked_steps(served.sums, dtype, matrices, served.largest)
 
 
-def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
-    """Return whether the factors hold those of several experts: more rows than the config's rank."""
-    return (
-        bool(view.config.target_parameters)
-        and factors.module in targets
-        and factors.rank != view.config.rank(targets[factors.module])
-    )
+def _require_low(fused: Iterable[FusedExperts], max_rank: int | None, view: AdapterView) -> None:
+    for stack in fused:
+        if max_rank is not None and stack.rank > max_rank:
+            root = shlex.quote(str(view.adapter.root))
+            raise UnsupportedAdapter(
+                f"{view.config.path}: `{stack.path}` has rank {stack.rank} for each expert, and the factors of fused experts "
+                "cannot be recompressed as they are",
+                hint=f"write the experts one by one first: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS",
+            )
 
 
 def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *, approximate: bool) -> Turned:
@@ -115,21 +121,3 @@ def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *,
             hint=f"--approximate writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
         )
     return turned
-
-
-def _require_one_form_of_experts(view: AdapterView, fused: Mapping[str, int], one_rank: int | None) -> None:
-    """Raise `UnsupportedAdapter` where fused experts, of the ranks `fused`, would be written at another rank."""
-    merge = f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}"
-    patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
-    if fused and patterns:
-        raise UnsupportedAdapter(
-            f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint=merge,
-        )
-    for module, rank in sorted(fused.items()):
-        if one_rank not in (None, rank):
-            raise UnsupportedAdapter(
-                f"{view.config.path}: `{module}` has rank {rank} for each expert, but other modules have {one_rank}: the "
-                "factors of fused experts lie interleaved and cannot be padded",
-                hint=merge,
-            )

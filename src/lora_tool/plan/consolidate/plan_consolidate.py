@@ -212,6 +212,8 @@ def _require_shapes(state: TrainingState, selection: Selection) -> None:
         more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
         message = f"`{lost[0]}`{more} saved as {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
         hint = f"put the model's {model_config.FILE_NAME} beside the rank files: a head's shape follows from its hidden size"
+        if any((folder / model_config.FILE_NAME).is_file() for folder in state.near):
+            hint = 'no file tells their shapes; an adapter may do without them: `what="adapter"`'
         raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
 
 

@@ -41,7 +41,9 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Start the server with the rank that the message names, or lower the ranks: `lora-tool prepare ADAPTER
     --for vllm --max-rank 16 -o OUT`, with `--approximate` if that loses a part of ΔW.
     """
-    ranks = [layer.rank for layer in subject.layers if layer.rank]
+    # LoRA on the parameter of several experts has rows for each of them
+    config = subject.config
+    ranks = [config.rank(each.path) if each.path != each.target else each.rank for each in subject.layers if each.rank]
     rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
     for _ in asked(subject, Server.VLLM):
         if rank > _LARGEST_RANK:
