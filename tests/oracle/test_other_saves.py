@@ -150,6 +150,18 @@ def test_the_optimizer_in_a_folder_beside(made: Path, tmp_path: Path) -> None:
         plan_consolidate(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("model_type", "warned"), [("qwen2", True), ("llama", False)])
+def test_biases_of_which_nothing_says_whether_they_were_trained(model_type: str, warned: bool, tmp_path: Path) -> None:
+    module = get_peft_model(tiny_model(model_type, "causal-lm"), LoraConfig(**LORA, bias="all"))
+    folder = distributed(tmp_path / "run", {"model": module.state_dict()})
+    found = [warning for warning in plan_consolidate(folder, lora_alpha=6).warnings if "trained biases" in warning]
+    assert len(found) == warned
+    module.peft_config["default"].save_pretrained(str(tmp_path / "config"))
+    plan = plan_consolidate(folder, adapter_config=tmp_path / "config")
+    assert not plan.warnings
+    assert any(step.out.name.endswith("q_proj.base_layer.bias") for step in plan.steps) == warned
+
+
 def test_a_module_that_is_one_object_is_refused_by_name(tmp_path: Path) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save({"model": new_module().state_dict()}, checkpoint_id=str(tmp_path), no_dist=True, planner=planner)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool import keys
 from lora_tool.architectures.heads import ADDED_BY_PEFT
+from lora_tool.display import named
 from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint, WrongValue
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, adapter_config, read_adapter_config
 from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in
@@ -70,7 +71,8 @@ def adapter_config_of(
     tensors = dict(_of_tensors(state, own))
     recipes = _recipes(state.near, given, tensors)
     decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
-    return _rebuilt(state, tensors, recipes, given, lora_alpha)
+    found = _rebuilt(state, tensors, recipes, given, lora_alpha)
+    return replace(found, warnings=(*found.warnings, *_unknown_biases(state, own, found.config)))
 
 
 def _config_path(given: Path | None, near: Iterable[Path]) -> Path | None:
@@ -170,6 +172,24 @@ def _unknown(fields: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{FILE_NAME} is rebuilt: ranks differ by module, and no file says whether alpha does too; "
             f"all modules get {fields['lora_alpha']}"
+        )
+
+
+def _unknown_biases(state: TrainingState, own: Mapping[str, AdapterKey], config: AdapterConfig) -> Iterator[str]:
+    """Yield a warning if a whole model was saved, of whose biases nothing tells whether they were trained."""
+    kept = (Part.PLAIN, Part.BASE_LAYER)
+    biases = [
+        name
+        for name, key in own.items()
+        if key.part in kept
+        and key.leaf == "bias"
+        and state.entries[name].role is Role.SAVED
+        and not is_new_head(key.module)
+    ]
+    if biases and config.bias == "none":
+        yield (
+            f"{FILE_NAME} is rebuilt, and no file says whether the run trained biases: {named(biases, 1)} stay behind; "
+            "if it did, give the config that the run began with"
         )
 
 
