@@ -64,7 +64,7 @@ class Requantiser:
         stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
         if self._write_scales(unit, of, stored, out):
             return None
-        write_exactly(out, bytes_of(made.codes), unit.place(*of)[0])
+        self._numbers.write(unit.op, made.codes, out, unit.place(*of)[0])
         codes = made.codes[:some].view(STORED[encoding.codes.dtype])
         return self._retention(encoding, made.meant, codes, stored, (top, of[0])) if some else None
 

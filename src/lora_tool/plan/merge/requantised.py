@@ -59,6 +59,11 @@ def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
             hint='`store="touched-16bit"` writes such weights in 16 bits',
         )
     codes, scales = encoding.codes, scales_of(encoding)
+    if len(set(scales.spans)) < len(scales.spans):
+        raise UnsupportedAdapter(
+            f"`{step.out.name}` is stored as {encoding}, with one scale for all of its matrices: it cannot be raised for one",
+            hint='`store="touched-16bit"` writes such weights in 16 bits',
+        )
     of_codes = Requantise(made=made, encoding=encoding, part=QuantisedPart.CODES)
     of_scales = Requantise(made=made, encoding=encoding, part=QuantisedPart.SCALES)
     return (
