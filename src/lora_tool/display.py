@@ -7,7 +7,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,11 @@ def counted(n: int, what: str) -> str:
 def and_more(rest: int) -> str:
     """Return the end of a list that is cut short, " and 3 more"; "" where nothing is left out."""
     return f" and {rest} more" if rest > 0 else ""
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    """Return the first of the names in backticks, and how many more there are: "`lm_head` and 3 more"."""
+    return ", ".join(f"`{name}`" for name in names[:most]) + and_more(len(names) - most)
 
 
 def some(items: Collection[object], most: int = 8) -> str:

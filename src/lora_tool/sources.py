@@ -158,7 +158,9 @@ def open_adapter_at(path: Path) -> AdapterDir:
     inner = adapters_below(path)
     if len(inner) > 1:
         message = f"{path} holds {len(inner)} adapters: {', '.join(folder.name for folder in inner)}"
-        raise NotACheckpoint(message, hint=f"give one, or several to merge their sum: lora-tool merge {inner[0]}")
+        raise NotACheckpoint(
+            message, hint=f"give one, or several to merge their sum: lora-tool merge {shlex.quote(str(inner[0]))}"
+        )
     found = open_checkpoint(inner[0] if inner else path)
     return as_adapter(found, hint=_merge_instead(found))
 

@@ -206,7 +206,7 @@ def test_the_example_is_one_line(call: Caller, name: str) -> None:
     [
         (["merge", "nothere", "--json"], 3, "nothere: no such folder"),
         (["merge", "--colours", "--json"], 2, "No such option '--colours'."),
-        (["consolidate", "fixtures/causal-llama/base", "--json"], 3, "expected a DeepSpeed checkpoint"),
+        (["consolidate", "fixtures/causal-llama/base", "--json"], 3, "expected rank files"),
     ],
 )
 def test_an_error_is_json_where_that_was_asked_for(call: Caller, words: list[str], code: int, message: str) -> None:

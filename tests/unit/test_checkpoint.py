@@ -245,20 +245,26 @@ def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> N
 )
 def test_what_is_no_rank_files_is_said_with_the_command_that_takes_it(folder: str, kind: str, command: str) -> None:
     root = FIXTURES / folder
-    with pytest.raises(NotACheckpoint, match=f"is {kind}: expected a DeepSpeed checkpoint") as caught:
+    with pytest.raises(NotACheckpoint, match=f"is {kind}: expected rank files") as caught:
         open_sharded(root)
     named = str(caught.value.hint)
     # a training checkpoint beside it may hold what an adapter lacks
     assert named == f"lora-tool {command} {root}" or (command == "merge" and "lora-tool consolidate" in named)
 
 
-def test_another_run_in_the_same_folder_is_not_taken_for_the_adapters_own(tmp_path: Path) -> None:
-    files(
-        tmp_path,
-        "adapter/adapter_config.json",
-        "other/adapter_config.json",
-        "other/global_step2/mp_rank_00_model_states.pt",
-    )
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("other/adapter_config.json", "other/global_step2/mp_rank_00_model_states.pt"),
+        ("lr2/checkpoint-2/adapter_config.json", "lr2/checkpoint-2/global_step2/mp_rank_00_model_states.pt"),
+        ("lr2/global_step2/mp_rank_00_model_states.pt",),
+    ],
+    ids=["its config", "its checkpoint", "its name"],
+)
+def test_another_run_in_the_same_folder_is_not_taken_for_the_adapters_own(
+    other: tuple[str, ...], tmp_path: Path
+) -> None:
+    files(tmp_path, "adapter/adapter_config.json", *other)
     assert consolidate_command(tmp_path / "adapter") is None
 
 
@@ -282,6 +288,7 @@ def test_an_adapter_is_no_model() -> None:
         ("dcp/.metadata", "adapter", "/dcp --adapter-config {adapter}"),
         ("global_step2/mp_rank_00_model_states.pt", ".", ""),
         ("_actor/global_step2/mp_rank_00_model_states.pt", ".", "/_actor"),
+        ("my_ckpt/global_step2/mp_rank_00_model_states.pt", "adapter", "/my_ckpt --adapter-config {adapter}"),
     ],
 )
 def test_an_adapter_without_weights_names_the_command_that_makes_them(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.checkpoint.kinds import step_of
-from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
+from lora_tool.checkpoint.registry import holds_pieces, is_step, sharded_kinds
 from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
 from lora_tool.formats.files import is_file
 
 _MOST_FOLDERS = 10_000
 """How many folders are searched at most: the folder above may be a home directory."""
+_OF_A_RUN = re.compile(r"_|.*(ckpt|checkpoint)", re.IGNORECASE)
+"""Names of folders in a run that hold several of its saves."""
 
 
 def training_state_near(root: Path) -> Path | None:
@@ -34,10 +37,16 @@ def training_state_near(root: Path) -> Path | None:
 
 
 def _is_another_run(state: Path, near: Path, root: Path) -> bool:
-    """Whether the rank files belong to another run: their folder, beside `root`, has its own adapter_config.json."""
+    """Whether the rank files lie in a folder beside `root` that is a run of its own: by its config or by its name.
+
+    Of this run are saves, as their frameworks call them, OpenRLHF's `_actor`, and folders that are called checkpoints.
+    """
     beside = near / state.relative_to(near).parts[0] if state != near else near
-    own = beside in (near, root.resolve()) or beside.name.startswith("checkpoint-")
-    return not own and is_file(beside / ADAPTER_CONFIG)
+    if beside in (near, root.resolve()) or is_step(beside.name) or holds_pieces(beside.name):
+        return False
+    if is_file(beside / ADAPTER_CONFIG):
+        return True
+    return state != beside and not _OF_A_RUN.match(beside.name)
 
 
 def consolidate_command(root: Path) -> str | None:

@@ -97,12 +97,12 @@ def _sharded_below(folder: Folder) -> list[ShardedDir]:
 
 def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
     """Return the error that names what the folder is instead of rank files: `found`, None for no checkpoint at all."""
-    expected = [f"{kind.with_article} ({kind.sign})" for kind in sharded_kinds()]
     if found is None:
-        message = f"{folder.root} holds no rank files: neither {' nor '.join(expected)}"
-        return NotACheckpoint(message, hint=consolidate_command(folder.root))
+        *signs, last = (kind.sign for kind in sharded_kinds())
+        message = f"{folder.root} holds no rank files: neither {', '.join(signs)} nor {last}"
+        return NotACheckpoint(message, hint=consolidate_command(folder.root) or _list_below(folder))
     lacking = isinstance(found, AdapterDir) or any(problem.fatal for problem in found.problems)
-    return unexpected(found, " or ".join(expected), hint=consolidate_command(folder.root) if lacking else None)
+    return unexpected(found, "rank files", hint=consolidate_command(folder.root) if lacking else None)
 
 
 def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheckpoint:
@@ -118,7 +118,12 @@ def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheck
         return NotACheckpoint(message, hint=hint)
     *signs, last = (kind.sign for kind in KINDS)
     message = f"{folder.root} holds no {', '.join(signs)} or {last}"
-    return NotACheckpoint(message, hint=f"to list what lies further down: {ls}" if folder.folders else None)
+    return NotACheckpoint(message, hint=_list_below(folder))
+
+
+def _list_below(folder: Folder) -> str | None:
+    listing = f"to list what lies further down: lora-tool ls {shlex.quote(str(folder.root))}"
+    return listing if folder.folders else None
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
@@ -126,7 +131,7 @@ def require_whole(checkpoint: Checkpoint) -> None:
     for problem in checkpoint.problems:
         if problem.fatal:
             error = BadConfig if problem.defect is Defect.BAD_FIELD else CorruptFile
-            raise error(problem, hint=f"lora-tool validate {checkpoint.root}")
+            raise error(problem, hint=f"lora-tool validate {shlex.quote(str(checkpoint.root))}")
 
 
 def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> ModelDir:

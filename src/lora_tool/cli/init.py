@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -37,5 +38,5 @@ def command(method: str, cpu: bool, output: Path | None) -> None:  # noqa: FBT00
     except OSError as error:
         raise LoraToolError(f"{output}: cannot be written: {error.strerror}") from error
     click.echo(
-        f"wrote {printable(str(output))}\nnext: lora-tool train {method} --config {printable(str(output))} --dry-run"
+        f"wrote {printable(str(output))}\nnext: lora-tool train {method} --config {printable(shlex.quote(str(output)))} --dry-run"
     )

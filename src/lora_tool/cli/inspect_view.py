@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
@@ -142,5 +143,5 @@ def _problems(inspection: Inspection) -> Iterator[Group]:
         yield Group(
             Text(counted(len(inspection.problems), "problem"), style="bold red"),
             *(Text(f"  {printable(problem)}") for problem in inspection.problems[:_SHOWN]),
-            Text(f"details: lora-tool validate {printable(inspection.path)}"),
+            Text(f"details: lora-tool validate {printable(shlex.quote(inspection.path))}"),
         )

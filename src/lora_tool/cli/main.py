@@ -27,7 +27,7 @@ COMMANDS = {
     "validate": "Check an adapter, model, checkpoint or run folder for errors.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Reassemble rank files; rescue a reward head.",
-    "convert": "Rename an adapter's tensors as PEFT loads them.",
+    "convert": "Rewrite an adapter in another format, bit for bit.",
     "merge": "Merge an adapter into its base model.",
     "combine": "Combine adapters into one weighted sum.",
     "extract": "Extract an adapter from a fine-tuned model.",
@@ -209,7 +209,7 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
-    """Return what is said where memory or threads run out, or nobody is at home; any other error is ours, and is raised."""
+    """Return what is said where memory or threads run out, or the user has no home folder; any other error is raised."""
     if isinstance(error, MemoryError):
         return LoraToolError("out of memory", hint="use --jobs 1, which needs the least memory, and see ulimit -v")
     if "start new thread" in str(error):

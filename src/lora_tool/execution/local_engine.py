@@ -50,7 +50,8 @@ class LocalEngine:
         jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
-            done = Run(self.choose, work, sources, finished, progress).all(batches, jobs)
+            cached = not exceeds_memory(plan.data_bytes)
+            done = Run(self.choose, work, sources, finished, progress, cached).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -84,6 +85,8 @@ class Run:
     sources: Sources
     finished: Finished
     progress: Progress
+    cached: bool
+    """Whether the files are written by way of the page cache."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -118,8 +121,7 @@ class Run:
         if not batches:
             write_file(self.work.folder / shard.filename, shard.header)
             return None
-        cached = not exceeds_memory(self.work.plan.data_bytes)
-        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=cached)
+        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=self.cached)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:

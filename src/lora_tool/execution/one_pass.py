@@ -20,6 +20,7 @@ from lora_tool.errors import LoraToolError
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.local_engine import LocalEngine, Run, prepared
 from lora_tool.execution.output import ShardFile, most_open
+from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.shared_reading import MOST_HELD, Block, SharedSources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, Unit, units_of
 from lora_tool.execution.work import Ended, Unfinished, WorkDone
@@ -68,8 +69,10 @@ class OnePassEngine:
             prepared(units, precision, jobs, choose=self.choose),
         ):
             flusher = ThreadPoolExecutor(1)
+            cached = not exceeds_memory(sum(each.work.plan.data_bytes for each in folders))
             runs = [
-                Run(self.choose, each.work, sources, each.finished, each.progress, flusher=flusher) for each in folders
+                Run(self.choose, each.work, sources, each.finished, each.progress, cached, flusher=flusher)
+                for each in folders
             ]
             return _Pass(sources, runs, flusher).all(batches, jobs)
 

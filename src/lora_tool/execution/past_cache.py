@@ -81,7 +81,7 @@ class PageBuffer:
 
 
 def exceeds_memory(nbytes: int) -> bool:
-    """Return whether a file of so many bytes, and one of the same size that it is made of, do not fit in memory."""
+    """Return whether files of so many bytes, and others of the same size that they are made of, do not fit in memory."""
     return 2 * nbytes > min(_memories(), default=2 * nbytes)
 
 

@@ -79,7 +79,7 @@ class Requantiser:
     def _retention(
         self, encoding: Requantisable, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
     ) -> DeltaRetention:
-        """Return what is left of the change in rows from the first of `at`, whose scales begin with the second."""
+        """Return what is left of the change in rows that begin at `at[0]`, whose scales begin at `at[1]`."""
         width = meant.shape[1]
         now = numbers_of(encoding, codes, scales, *at)
         before = self._numbers.stored(dequantised(encoding), at[0] * width, at[0] * width + meant.size)

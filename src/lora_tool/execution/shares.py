@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def execute_share(
         if journal.plan_begun not in (None, journal.digest):
             raise OutputExists(
                 f"{folder} was begun from another plan: with other inputs, options or versions",
-                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {folder}",
+                hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {shlex.quote(str(folder))}",
             )
         journal.begin()
         with _at_work(journal, share):

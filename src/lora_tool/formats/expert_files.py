@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import require_inside
-from lora_tool.formats.state_dicts import require_read
-from lora_tool.formats.torch_objects import LazyTensor
-from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.tensors import is_tensor_name
+from lora_tool.errors import Problem
+from lora_tool.formats.whole_files import WholeFile, read_whole_files
 
 EXPERT_FILE = re.compile(r"layer_(?P<layer>\d{1,6})_expert_(?P<expert>\d{1,6})_mp_rank_00_model_states\.pt\Z")
 _EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d{1,6}(?=\.)")
@@ -26,49 +21,21 @@ Place = tuple[int, int]
 """The number of a mixture in the module, and that of an expert in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertFile:
-    """The weights of one expert, by the names that they have in the whole module."""
-
-    file: TorchFile
-    tensors: Mapping[str, LazyTensor]
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """What it shares with the other experts of its mixture: names without the number, types and shapes."""
-        return tuple((_EXPERT.sub("N", name), tensor.dtype, tensor.shape) for name, tensor in self.tensors.items())
-
-
 def file_name(place: Place) -> str:
     """Return the name of the file of one expert."""
     layer, number = place
     return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
 
 
-def read_experts(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[Place, ExpertFile]:
+def read_experts(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[Place, WholeFile]:
     """Return the experts whose files are among `names`; what is wrong with unreadable ones goes into `problems`."""
-    found = {}
-    memory = PickleMemory()
-    for match in filter(None, map(EXPERT_FILE.match, names)):
-        path = folder / match[0]
-        try:
-            require_inside(folder, path)
-            found[int(match["layer"]), int(match["expert"])] = _expert(read_torch_file(path, memory=memory))
-        except CorruptFile as error:
-            problems.append(error.problem)
-    return dict(sorted(found.items()))
+    files = {(int(match["layer"]), int(match["expert"])): match[0] for match in map(EXPERT_FILE.match, names) if match}
+    return read_whole_files(folder, files, "an expert", problems)
 
 
-def _expert(file: TorchFile) -> ExpertFile:
-    table = file.value
-    if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
-        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of an expert's weights")
-    tensors = {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
-    return ExpertFile(file=file, tensors=tensors)
+def layout(expert: WholeFile) -> tuple[object, ...]:
+    """Return what it shares with the other experts of its mixture: names without the number, types and shapes."""
+    return tuple((_EXPERT.sub("N", name), tensor.dtype, tensor.shape) for name, tensor in expert.tensors.items())
 
 
 def number_of(name: str) -> int | None:

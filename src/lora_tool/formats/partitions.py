@@ -20,11 +20,11 @@ from typing import TypeAlias
 from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
-from lora_tool.formats.expert_files import ExpertFile, experts_of_a_rank, in_the_module, number_of
+from lora_tool.formats.expert_files import experts_of_a_rank, in_the_module, number_of
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.pipeline_layers import LayerFile
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.universal import FILE
+from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -96,7 +96,7 @@ def groups_of(tag: ZeroTag) -> Iterator[Group]:
     if first is None or tag.stage == 0:
         return
     counts = next((states.counts for states in tag.optim.values()), ())
-    held = experts_of_a_rank(name for shapes in first.param_shapes for name in shapes)
+    held = experts_of_a_rank(first.trained_shapes)
     for number, shapes in enumerate(first.param_shapes):
         count = counts[number] if number < len(counts) else 0
         parts, rest = divmod(tag.world_size, count or tag.world_size)
@@ -113,7 +113,7 @@ def groups_of(tag: ZeroTag) -> Iterator[Group]:
             yield Group(number=number, ranks=ranks, shapes=named)
 
 
-def _whole_files(tag: ZeroTag) -> dict[str, tuple[ExpertFile | LayerFile, LazyTensor]]:
+def _whole_files(tag: ZeroTag) -> dict[str, tuple[WholeFile, LazyTensor]]:
     """Return the name of each tensor in the files of experts and layers → the file and the tensor."""
     return {name: (file, tensor) for file in tag.whole_files for name, tensor in file.tensors.items()}
 
@@ -161,7 +161,7 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     if first is None or tag.stage == 0:
         return {}
     if tag.masters is not None:
-        named = {name: shape for group in first.param_shapes for name, shape in group.items() if name in wanted}
+        named = {name: shape for name, shape in first.trained_shapes.items() if name in wanted}
         return {name: _whole(tag, name, shape) for name, shape in named.items()}
     found: dict[str, StoredTensor] = {}
     for group in groups_of(tag):
@@ -258,9 +258,7 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
         return {}
     found = {}
     held = (*first.module.items(), *(first.frozen or {}).items())
-    whole: dict[str, tuple[ModelStates | ExpertFile | LayerFile, LazyTensor]] = {
-        name: (first, tensor) for name, tensor in held
-    }
+    whole: dict[str, tuple[ModelStates | WholeFile, LazyTensor]] = {name: (first, tensor) for name, tensor in held}
     whole.update(_whole_files(tag))
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:

@@ -9,32 +9,16 @@ stages, which are numbered as ranks of tensor parallelism are elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import require_inside
-from lora_tool.formats.state_dicts import require_read
-from lora_tool.formats.torch_objects import LazyTensor
-from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.tensors import is_tensor_name
+from lora_tool.errors import Problem
+from lora_tool.formats.whole_files import WholeFile, read_whole_files
 
 LAYER_FILE = re.compile(r"layer_(?P<layer>\d{2,6})(?:-model_00)?-model_states\.pt\Z")
 TIED = "tied_modules."
 """What the names of parameters begin with that several layers share, whose files do not say so."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFile:
-    """The weights of one layer, by the names that they have in the whole module."""
-
-    file: TorchFile
-    tensors: Mapping[str, LazyTensor]
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
 
 
 def layer_of(name: str) -> int | None:
@@ -43,23 +27,10 @@ def layer_of(name: str) -> int | None:
     return int(number) if number.isdecimal() and len(number) <= 6 else None  # noqa: PLR2004 - as in names of files
 
 
-def read_layers(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[int, LayerFile]:
+def read_layers(folder: Path, names: Iterable[str], problems: list[Problem]) -> dict[int, WholeFile]:
     """Return the layers whose files are among `names`; what is wrong with unreadable ones goes into `problems`."""
-    found = {}
-    memory = PickleMemory()
-    for match in filter(None, map(LAYER_FILE.match, names)):
-        path, number = folder / match[0], int(match["layer"])
-        try:
-            require_inside(folder, path)
-            found[number] = _layer(read_torch_file(path, memory=memory), number)
-        except CorruptFile as error:
-            problems.append(error.problem)
-    return dict(sorted(found.items()))
-
-
-def _layer(file: TorchFile, number: int) -> LayerFile:
-    table = file.value
-    if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
-        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of a layer's weights")
-    held = {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
-    return LayerFile(file=file, tensors={f"{number}.{name}": tensor for name, tensor in held.items()})
+    files = {int(match["layer"]): match[0] for match in map(LAYER_FILE.match, names) if match}
+    return {
+        number: replace(layer, tensors={f"{number}.{name}": tensor for name, tensor in layer.tensors.items()})
+        for number, layer in read_whole_files(folder, files, "a layer", problems).items()
+    }

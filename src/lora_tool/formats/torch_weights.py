@@ -5,6 +5,7 @@ Nothing of the file is run: `torch_zip` reads its pickle with an interpreter tha
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
@@ -47,7 +48,8 @@ def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name")
     if not isinstance(item, LazyTensor):
         if isinstance(item, DistributedTensor):
-            message = f"is one rank's part of a tensor {list(item.shape)}: put the rank files together first: lora-tool consolidate CKPT"
+            way = f"lora-tool consolidate {shlex.quote(str(file.path.parent))}"
+            message = f"is one rank's part of a tensor {list(item.shape)}: put the rank files together first: {way}"
             raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
         message = f"is {kind}, expected a tensor: this is not the state dict of a model or an adapter"

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.formats.expert_files import ExpertFile, Place, read_experts
+from lora_tool.formats.expert_files import Place, read_experts
 from lora_tool.formats.files import require_inside
-from lora_tool.formats.pipeline_layers import LAYER_FILE, TIED, LayerFile, layer_of, read_layers
+from lora_tool.formats.pipeline_layers import LAYER_FILE, TIED, layer_of, read_layers
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.formats.universal import FOLDER, Master, is_universal, read_masters
+from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero_files import (
     GATHER,
     ModelStates,
@@ -67,9 +68,9 @@ class ZeroTag:
     optim_files: Mapping[int, str]
     masters: Mapping[str, Master] | None = None
     """The trained parameters of a universal checkpoint, which has no optimizer files; None of any other."""
-    experts: Mapping[Place, ExpertFile] = field(default_factory=dict)
+    experts: Mapping[Place, WholeFile] = field(default_factory=dict)
     """The experts of DeepSpeed's mixtures, in the model's type."""
-    layers: Mapping[int, LayerFile] = field(default_factory=dict)
+    layers: Mapping[int, WholeFile] = field(default_factory=dict)
     """The layers of a pipeline's stage, in the model's type; those that no stage trains are with the first."""
     problems: tuple[Problem, ...] = ()
 
@@ -79,7 +80,7 @@ class ZeroTag:
         return (*self.model.values(), *self.optim.values())
 
     @property
-    def whole_files(self) -> tuple[ExpertFile | LayerFile, ...]:
+    def whole_files(self) -> tuple[WholeFile, ...]:
         """The files of experts and layers, whose tensors are whole."""
         return (*self.experts.values(), *self.layers.values())
 
@@ -117,17 +118,8 @@ def _with_layers(stages: tuple[ZeroTag, ...], names: Sequence[str]) -> tuple[Zer
     """
     first, problems = stages[0], list[Problem]()
     folder = first.folder
-    tied = next(
-        (
-            name
-            for tag in stages
-            if tag.first
-            for group in tag.first.param_shapes
-            for name in group
-            if name.startswith(TIED)
-        ),
-        None,
-    )
+    trained = [tag.first.trained_shapes if tag.first else {} for tag in stages]
+    tied = next((name for shapes in trained for name in shapes if name.startswith(TIED)), None)
     if tied is not None or any(tag.stage > 1 or tag.masters is not None for tag in stages):
         why = (
             f"its layers share `{tied}`, and their files do not say so"
@@ -137,10 +129,8 @@ def _with_layers(stages: tuple[ZeroTag, ...], names: Sequence[str]) -> tuple[Zer
         message = f"{folder}: the checkpoint was trained with pipeline parallelism: {why}"
         raise UnsupportedCheckpoint(message, hint="convert it with the program that trained it")
     layers = read_layers(folder, names, problems)
-    trained = [
-        {layer_of(name) for group in tag.first.param_shapes for name in group} if tag.first else set() for tag in stages
-    ]
-    owner = {layer: next((at for at, held in enumerate(trained) if layer in held), 0) for layer in layers}
+    of_stage = [set(map(layer_of, shapes)) for shapes in trained]
+    owner = {layer: next((at for at, held in enumerate(of_stage) if layer in held), 0) for layer in layers}
     return tuple(
         replace(
             tag,
@@ -159,7 +149,7 @@ def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
         raise UnsupportedCheckpoint(f"{tag.folder} {message}", hint="use the tag that it was converted from")
     if first is None or first.slices == 1:
         return tag
-    trained = {name for shapes in first.param_shapes for name in shapes}
+    trained = first.trained_shapes
     cut = next(
         (name for name, how in first.cuts.items() if name not in trained and set(how.slices.values()) != {how.shape}),
         None,

@@ -77,6 +77,11 @@ class ModelStates(RankFile):
     data_before_experts: bool
     """Whether ranks that hold the same experts are neighbours; else those that hold different ones are."""
 
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The trained parameters of all groups."""
+        return {name: shape for group in self.param_shapes for name, shape in group.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStates(RankFile):

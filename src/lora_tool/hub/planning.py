@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -201,7 +202,7 @@ def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir, written: Manifes
     if isinstance(errors, int) and errors > 0:
         raise VerificationFailed(
             f"{checkpoint.root}: {manifest.FILE_NAME} records a verification with {errors} errors; nothing was pushed",
-            hint=f"lora-tool verify {checkpoint.root}",
+            hint=f"lora-tool verify {shlex.quote(str(checkpoint.root))}",
         )
 
 

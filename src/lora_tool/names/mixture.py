@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,7 @@ class MixtureMapping:
     facts: ModelFacts
     parameters: Mapping[str, RowMapping]
     parts: Mapping[str, Mapping[str, Shape]]
-    """Stack → the experts' matrices that are its rows, in their order."""
-    pieces: Mapping[str, frozenset[str]]
-    """Stack → the names of these."""
+    """Parameter → the tensors on disk that are its rows, in their order: of a stack the experts' matrices."""
     unexpected: tuple[str, ...]
     """The tensors of layers beyond the config's, which transformers leaves out."""
     outside: frozenset[str] = frozenset()
@@ -66,11 +65,9 @@ class MixtureMapping:
         found = _OF_AN_EXPERT.fullmatch(disk_name)
         return f"{found[1]}.{_STACK_OF[found[2]]}" if found else disk_name
 
-    def piece_names(self, parameter: str) -> frozenset[str]:
+    def piece_names(self, parameter: str) -> AbstractSet[str]:
         """Return the names of the tensors on disk whose rows make the parameter."""
-        if parameter in self.pieces:  # of a stack of hundreds, which each expert's factors ask for
-            return self.pieces[parameter]
-        return frozenset({parameter} & self.parameters.keys())
+        return self.parts[parameter].keys() if parameter in self.parameters else frozenset()
 
     def is_written_as_in_memory(self, parameter: str) -> bool:
         """Return whether `save_pretrained` writes the rows of a parameter by itself, which it does with all."""
@@ -81,7 +78,7 @@ class MixtureMapping:
         made: dict[str, RowMapping] = {}
         for name in in_natural_order(memory):
             start = 0
-            for part, shape in self.parts.get(name, {name: memory[name]}).items():
+            for part, shape in _parts_of(name, memory[name]).items():
                 rows = row_count(shape)
                 pieces = (RowSlice(name=name, start=start, rows=rows),)
                 made[part] = RowMapping(shape=shape, pieces=pieces, sources=(name,))
@@ -100,8 +97,8 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
         memory = row.shapes(config) if config.architectures == (row.causal_lm,) else None
         if memory is None or tied is None or _count_of_experts(memory) > len(disk):
             continue
-        parts = {name: _parts_of(name, shape) for name, shape in memory.items() if _is_stack(name)}
-        of_class = {part: size for name in memory for part, size in parts.get(name, {name: memory[name]}).items()}
+        parts = {name: _parts_of(name, shape) for name, shape in memory.items()}
+        of_class = {name: shape for rows in parts.values() for name, shape in rows.items()}
         beyond = in_natural_order(disk.keys() - of_class.keys())
         if _are_there(of_class, disk, tied) and all(_is_beyond(name, config) for name in beyond):
             return MixtureMapping(
@@ -109,12 +106,11 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
                 dtype=dtype,
                 facts=_facts(row.causal_lm, memory, tied, dtype),
                 parameters={
-                    name: _of_rows(memory[name], parts.get(name, {name: memory[name]}))
+                    name: _of_rows(memory[name], parts[name])
                     for name in in_natural_order(memory)
-                    if name in parts or name in disk
+                    if _is_stack(name) or name in disk
                 },
                 parts=parts,
-                pieces={name: frozenset(matrices) for name, matrices in parts.items()},
                 unexpected=tuple(beyond),
             )
     return None
@@ -131,7 +127,9 @@ def _is_stack(name: str) -> bool:
 
 
 def _parts_of(name: str, shape: Shape) -> dict[str, Shape]:
-    """Return the matrices that a stack is made of, in the order of its rows."""
+    """Return the tensors on disk that a parameter is made of, in the order of its rows."""
+    if not _is_stack(name):
+        return {name: shape}
     path, _, leaf = name.rpartition(".")
     experts, rows, width = shape
     matrices = STACKS[leaf]
@@ -145,7 +143,7 @@ def _of_rows(shape: Shape, parts: Mapping[str, Shape]) -> RowMapping:
 
 
 def _tied(config: ModelConfig) -> dict[str, str] | None:
-    """Return which parameter is another one by the config; None where that is no boolean."""
+    """Return parameter → the one that it is by the config; None where `tie_word_embeddings` is no boolean."""
     ties = config.raw.get("tie_word_embeddings", False)
     return ({f"{OUTPUT}.weight": f"{EMBEDDINGS}.weight"} if ties else {}) if isinstance(ties, bool) else None
 

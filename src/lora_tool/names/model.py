@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -107,7 +108,7 @@ class NamesOnDisk(Protocol):
     def place(self, disk_name: str) -> str:
         """Return the parameter that a tensor of this name would be loaded into, or a part of."""
 
-    def piece_names(self, parameter: str) -> frozenset[str]:
+    def piece_names(self, parameter: str) -> AbstractSet[str]:
         """Return the names of the tensors on disk whose rows make the parameter; none where it is not made of rows."""
 
     def is_written_as_in_memory(self, parameter: str) -> bool:

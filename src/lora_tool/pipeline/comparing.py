@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
 from lora_tool.errors import NotACheckpoint
 from lora_tool.inspection.comparison import Comparison, compare_adapters, compare_models
@@ -22,9 +24,10 @@ def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) 
             case ModelDir() as model, ModelDir() as other_model:
                 return compare_models(model, other_model, progress)
     kinds = f"{pair[0].root} is {pair[0].kind.with_article}, {pair[1].root} is {pair[1].kind.with_article}"
+    adapter = next(each.root for each in pair if isinstance(each, AdapterDir))
     raise NotACheckpoint(
         f"{kinds}: give two adapters or two models to compare",
-        hint="merge the adapter first: lora-tool merge ADAPTER",
+        hint=f"merge the adapter first: lora-tool merge {shlex.quote(str(adapter))}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ def sweep_of(job: Job) -> Sweep:
     if not found:
         raise NotACheckpoint(
             f"{job.checkpoint} holds no adapter and no training checkpoint",
-            hint=f"lora-tool ls {job.checkpoint} lists what there is",
+            hint=f"lora-tool ls {shlex.quote(str(job.checkpoint))} lists what there is",
         )
     out = job.output
     jobs = tuple(

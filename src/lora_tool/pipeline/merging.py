@@ -152,7 +152,7 @@ def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
 
 def _named_base(adapter: AdapterDir, near: Path) -> Source:
     """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none."""
-    config, hint = adapter.config, f"lora-tool merge {adapter.root} --base MODEL"
+    config, hint = adapter.config, f"lora-tool merge {shlex.quote(str(adapter.root))} --base MODEL"
     if config is None:
         require_whole(adapter)
     around = base_around(adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,7 +119,8 @@ class Stages:
                 return Path(row.path), "the latest, because its rank files hold what its weights lack"
         broken = ", ".join(row.name for row in table.checkpoints)
         raise NotACheckpoint(
-            f"{run.root}: all of its checkpoints have errors: {broken}", hint=f"lora-tool validate {run.root}"
+            f"{run.root}: all of its checkpoints have errors: {broken}",
+            hint=f"lora-tool validate {shlex.quote(str(run.root))}",
         )
 
     def validate(self) -> Stage:

@@ -181,11 +181,16 @@ class ReadBack:
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
+    _at_the_end: bool = field(init=False)
+    """Whether no file is read back while others are written."""
+
+    def __post_init__(self) -> None:
+        # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
+        self._at_the_end = self.plan.recomputes_inits
 
     def check_file(self, folder: Path, shard: Shard) -> None:
         """Read samples of a large file back while others are written; `check` reads those of small ones, and the last."""
-        # one thread for BLAS here would be one for an init's decomposition, too, which has other bits then
-        if shard.data_bytes < _LARGE_FILE or shard is self.plan.shards[-1] or self.plan.recomputes_inits:
+        if self._at_the_end or shard.data_bytes < _LARGE_FILE or shard is self.plan.shards[-1]:
             return
         from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.display import some
-from lora_tool.formats.expert_files import file_name, number_of
+from lora_tool.formats.expert_files import file_name, layout, number_of
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.report import Finding
-from lora_tool.sharded.faults import ANOTHER_TAG, COPY, fault, moved_files, odd_ones_out
+from lora_tool.sharded.faults import COPY, another_save, fault, moved_files, odd_ones_out
 
 
 def expert_faults(tag: ZeroTag) -> Iterator[Finding]:
@@ -41,9 +41,9 @@ def expert_faults(tag: ZeroTag) -> Iterator[Finding]:
             yield fault(
                 "LT404", expert.path, f"holds the weights of expert {other}", hint="copy the experts' files again"
             )
-    hint = f"it is of another run: copy this run's again, or {ANOTHER_TAG}"
     for layer in range(len(counts)):
-        layouts = {each.path: each.layout for (at, _), each in tag.experts.items() if at == layer}
+        layouts = {each.path: layout(each) for (at, _), each in tag.experts.items() if at == layer}
         for path, _, _ in odd_ones_out(layouts):
             if str(path) not in told:
+                hint = f"it is of another run: copy this run's again, or {another_save(tag.folder)}"
                 yield fault("LT407", path, "holds other tensors than the files of the other experts", hint=hint)

@@ -17,7 +17,7 @@ from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
-from lora_tool.sharded.faults import ANOTHER_TAG, fault
+from lora_tool.sharded.faults import another_save, fault
 from lora_tool.tensors import DType, Span
 
 try:
@@ -83,7 +83,7 @@ def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, 
                 message = (
                     f"its CRC32 is {crc:08x}, but the archive says {record.crc:08x}: the file was damaged after saving"
                 )
-                hint = f"copy the file again from where it was saved, or {ANOTHER_TAG}"
+                hint = f"copy the file again from where it was saved, or {another_save(path)}"
                 yield fault("LT411", path, message, subject=record.name, hint=hint)
 
 
@@ -131,12 +131,15 @@ class _Values:
     def faults(self, path: Path) -> Iterator[Finding]:
         """Yield LT412 and LT413 for what was seen."""
         for name in self._not_finite:
-            hint = "the run had diverged; use an earlier tag: lora-tool consolidate CKPT --tag T"
+            hint = f"the run had diverged; {another_save(path, earlier=True)}"
             yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
+        zero = None
         if self._trained and not self._nonzero:
-            yield fault("LT413", path, "every trained weight of this rank is zero: the rank never wrote them")
+            zero = "every trained weight of this rank is zero: the rank never wrote them"
         elif self._seen and not self._written:
-            yield fault("LT413", path, "every weight in it is zero: the rank never wrote them")
+            zero = "every weight in it is zero: the rank never wrote them"
+        if zero is not None:
+            yield fault("LT413", path, zero, hint=f"copy the file again from the original, or {another_save(path)}")
 
 
 def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:

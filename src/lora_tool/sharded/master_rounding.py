@@ -17,7 +17,7 @@ from lora_tool.formats.stored import read_part
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import ANOTHER_TAG, fault
+from lora_tool.sharded.faults import another_save, fault
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 
 _SAMPLE = 1 << 14
@@ -56,7 +56,7 @@ class MasterRounding:
                 held = read_part(copy, at * size, count * size)
                 if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
                     message = f"does not round to the {copy.dtype} weights in {copy.path}: it is of another run or step"
-                    hint = f"copy this rank's file again, or {ANOTHER_TAG}"
+                    hint = f"copy this rank's file again, or {another_save(span.path)}"
                     yield fault("LT414", span.path, message, subject=name, hint=hint, severity=self.severity)
                     break
                 at += span.nbytes // 4

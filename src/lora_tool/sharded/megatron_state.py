@@ -130,7 +130,7 @@ def _near(state: TrainingState) -> tuple[Path, ...]:
     while above[-1].name in _NESTS:
         above.append(above[-1].parent)
     beside = (place / name for place in above for name in _EXPORTED)
-    exported = (folder for folder in beside if folder.is_dir())
+    exported = filter(is_folder, beside)
     return tuple(dict.fromkeys((state.folder, state.root, *above, *exported, state.root.absolute().parent)))
 
 

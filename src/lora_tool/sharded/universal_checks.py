@@ -14,7 +14,7 @@ from lora_tool.formats.universal import FILE, FOLDER, Master
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates
 from lora_tool.report import Finding
-from lora_tool.sharded.faults import ANOTHER_TAG, COPY, fault, odd_ones_out, repeated_files
+from lora_tool.sharded.faults import COPY, another_save, fault, odd_ones_out, repeated_files
 from lora_tool.tensors import StoredTensor
 
 _BEGINNING = 4096
@@ -23,7 +23,7 @@ _BEGINNING = 4096
 def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master]) -> Iterator[Finding]:
     """Yield what is wrong with the folders of parameters, reading few values: LT401, LT405, LT406, LT407, LT408."""
     zero = tag.folder / FOLDER
-    shapes = {name: shape for group in first.param_shapes for name, shape in group.items()}
+    shapes = first.trained_shapes
     broken = {problem.path for problem in tag.problems}
     for name, shape in shapes.items():
         master = masters.get(name)
@@ -32,7 +32,7 @@ def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master
                 yield fault("LT401", zero / name / FILE, "is missing, but the parameter was trained", hint=COPY)
         elif master.tensor.numel != math.prod(shape):
             message = f"has {master.tensor.numel:,} elements, but {list(shape)} needs {math.prod(shape):,}"
-            hint = f"it is another parameter's, or of another run: copy it again, or {ANOTHER_TAG}"
+            hint = f"it is another parameter's, or of another run: copy it again, or {another_save(tag.folder)}"
             yield fault("LT408", master.file.path, message, subject=name, hint=hint)
     known = {*first.module, *shapes, *first.shared, *(first.frozen_shapes or {})}
     for name in masters.keys() - known:
@@ -41,7 +41,7 @@ def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master
     steps = {master.file.path.parent: master.step for master in masters.values() if master.step is not None}
     for path, step, usual in odd_ones_out(steps):
         message = f"was saved after {step:g} optimizer steps, but the other parameters after {usual:g}"
-        yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
+        yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {another_save(tag.folder)}")
     yield from repeated_files(
         (master.file.path, (master.tensor.shape, master.file.record(master.tensor).crc))
         for master in masters.values()

@@ -18,8 +18,8 @@ from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.expert_checks import expert_faults
 from lora_tool.sharded.faults import (
-    ANOTHER_TAG,
     COPY,
+    another_save,
     fault,
     moved_files,
     odd_ones_out,
@@ -83,9 +83,7 @@ def layer_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     """
     layers = {number: layer for tag in tags for number, layer in tag.layers.items()}
     broken = {Path(problem.path).name for tag in tags for problem in tag.problems}
-    trained = {
-        name: shape for tag in tags if tag.first for group in tag.first.param_shapes for name, shape in group.items()
-    }
+    trained = {name: shape for tag in tags if tag.first for name, shape in tag.first.trained_shapes.items()}
     wanted = {number for name in trained if (number := layer_of(name)) is not None}
     numbers = range(max((*layers, *wanted)) + 1)
     gaps = [
@@ -130,7 +128,7 @@ def other_steps(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     for steps, what in ((by_optim, "optimizer steps"), (by_model, "global steps")):
         for path, step, usual in odd_ones_out(steps):
             message = f"was saved after {step:g} {what}, but the other ranks after {usual:g}"
-            yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
+            yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {another_save(path)}")
 
 
 def other_runs(tags: Sequence[ZeroTag]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def _models(run: RunConfig) -> Iterator[Finding]:
     base, judge = (_folder(run, name) for name in ("model_name_or_path", "reward_model_name_or_path"))
     adapter = base is not None and not (base / "config.json").is_file() and (base / "adapter_config.json").is_file()
     if adapter and run.options.get("use_peft"):
-        hint = f"lora-tool merge {base} -o MERGED, then {run.line('model_name_or_path', 'MERGED')}"
+        hint = f"lora-tool merge {shlex.quote(str(base))} -o MERGED, then {run.line('model_name_or_path', 'MERGED')}"
         yield trap("adapter-as-base", hint, where="model", subject="model_name_or_path")
     try:
         classes = read_model_config(judge / "config.json").architectures if judge else ()

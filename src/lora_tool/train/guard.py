@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -191,7 +192,12 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             lost = lost_in(saved)
             if lost is not None:
                 self._stop(
-                    trap("not-saved", lost.hint or f"lora-tool validate {saved}", where=saved.name, why=lost.message)
+                    trap(
+                        "not-saved",
+                        lost.hint or f"lora-tool validate {shlex.quote(str(saved))}",
+                        where=saved.name,
+                        why=lost.message,
+                    )
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002

@@ -70,7 +70,9 @@ def last_valid(output: Path) -> ResumeChoice:
         why = unusable(path)
         if why is None:
             return ResumeChoice(path=path, skipped=tuple(skipped))
-        skipped.append(trap("unusable-checkpoint", f"lora-tool validate {path} --deep", where=str(path), why=why))
+        skipped.append(
+            trap("unusable-checkpoint", f"lora-tool validate {shlex.quote(str(path))} --deep", where=str(path), why=why)
+        )
     return ResumeChoice(skipped=tuple(skipped))
 
 

@@ -37,6 +37,7 @@ def merged_subject(
         why_no_plan=why_no_plan,
         evidence=_evidence(plan, merged.tensors) if plan is not None and read else {},
         base_name=str(provenance.base.root),
+        adapter_names=tuple(str(adapter.root) for adapter in provenance.adapters),
         inputs=provenance.fingerprints(),
     )
 

@@ -149,11 +149,11 @@ def verify_inputs(
         pairs=None if ranking is None else ranking(watch),
         recomputed=True,
         base_name=str(inputs.base.root),
+        adapter_names=tuple(str(adapter.root) for adapter in inputs.adapters),
         inputs=inputs.fingerprints(),
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
-    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    found = by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    found = by_rules(subject, rules, level, inputs.precision, adapters=subject.adapter_names, skipped=skipped)
     return found if reading is None else replace(found, loss=reading(watch))
 
 

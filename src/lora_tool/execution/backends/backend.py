@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ClassVar, NoReturn, Protocol
@@ -37,9 +38,10 @@ class Backend(Protocol):
 def refuse_nonfinite(unit: ComputeUnit) -> NoReturn:
     """Raise `ExecutionError`: the unit's output would hold NaN or infinity."""
     names = ", ".join(tensor.name for tensor in unit.op.inputs)
+    folders = shlex.join(dict.fromkeys(str(tensor.path.parent) for tensor in unit.op.inputs))
     raise ExecutionError(
         f"`{unit.out.name}` would hold NaN or infinity; it is computed from {names}",
-        hint="lora-tool validate --deep ADAPTER BASE names the tensor that is not finite",
+        hint=f"lora-tool validate --deep {folders} names the tensor that is not finite",
     )
 
 

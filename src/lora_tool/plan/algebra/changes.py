@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -103,7 +104,7 @@ def changes_of(
     if changed and base is not None and is_tied(base) and not form.mlx:
         raise UnsupportedAdapter(
             f"{base.root} uses `{changed[0].module}` as its output layer, too, and {form.name} would change only one of the two",
-            hint=f"merge it and serve the merged model: lora-tool merge {view.adapter.root}",
+            hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
         )
     sums += [factors_of_rows(each, computing.spool()) for each in changed]
     return Changes(
@@ -121,7 +122,7 @@ def _require_own_ends(view: AdapterView, form: ServingForm, base: ModelDir | Non
         raise UnsupportedAdapter(
             f"{base.root} uses its embedding as its output layer, too, and {form.name} has one matrix for both: it cannot have "
             f"LoRA on `{ends[0]}` alone",
-            hint=f"merge it into a model with two matrices: lora-tool merge --untie {view.adapter.root}",
+            hint=f"merge it into a model with two matrices: lora-tool merge --untie {shlex.quote(str(view.adapter.root))}",
         )
 
 

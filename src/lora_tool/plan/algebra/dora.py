@@ -6,6 +6,7 @@ DoRA makes f·(W + s·B·A) of W, with f = m/‖W + s·B·A‖ of each row (http
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ def nearest_to_dora(
     if weight.shape != (factors.out, factors.width) or magnitude.spec.numel != factors.out:
         raise IncompatibleBase(
             f"`{factors.module}` is {list(weight.shape)} in {weight.path.parent}, [{factors.out}, {factors.width}] in the adapter",
-            hint="lora-tool cannot approximate DoRA on a layer that is stored [in, out]; merge it: lora-tool merge ADAPTER",
+            hint="lora-tool cannot approximate DoRA on a layer that is stored [in, out]; merge it: "
+            f"lora-tool merge {shlex.quote(str(term.a.path.parent))}",
         )
     left, right = numbers(term.b) * term.scale, numbers(term.a)
     sizes = numbers(magnitude).reshape(-1)

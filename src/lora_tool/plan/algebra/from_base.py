@@ -8,8 +8,10 @@ and of rows of the unit matrix, at a rank that is their number.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.adapter.view import AdapterView
@@ -113,7 +115,7 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
                 f"{list(weight.shape)}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-        _require_rows(weight, max(tokens.indices, default=-1) + 1, module)
+        _require_rows(weight, max(tokens.indices, default=-1) + 1, module, view.adapter.root)
         yield ChangedRows(module=module, tensor=tokens.rows, places=tokens.indices, base=weight)
     for item in view.parts(Part.PLAIN, Part.SAVED_MODULE):
         if item.tensor.name in view.repeats or not is_end(item.module) or head_of(item.module):
@@ -121,12 +123,12 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
         weight = base_weight(base, item.module)
         if item.leaf != "weight" or item.tensor.shape[1:] != weight.shape[1:]:
             raise UnsupportedAdapter(f"{item.tensor.path}: `{item.tensor.name}` was trained whole, and is not LoRA")
-        _require_rows(weight, item.tensor.shape[0], item.module)
+        _require_rows(weight, item.tensor.shape[0], item.module, view.adapter.root)
         places = tuple(_other_rows(item.tensor, weight))
         if len(places) > _MOST_ROWS:
             raise UnsupportedAdapter(
                 f"{item.tensor.path}: {len(places)} rows of `{item.tensor.name}` differ from the base's, but servers take LoRA only up to rank {_MOST_ROWS}",
-                hint=f"merge it and serve the merged model: lora-tool merge {view.adapter.root}",
+                hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
             )
         yield ChangedRows(module=item.module, tensor=item.tensor, places=places, base=weight)
 
@@ -163,12 +165,12 @@ def is_tied(base: ModelDir) -> bool:
     return config.tie_word_embeddings is True or not outputs
 
 
-def _require_rows(weight: StoredTensor, count: int, module: str) -> None:
+def _require_rows(weight: StoredTensor, count: int, module: str, root: Path) -> None:
     if count > weight.shape[0]:
         raise UnsupportedAdapter(
             f"`{module}` has {count} rows in the adapter and {weight.shape[0]} in {weight.path.parent}: the vocabulary grew, and "
             "a server that loads the base has no such rows",
-            hint="give the base with its embeddings resized as in training, or merge: lora-tool merge ADAPTER",
+            hint=f"give the base with its embeddings resized as in training, or merge: lora-tool merge {shlex.quote(str(root))}",
         )
 
 

@@ -168,18 +168,19 @@ def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -
 def _require_one_form_of_experts(
     view: AdapterView, ranks: Mapping[str, int], fused: frozenset[str], one: int | None
 ) -> None:
+    merge = f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}"
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
     if fused and patterns:
         raise UnsupportedAdapter(
             f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint="merge it and serve the merged model: lora-tool merge ADAPTER",
+            hint=merge,
         )
     for module in sorted(fused):
         if one is not None and ranks[module] != one:
             raise UnsupportedAdapter(
                 f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
                 "factors of fused experts lie interleaved and cannot be padded",
-                hint="merge it and serve the merged model: lora-tool merge ADAPTER",
+                hint=merge,
             )
 
 

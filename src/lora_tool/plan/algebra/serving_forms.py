@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part
 from lora_tool.rules.engine.subjects import Server
@@ -108,13 +109,5 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         ([module for module in whole if not is_end(module)], ()),
     ):
         if modules:
-            text = f"{_listed(modules)} saved whole, which {form.name} does not load with an adapter"
+            text = f"{named(modules, 3)} saved whole, which {form.name} does not load with an adapter"
             yield Obstacle(text=text, options=options)
-
-
-def _listed(modules: Sequence[str]) -> str:
-    named = ", ".join(f"`{module}`" for module in modules[:_NAMED])
-    return f"{named} and {len(modules) - _NAMED} more" if len(modules) > _NAMED else named
-
-
-_NAMED = 3

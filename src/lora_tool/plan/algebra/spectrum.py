@@ -15,6 +15,7 @@ from the triangle of a QR factorisation instead, which does not square them.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def compressed(factors: Factors, *, rank: int | None = None, keep: float = 1.0) 
         names = ", ".join(part.name for part in (*factors.b_parts, *factors.a_parts))
         raise UnsupportedAdapter(
             f"{factors.b_parts[0].path}: a factor of `{factors.module}` holds NaN or infinity, or its squares overflow: {names}",
-            hint="lora-tool validate --deep ADAPTER names the tensor",
+            hint=f"lora-tool validate --deep {shlex.quote(str(factors.b_parts[0].path.parent))} names the tensor",
         )
     lengths = [np.sqrt(np.maximum(np.diag(gram), 0.0)) for gram in grams]
     inverse = [np.divide(1.0, each, out=np.zeros(total), where=each > 0) for each in lengths]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.tensors import StoredTensor
-
-_WHICH = "lora-tool validate ADAPTER says what is wrong with it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ def factors_of_sum(views: Sequence[AdapterView], weights: Sequence[float]) -> tu
         if len(names) > 1:
             raise UnsupportedAdapter(
                 f"{view.adapter.root}: holds several adapters in one file: {', '.join(sorted(map(str, names)))}",
-                hint=_WHICH,
+                hint=_what_is_wrong(view.adapter.root),
             )
         for layer in view.layers:
             found.setdefault(layer.module, []).append((layer, _term(layer, weight)))
@@ -90,17 +90,23 @@ def _term(layer: LoraLayer, weight: float) -> Term:
     a, b = layer.a, layer.b
     named = layer.any_tensor
     if a is None or b is None or layer.scaling is None or layer.rank is None or layer.strays:
-        raise UnsupportedAdapter(f"{named.path}: `{layer.module}` is not a pair of lora_A and lora_B", hint=_WHICH)
+        raise UnsupportedAdapter(
+            f"{named.path}: `{layer.module}` is not a pair of lora_A and lora_B", hint=_what_is_wrong(named.path.parent)
+        )
     if b.shape[1] != a.shape[0]:
         raise UnsupportedAdapter(
             f"{named.path}: `{layer.module}` is a grouped convolution, whose B belongs to A group by group",
-            hint="merge the adapter instead: lora-tool merge --allow-in-memory ADAPTER",
+            hint=f"merge the adapter instead: lora-tool merge --allow-in-memory {shlex.quote(str(named.path.parent))}",
         )
     if not (a.dtype.is_float and b.dtype.is_float):
         raise UnsupportedAdapter(
             f"{named.path}: factors of {a.dtype} and {b.dtype} cannot be computed with: expected F16, BF16, F32 or F64"
         )
     return Term(a=as_matrix(a), b=as_matrix(b), scale=weight * layer.scaling, bias=layer.bias)
+
+
+def _what_is_wrong(folder: Path) -> str:
+    return f"lora-tool validate {shlex.quote(str(folder))} says what is wrong with it"
 
 
 def as_matrix(tensor: StoredTensor, *, rows: int | None = None) -> StoredTensor:

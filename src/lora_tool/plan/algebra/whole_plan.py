@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def _require_all(adapters: Sequence[AdapterDir], leftovers: Sequence[InputRecord
             if (tensor.path, name) not in known:
                 raise UnsupportedAdapter(
                     f"{tensor.path}: `{name}` has no place in the new adapter",
-                    hint=f"lora-tool validate {adapter.root}",
+                    hint=f"lora-tool validate {shlex.quote(str(adapter.root))}",
                 )
 
 

@@ -11,8 +11,10 @@ back.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS
@@ -65,7 +67,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
         if match is None:
             continue
         a, b = _pair(layer)
-        names = _names(match["experts"], base)
+        names = _names(match["experts"], base, view.adapter.root)
         sizes = {name: base.tensors[f"{names.experts}.0.{name}.weight"].shape for name in names.projections}
         gate, up, down = names.projections
         if (b.shape[0], a.shape[1]) == (sizes[gate][0] + sizes[up][0], sizes[gate][1]):
@@ -96,7 +98,7 @@ class _Names:
     projections: tuple[str, str, str]
 
 
-def _names(experts: str, base: ModelDir) -> _Names:
+def _names(experts: str, base: ModelDir, adapter: Path) -> _Names:
     for path in (experts, experts.replace(_IN_MEMORY[1], _IN_MEMORY[0])):
         for projections in PROJECTIONS:
             if all(f"{path}.0.{name}.weight" in base.tensors for name in projections):
@@ -106,7 +108,7 @@ def _names(experts: str, base: ModelDir) -> _Names:
                 return _Names(experts=path, count=count, projections=projections)
     raise UnsupportedAdapter(
         f"{base.root} has no `{experts}.0`: its checkpoint does not store its experts one by one",
-        hint="merge it instead: lora-tool merge ADAPTER",
+        hint=f"merge it instead: lora-tool merge {shlex.quote(str(adapter))}",
     )
 
 
@@ -191,7 +193,7 @@ def to_fused(view: AdapterView) -> Converted:
             raise UnsupportedAdapter(
                 f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of {count} experts ({', '.join(sorted(found))}), "
                 "but a fused layer needs all of them",
-                hint="merge it instead: lora-tool merge ADAPTER",
+                hint=f"merge it instead: lora-tool merge {shlex.quote(str(view.adapter.root))}",
             )
         _require_alike(held, view)
         any_layer, module = next(iter(held.values())), experts.replace(*_IN_MEMORY)
@@ -233,7 +235,7 @@ def _require_alike(held: Mapping[tuple[int, str], LoraLayer], view: AdapterView)
     if len(kinds) > 1:
         raise UnsupportedAdapter(
             f"{view.adapter.root}: the experts differ in rank, scaling or type, but a fused layer has one of each",
-            hint="lora-tool prepare ADAPTER --for peft -o OUT gives all modules one scaling",
+            hint=f"lora-tool prepare {shlex.quote(str(view.adapter.root))} --for peft -o OUT gives all modules one scaling",
         )
 
 

@@ -7,6 +7,7 @@ hidden state, without a bias: its rewards are those of the value head minus one 
 
 from __future__ import annotations
 
+import shlex
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ def value_head_of(adapter: AdapterDir) -> ValueHead:
     if name is None:
         raise UnsupportedAdapter(
             f"{adapter.root} has no value head: neither {' nor '.join(_FILES)} lies beside the adapter",
-            hint=f"lora-tool validate {adapter.root} --rm",
+            hint=f"lora-tool validate {shlex.quote(str(adapter.root))} --rm",
         )
     weights = read_single(adapter.root / name)
     for problem in weights.problems:

@@ -67,8 +67,8 @@ def _by_size(steps: Sequence[Step], limit: int) -> list[list[Step]]:
 
 
 def index_files(shards: Sequence[Shard]) -> tuple[SideFile, ...]:
-    """Return the index file that several shards need, with the true sum of tensor bytes as `total_size`; none for one."""
-    if len(shards) == 1:
+    """Return the index file that several shards need, with the true sum of tensor bytes as `total_size`; none for one or none."""
+    if len(shards) <= 1:
         return ()
     weight_map = {step.out.name: shard.filename for shard in shards for step in shard.steps}
     table = {

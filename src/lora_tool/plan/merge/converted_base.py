@@ -7,6 +7,7 @@ tensors of the names that `save_pretrained` writes (`on_disk`).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -336,7 +337,11 @@ def _require_pefts_reading(mapping: NamesOnDisk, adapter: AdapterDir) -> None:
         raise UnsupportedAdapter(
             f"{adapter.root}: with the installed transformers, PEFT has no place for {len(lost)} of its tensors and would leave "
             f"them out with a warning; the first is `{lost[0]}`",
-            hint=_UNTIED_WAY if tied else _OWN_WAY if placed else f"lora-tool validate {adapter.root}",
+            hint=_UNTIED_WAY
+            if tied
+            else _OWN_WAY
+            if placed
+            else f"lora-tool validate {shlex.quote(str(adapter.root))}",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -163,7 +164,7 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
     if number == 1:
         raise NotACheckpoint(
             f"{merged.root} does not record which adapter was merged into it",
-            hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
+            hint=f"lora-tool verify {shlex.quote(str(merged.root))} --adapter ADAPTER",
         )
 
 
@@ -180,7 +181,7 @@ def _open_base(
         (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
         (own if isinstance(own, str) else None, None),
     ]
-    hint = f"lora-tool verify {merged.root} --adapter {adapter.root} --base MODEL"
+    hint = f"lora-tool verify {shlex.quote(str(merged.root))} --adapter {shlex.quote(str(adapter.root))} --base MODEL"
     for name, revision in names:
         if name:
             try:
@@ -207,7 +208,7 @@ def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Pat
     except CheckpointError as error:
         raise NotACheckpoint(
             f"{merged.root} was made from the {name} {printable_reference(entry)}, which no longer exists: {error}",
-            hint=f"lora-tool verify {merged.root} {option}",
+            hint=f"lora-tool verify {shlex.quote(str(merged.root))} {option}",
         ) from error
 
 

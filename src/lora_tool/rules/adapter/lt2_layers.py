@@ -32,7 +32,8 @@ def unpaired(subject: LoraSubject) -> Iterator[Fault]:
 
     Example: `layers.3.self_attn.q_proj.lora_A.weight` is in the file, but `…lora_B.weight` is not.
 
-    What to do: Save the adapter again from the training state, the only place that has the missing half.
+    What to do: Only the training state has the missing half: put its rank files together (`lora-tool consolidate
+    CHECKPOINT`), or save the adapter again.
     """
     for half in subject.half_pairs():
         yield Fault(subject=half.name, message=half.message, hint=half.hint)
@@ -166,8 +167,8 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `…q_proj.lora_A.weight` has shape [0].
 
-    What to do: Take the values from the training checkpoint (`global_stepN/`), or save again with
-    `"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed config.
+    What to do: Take the values from the training checkpoint, which holds `global_stepN/`: `lora-tool consolidate
+    CHECKPOINT`. Or save again with `"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed config.
 
     (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
     """

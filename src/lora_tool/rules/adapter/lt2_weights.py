@@ -186,7 +186,8 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
 
     Example: Every value of `base_model.model.score.weight` is 0, although the LoRA factors are trained.
 
-    What to do: Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
+    What to do: Look for the head in the training checkpoint (`lora-tool consolidate CHECKPOINT`), or take another
+    checkpoint.
     """
     tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
     head = head_weight(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from lora_tool.adapter.targeting import is_of_base_model, trained_for
@@ -47,7 +48,8 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
 
-    What to do: Look for `score.weight` in the training checkpoint, or train again with `task_type="SEQ_CLS"`.
+    What to do: Take `score.weight` from the training checkpoint, if the run saved one: `lora-tool consolidate
+    CHECKPOINT`. Otherwise train again with `task_type="SEQ_CLS"`.
 
     If the base is itself a trained reward model, its head is used, so this is only a warning. It is also a warning if
     `task_type` is not set and the base is unknown, because PEFT then uses the base's head.
@@ -68,7 +70,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
             f"{lost}, and the adapter was trained on a {config.trained_class} without a task type; the base "
             "must have the head"
         )
-        yield Fault(message=message, severity=Severity.WARNING)
+        yield Fault(message=message, severity=Severity.WARNING, hint=_without_base(subject))
     elif not unsaid and head_of(base_head.name) in PEFT_CLASSIFIERS:  # PEFT keeps any other head
         message = f"the file has no trained head; the base has one, `{base_head.name}`, but PEFT would not use it"
         yield Fault(message=message, severity=Severity.WARNING)
@@ -87,6 +89,12 @@ def _head_of_base(subject: AdapterSubject) -> StoredTensor | None:
 def _where_the_head_is(subject: AdapterSubject) -> str | None:
     command = consolidate_command(subject.checkpoint.root)
     return f"recover it from the training checkpoint: {command}" if command else None
+
+
+def _without_base(subject: AdapterSubject) -> str:
+    """Return where the head is, or how to see whether the base has it."""
+    validate = f"lora-tool validate {shlex.quote(str(subject.checkpoint.root))} --base MODEL"
+    return _where_the_head_is(subject) or f"look whether the base has it: {validate}"
 
 
 def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
@@ -112,13 +120,13 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: The adapter has `score.lora_A` and `score.lora_B`, and the base is a causal LM.
 
-    What to do: Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the
-    head out of `target_modules` and let `task_type="SEQ_CLS"` save it.
+    What to do: Take the frozen `score.weight` from the training checkpoint (`global_stepN/`): `lora-tool consolidate
+    CHECKPOINT`. Next time, keep the head out of `target_modules` and let `task_type="SEQ_CLS"` save it.
     """
     for module, lora_b in _lost_heads(subject).items():
         if subject.base is None:
             message = f"LoRA on `{module}`, whose frozen weight is not in the file; the base must have it"
-            yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING)
+            yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING, hint=_without_base(subject))
         else:
             message = f"LoRA on `{module}`, but its frozen weight is neither in the file nor in {subject.base.root}"
             yield Fault(subject=lora_b.name, message=message, hint=_where_the_head_is(subject))

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
-from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
@@ -17,6 +16,7 @@ from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.shared.absent_modules import is_decoder, may_be_absent, of_causal_lm
 from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
 from lora_tool.tensors import DType, StoredTensor
 
@@ -33,39 +33,8 @@ _WIDTHS = (
     "emb_dim",
     "pooler_hidden_size",
 )
-_TIED_DECODERS = ("lm_head.decoder", "predictions.decoder")
-"""The output layer of BERT's kin, which is tied to the embeddings."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-def _may_be_absent(subject: AdapterSubject, module: str) -> bool:
-    """Whether a module is rightly not in the base's files: a head of the class that is said, or an output layer tied to
-    the embeddings. In the names of memory everything is there.
-    """
-    match = subject.matched
-    if match.facts is not None or head_of(module) is None:
-        return match.facts is None and (module in {"lm_head", *_outputs(match)} or _is_tied_decoder(match, module))
-    said = subject.task or trained_for(subject.config)
-    return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
-
-
-def _is_tied_decoder(match: BaseMatch, module: str) -> bool:
-    """Return whether a module is, by its name, tied to embeddings of a class whose own output layers no table names."""
-    named = match.base.config.architectures if match.base.config else ()
-    known = {match.arch.causal_lm, match.arch.sequence_classification}
-    return bool(named) and known.isdisjoint(named) and module.endswith(_TIED_DECODERS)
-
-
-def _outputs(match: BaseMatch) -> frozenset[str]:
-    """Return the modules that a classifier of the architecture does not have."""
-    return frozenset(name.rpartition(".")[0] for name in match.arch.causal_only)
-
-
-def _of_causal_lm(subject: AdapterSubject, match: BaseMatch, module: str) -> str | None:
-    """Return the class that has no place for the module, where it is an output layer's in a classifier's adapter."""
-    of_other = subject.is_reward() and match.name(module) in _outputs(match)
-    return match.arch.sequence_classification if of_other else None
 
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
@@ -104,7 +73,7 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int]
     without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
     held, indices = frozenset(name.rpartition(".")[0] for name in match.base.tensors), _held_indices(match)
     for module, name in without_weight.items():
-        if match.name(module) not in held and not _may_be_absent(subject, module):
+        if match.name(module) not in held and not may_be_absent(subject, module):
             yield module, name, _beyond(match, indices, module)
 
 
@@ -134,7 +103,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         nearest = f"; the closest name there is `{close}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
     for module, name in _adapted(subject).items() if subject.is_reward() else ():
-        if of_other := _of_causal_lm(subject, match, module):
+        if of_other := of_causal_lm(subject, module):
             yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
 
 
@@ -292,7 +261,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     yield from _saved_in_part(subject, match)
     for name in subject.view.frozen:
         module = name.rpartition(".")[0]
-        ours = config.targets(module) and _may_be_absent(subject, module)
+        ours = config.targets(module) and may_be_absent(subject, module)
         if ours and not any(layer.target == module for layer in subject.layers):
             yield Fault(subject=module, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
     if not subject.layers:
@@ -306,7 +275,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
             continue
         named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if named and not _may_be_absent(subject, path) and _is_of_every_class(subject, path):
+        if named and not may_be_absent(subject, path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
 
@@ -367,13 +336,13 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     match = subject.matched
     for tensor, module, leaf in whole_tensors(subject):
         base = match.tensor(module, leaf)
-        if of_other := _of_causal_lm(subject, match, module):
+        if of_other := of_causal_lm(subject, module):
             yield Fault(subject=tensor.name, message=f"belongs to `{module}.{leaf}`, which a {of_other} does not have")
         elif base is None:
             named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
             absent = f"{match.name(module)}.{leaf}" in match.arch.causal_only or head_of(module) or leaf == "weight"
-            lost = (named or leaf == "bias") and not (absent and _may_be_absent(subject, module))
-            lost = lost and not module.endswith(_TIED_DECODERS)
+            lost = (named or leaf == "bias") and not (absent and may_be_absent(subject, module))
+            lost = lost and not is_decoder(module)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)

@@ -18,6 +18,8 @@ SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
 """What the sections of every rule's page begin with, in order."""
 
 _WIDTH = 116
+_COMMAND = re.compile(r"`lora-tool [^`]*`")
+_WORD = re.compile(r"(?<![\w-])[A-Z]{2,}(?![\w-])")
 _CODE = re.compile(r"LT\d{3}\Z")
 
 
@@ -112,6 +114,13 @@ class Rule:
             found[heading] = f"{found[heading]}\n\n{filled}" if heading in found else filled
         return found
 
+    def _hint_about(self, subject: Subject) -> str:
+        """Return the page's hint, its commands with the paths of the subject; "" for a page without one."""
+        paths = subject.named
+        return _COMMAND.sub(
+            lambda command: _WORD.sub(lambda word: paths.get(word[0], word[0]), command[0]), self.hint or ""
+        )
+
     @property
     def _page(self) -> list[str]:
         """The paragraphs of the docstring."""
@@ -124,7 +133,7 @@ class Rule:
             if ignored and fault.mergeable:
                 continue
             # read off the page and the folder once: a hostile file gives a million findings
-            advice, home = advice or self.hint or "", home or subject.home
+            advice, home = advice or self._hint_about(subject), home or subject.home
             yield Finding(
                 code=self.code,
                 severity=fault.severity or self.severity,

@@ -63,6 +63,11 @@ class Subject:
         return str(self.checkpoint.root)
 
     @property
+    def named(self) -> Mapping[str, str]:
+        """What the commands in the rules' pages call by a word, as a shell takes it here: `ADAPTER` and its path."""
+        return {}
+
+    @property
     def tensors(self) -> TensorTable:
         """The tensors whose headers were read; none for the folders of rank files."""
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
@@ -102,6 +107,11 @@ class ModelSubject(Subject):
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
     contradiction: Problem | None = None
     """What transformers, where a merge asked it, found that config and weights contradict each other in."""
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """See `Subject`."""
+        return {"MODEL": shlex.quote(str(self.checkpoint.root))}
 
     @cached_property
     def plain(self) -> ModelDir:
@@ -241,6 +251,12 @@ class AdapterSubject(LoraSubject):
     task: str | None = None
     servers: frozenset[Server] = frozenset()
     """What the adapter must be fit for (`--for`)."""
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """See `Subject`."""
+        base = {} if self.base is None else {"BASE": shlex.quote(str(self.base.root))}
+        return {"ADAPTER": shlex.quote(str(self.checkpoint.root)), **base}
 
     @property
     def config(self) -> AdapterConfig:

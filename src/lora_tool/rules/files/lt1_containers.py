@@ -302,8 +302,9 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
     Example: A `checkpoint-500` that was being written when the job was killed.
 
-    What to do: Use the previous checkpoint, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 cannot
-    read a sharded adapter (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
+    What to do: If `global_stepN/` or `.distcp` files lie beside it, put them together: `lora-tool consolidate
+    CHECKPOINT`. Otherwise use the previous checkpoint. PEFT 0.21 cannot read a sharded adapter
+    (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=_where_they_are(subject.checkpoint))
@@ -311,7 +312,7 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
 def _where_they_are(checkpoint: Checkpoint) -> str | None:
     if holds_rank_files(checkpoint.folder):
-        return f"the folder holds them in pieces: lora-tool consolidate {checkpoint.root}"
+        return f"the folder holds them in pieces: lora-tool consolidate {shlex.quote(str(checkpoint.root))}"
     if not isinstance(checkpoint, AdapterDir):
         return None
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):

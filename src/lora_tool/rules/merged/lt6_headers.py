@@ -257,14 +257,14 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     for file in missing:
         if file.filename.startswith("chat_template") and _has_template(subject):
             continue
-        hint = f"cp {file.source} {subject.checkpoint.root / Path(file.filename).parent}/"
+        hint = shlex.join(["cp", str(file.source), f"{subject.checkpoint.root / Path(file.filename).parent}/"])
         yield Fault(subject=file.filename, message="is not in the merged folder", hint=hint)
 
 
 def _no_tokenizer(subject: ModelSubject, files: set[str]) -> Iterator[Fault]:
     theirs = sorted(FILE_NAMES & set(subject.base.folder.files)) if subject.base else []
     if subject.base is not None and theirs and not files & FILE_NAMES:
-        hint = f"cp {' '.join(str(subject.base.root / name) for name in theirs)} {subject.checkpoint.root}/"
+        hint = shlex.join(["cp", *(str(subject.base.root / name) for name in theirs), f"{subject.checkpoint.root}/"])
         yield Fault(
             subject=theirs[0], message="is in the base's folder, but the model's folder has no tokenizer", hint=hint
         )
@@ -355,7 +355,7 @@ def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
 
     Example: The adapter's folder was overwritten by the next training run.
 
-    What to do: Give the base and adapter that were merged: `lora-tool verify MERGED --base BASE --adapter ADAPTER`.
+    What to do: Give the base and adapter that were merged: `lora-tool verify MERGED --base B --adapter A`.
     """
     manifest = subject.checkpoint.manifest
     for name, found in subject.inputs.items():

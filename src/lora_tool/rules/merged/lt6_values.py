@@ -207,7 +207,7 @@ def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
 
     Example: `checkpoint-500` was merged, but the folder is kept beside the adapter of `checkpoint-1000`.
 
-    What to do: Compare it with the adapter that was merged, `lora-tool verify MERGED --adapter ADAPTER`, or merge
+    What to do: Compare it with the adapter that was merged, `lora-tool verify MERGED --adapter A`, or merge
     again.
     """
     if subject.another_adapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,8 @@ class MergedSubject(ModelSubject):
     """How both models ranked pairs of texts, where there were any."""
     base_name: str | None = None
     """What the base is called in messages."""
+    adapter_names: tuple[str, ...] = ()
+    """What the adapters are called in commands."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the inputs that the plan was made from, by the manifest's names."""
 
@@ -48,6 +51,13 @@ class MergedSubject(ModelSubject):
     def expected(self) -> Mapping[str, TensorSpec] | None:
         """The tensors that the folder should hold, by the plan."""
         return None if self.planned is None else self.planned.tensors
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """See `Subject`."""
+        adapters = {"ADAPTER": shlex.join(self.adapter_names)} if self.adapter_names else {}
+        base = {} if self.base_name is None else dict.fromkeys(("BASE", "QUANTISED"), shlex.quote(self.base_name))
+        return {**super().named, **adapters, **base}
 
     def why_not(self, needs: frozenset[Need]) -> str | None:
         """Return why a rule with these needs would say nothing true; None if it can run."""

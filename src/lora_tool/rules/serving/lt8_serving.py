@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -48,11 +49,6 @@ def _asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
     return (server for server in servers if server in subject.servers)
 
 
-def _listed(names: Iterator[str] | list[str]) -> str:
-    found = sorted(set(names))
-    return ", ".join(f"`{name}`" for name in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")  # noqa: PLR2004
-
-
 _WHOLE_MODULES = {
     Server.VLLM: "vLLM refuses",
     Server.SGLANG: "SGLang does not apply",
@@ -84,11 +80,11 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
     for server in _asked(subject, *_SERVERS):
         if server is Server.VLLM and heads_only:
-            message = f"vLLM before autumn 2026 refuses modules saved whole: {_listed([*saved])}"
+            message = f"vLLM before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
             hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
             yield _fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            message = f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
+            message = f"{_WHOLE_MODULES[server]} modules saved whole: {named(sorted(saved))}"
             hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
             yield _fault(subject, "modules_to_save", message, hint=hint)
 
@@ -161,13 +157,13 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     output layer that is not tied to it.
     """
     tokens = subject.view.tokens or subject.config.token_indices
-    ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
+    ends = {layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)}
     for server in _asked(subject, *_SERVERS):
         if tokens:
             message = f"{NAMES[server]} refuses single trained tokens"
             yield _fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
         if ends and server in (Server.VLLM, Server.SGLANG):
-            message = f"{NAMES[server]} supports LoRA on {_listed(ends)} only for some models"
+            message = f"{NAMES[server]} supports LoRA on {named(sorted(ends))} only for some models"
             yield _fault(subject, "target_modules", message, severity=Severity.WARNING)
 
 
@@ -371,14 +367,14 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
     merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
-    text, base = subject.text_class, subject.base
+    base = subject.base
+    text = subject.text_class if Server.VLLM in subject.servers else None
     if text is None or base is None:
         return
     moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
-    for _ in _asked(subject, Server.VLLM):
-        message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
-        message += ": it finds none of the adapter's modules and silently serves the base"
-        yield _fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
+    message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
+    message += ": it finds none of the adapter's modules and silently serves the base"
+    yield _fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.architectures import architecture_of
@@ -25,7 +26,7 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     most modules are found is taken.
     """
     if base.config is None or any(problem.fatal for problem in base.problems):
-        return f"the base model {base.root} cannot be read: lora-tool validate {base.root}"
+        return f"the base model {base.root} cannot be read: lora-tool validate {shlex.quote(str(base.root))}"
     config = base.config
     if why := _why_names_cannot_tell(config, adapter):
         return why

@@ -40,7 +40,8 @@ def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: `zero_pp_rank_1_mp_rank_00_model_states.pt` is 0 bytes because the disk was full.
 
-    What to do: Copy it again from where it was written, or use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Copy it again from where it was written, or use another save: `lora-tool consolidate CKPT --tag T`, or
+    another `checkpoint-N`.
     """
     yield from subject.structure("LT402")
 
@@ -100,7 +101,7 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: Saving was interrupted: two ranks hold step 200, the other two still step 100.
 
-    What to do: Use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Use another save: `lora-tool consolidate CKPT --tag T`, or another `checkpoint-N`.
     """
     yield from subject.structure("LT406")
 
@@ -133,7 +134,8 @@ def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: A group of 3 parameters needs 1,024 elements, but its partitions hold 1,536.
 
-    What to do: Use another tag. If DeepSpeed resumes from the checkpoint without an error, please report it as a bug.
+    What to do: Use another save of the run. If DeepSpeed resumes from the checkpoint without an error, please report it
+    as a bug.
     """
     yield from subject.structure("LT408")
 

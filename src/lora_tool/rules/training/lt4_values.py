@@ -22,7 +22,8 @@ def damaged(subject: ShardedSubject) -> Iterator[Fault]:
     Example: `zero_pp_rank_3…_optim_states.pt` was copied over a bad network: it has the right size, but 64 KB of wrong
     bytes.
 
-    What to do: Copy the file again from the original, or use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
+    another `checkpoint-N`.
     """
     yield from subject.values("LT411")
 
@@ -37,7 +38,7 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: `…q_proj.lora_A.default.weight` holds NaN, from the step at which the loss became NaN.
 
-    What to do: Use an earlier tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Use an earlier save: `lora-tool consolidate CKPT --tag T`, or an earlier `checkpoint-N`.
     """
     yield from subject.values("LT412")
 
@@ -53,7 +54,8 @@ def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: A node failed while saving; its file has the right size and holds zeros.
 
-    What to do: Copy the file again from the original, or use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
+    another `checkpoint-N`.
     """
     yield from subject.values("LT413")
 
@@ -70,7 +72,8 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
 
     Example: The optimizer file of rank 1 was overwritten by that of a second run with the same config.
 
-    What to do: Copy the rank's file again, or use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Copy the rank's file again, or use another save: `lora-tool consolidate CKPT --tag T`, or another
+    `checkpoint-N`.
 
     Without a `trainer_state.json` of the same step it is unknown when the weights beside the checkpoint were written,
     so the finding is only a warning.

@@ -1,0 +1,66 @@
+"""A command in a message can be pasted: whatever is put into it is quoted for the shell, as a folder's name may have spaces."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.cli.main import COMMANDS
+
+SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
+_BEGINS = re.compile(rf"\blora-tool ({'|'.join(COMMANDS)})\b|\b(cp|rm -r) ")
+_NO_PATHS = {
+    "first.code",
+    "listed",  # the beginning of a code
+    "method",
+    "method.name",
+    "server.value",
+    "options",
+    "option",
+    "more",
+    "reward",  # "--rm " or nothing
+    "result",  # of `ci`, in words
+    "' twenty short steps' if cpu else ''",
+    "' '.join(parts)",  # quoted where they were gathered
+    "models[0]",
+}
+"""What is put into commands besides paths, and paths that were quoted elsewhere."""
+
+
+def _unquoted(tree: ast.Module) -> Iterator[str]:
+    """What f-strings put into a command as it is."""
+    quoted = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and "shlex." in ast.unparse(node.value)
+        for target in ast.walk(node)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
+    for text in ast.walk(tree):
+        if not isinstance(text, ast.JoinedStr):
+            continue
+        before = ""
+        for part in text.values:
+            if isinstance(part, ast.Constant):
+                before += str(part.value)
+            elif isinstance(part, ast.FormattedValue) and _in_command(before):
+                value = ast.unparse(part.value)
+                if "shlex." not in value and value not in quoted | _NO_PATHS:
+                    yield f"line {text.lineno}: {value}"
+
+
+def _in_command(before: str) -> bool:
+    """Whether what follows belongs to a command: no punctuation or bracket has ended it."""
+    begun = [match.end() for match in _BEGINS.finditer(before)]
+    return bool(begun) and not re.search(r"[;,:`)]", before[begun[-1] :])
+
+
+def test_what_is_put_into_a_command_is_quoted() -> None:
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text()
+        if _BEGINS.search(text):
+            found += [f"{file.relative_to(SOURCE)}, {each}" for each in _unquoted(ast.parse(text))]
+    assert not found
