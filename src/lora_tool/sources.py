@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TypeAlias
 
 from lora_tool.checkpoint import (
@@ -209,12 +209,14 @@ def moved_to(reference: str, near: Path) -> Path | None:
     the folder `near`, beside the one above it, or in the working directory. None where there is none or several, and
     for names of the Hub.
 
-    As much of the path's end as possible is looked for. Nobody has compared it with the model that was meant.
+    As much of the path's end as possible is looked for, of a path of Windows too. Nobody has compared it with the model
+    that was meant.
     """
     path = expanded(reference)
     if is_address(reference) or hub_id_of(reference) is not None or is_folder(path):
         return None
-    parts = [part for part in path.parts if part not in (path.anchor, "..")]
+    typed = PureWindowsPath(reference) if "\\" in reference else path
+    parts = [part for part in typed.parts if part not in (typed.anchor, "..")]
     above = Path(os.path.abspath(near)).parents[:2]  # noqa: PTH100 - links stay as named
     places = (near, *above, Path())
     for at in range(len(parts)):

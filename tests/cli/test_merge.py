@@ -175,6 +175,20 @@ def test_a_base_that_the_config_does_not_name(copies: Path, call: Caller) -> Non
     assert call("merge", path.parent, "--base", copies / "causal-llama" / "base").code == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [('{"r": 4', "LT113"), ('{"default": {}}', "LT214"), ('{"base_model_name_or_path": 7}', "LT214")],
+)
+def test_a_broken_config_that_names_no_base_is_the_finding_of_validate(
+    config: str, code: str, copies: Path, call: Caller
+) -> None:
+    adapter = copies / "causal-llama" / "adapter"
+    (adapter / "adapter_config.json").write_text(config)
+    for command in (("validate", adapter), ("merge", adapter), ("ci", adapter)):
+        called = call(*command)
+        assert (called.code, code in called.out + called.err) == (1, True), command
+
+
 def test_an_output_that_exists_is_exit_code_6(copies: Path, call: Caller) -> None:
     arguments = ("merge", copies / "causal-llama" / "adapter", "-o", copies / "out")
     assert call(*arguments).code == 0

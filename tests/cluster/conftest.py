@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine, each with a loopback address of its own."""
+"""A real Ray cluster of two nodes on this machine, each with a loopback address of its own, the second with its own mounts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")
 ROOT = Path(__file__).parents[2]
-COUNTED = """
-import sys, time, ray
-ray.init(sys.argv[1], logging_level="ERROR")
-while sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[2]):
-    time.sleep(0.1)
-"""
-"""What ends when the cluster has so many nodes."""
+START_S = 90.0
 
 
 def free_port() -> int:
@@ -58,8 +53,10 @@ class Cluster:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
-            "RAY_health_check_failure_threshold": "2",
-            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_failure_threshold": "2",  # a killed node is known to be lost after a second
+            "RAY_health_check_initial_delay_ms": "0",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "5000",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "200",
@@ -68,33 +65,30 @@ class Cluster:
     def add(self, *, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start a node and return its group's first process; `within` is the command that starts it."""
         where = (
-            ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.place}"]
+            ["--head", f"--port={self.port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.place}"]
             if not self.nodes
             else [f"--address={self.address}"]
         )
-        command = [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-        command += [*where, f"--node-ip-address=127.0.0.{20 + len(self.nodes)}", "--disable-usage-stats"]
+        command = [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *where]
+        command += [f"--node-ip-address=127.0.0.{20 + len(self.nodes)}", "--include-log-monitor=false"]
         with (self.place / f"node{len(self.nodes)}.log").open("wb") as log:
             self.nodes.append(
                 subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
             )
         return self.nodes[-1]
 
-    def wait_for(self, count: int) -> None:
-        """Return when so many nodes are there."""
-        limit = time.monotonic() + 90
-        while True:  # until the first node takes connections
-            asked = subprocess.run(
-                [sys.executable, "-c", COUNTED, self.address, str(count)],
-                env=self.environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=90,
-            )
-            if asked.returncode == 0:
+    def wait_for_head(self) -> None:
+        """Return when the first node takes connections."""
+        limit = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.20", self.port), timeout=1):
                 return
-            assert time.monotonic() < limit, f"no {count} nodes: {asked.stdout}{asked.stderr}"
+            assert time.monotonic() < limit, self.logs()
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        """Return what the nodes have said."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.place.glob("node*.log")))
 
     def remove(self, node: subprocess.Popen[bytes]) -> None:
         node.send_signal(signal.SIGTERM)
@@ -112,41 +106,27 @@ class Cluster:
         shutil.rmtree(self.place, ignore_errors=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeApart:
-    """A node that has mounts of its own, so that it can see other storage than all others."""
-
-    process: subprocess.Popen[bytes]
-    enters: Sequence[str]
-
-    @contextlib.contextmanager
-    def mounted(self, *arguments: str | Path) -> Iterator[None]:
-        """Mount something on the node alone, the last of `arguments` is where: `mount ARGUMENTS`."""
-        self._run("mount", *map(str, arguments))
-        try:
-            yield
-        finally:
-            self._run("umount", "--lazy", str(arguments[-1]))
-
-    def _run(self, *command: str) -> None:
-        subprocess.run(["nsenter", f"--target={self.process.pid}", *self.enters, *command], check=True)
-
-
 @contextlib.contextmanager
-def node_apart(cluster: Cluster) -> Iterator[NodeApart]:
-    """Yield a third node whose mounts can be changed. Skips where nobody may mount."""
-    unshare, enters = own_mounts()
-    process = cluster.add(within=unshare)
+def mounted(node: subprocess.Popen[bytes], *arguments: str | Path) -> Iterator[None]:
+    """Mount something on a node that has its own mounts, the last of `arguments` is where: `mount ARGUMENTS`."""
+    _, enters = own_mounts()
+
+    def run(*command: str) -> None:
+        subprocess.run(["nsenter", f"--target={node.pid}", *enters, *command], check=True)
+
+    run("mount", *map(str, arguments))
     try:
-        cluster.wait_for(3)
-        yield NodeApart(process=process, enters=enters)
+        yield
     finally:
-        cluster.remove(process)
-        cluster.wait_for(2)
+        run("umount", "--lazy", str(arguments[-1]))
 
 
+@cache
 def own_mounts() -> tuple[Sequence[str], Sequence[str]]:
-    """Return the command that gives a process mounts of its own, and options of `nsenter` to change them. Skips."""
+    """Return the command that gives a process mounts of its own, and options of `nsenter` to change them.
+
+    Both are empty where nobody may mount.
+    """
     as_root = ["unshare", "--mount"], ["--mount"]
     as_anybody = ["unshare", "--mount", "--map-root-user"], ["--user", "--preserve-credentials", "--mount"]
     if shutil.which("unshare") and shutil.which("nsenter"):
@@ -154,17 +134,36 @@ def own_mounts() -> tuple[Sequence[str], Sequence[str]]:
             tried = [*unshare, "mount", "-t", "tmpfs", "none", "/tmp"]
             if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
                 return unshare, enters
-    pytest.skip("no process gets mounts of its own here: unshare --mount")
+    return [], []
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    """The nodes, one of which may have started a little later."""
     found = Cluster()
     try:
         found.add()
-        found.wait_for(1)
-        found.add()
-        found.wait_for(2)
+        found.wait_for_head()
+        found.add(within=own_mounts()[0])
         yield found
     finally:
         found.end()
+
+
+@pytest.fixture(scope="module")
+def joined(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with both nodes, which this process has joined: no test waits for that again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        before = signal.getsignal(signal.SIGTERM)
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        signal.signal(signal.SIGTERM, before)
+        try:
+            limit = time.monotonic() + START_S
+            while sum(node["Alive"] for node in ray.nodes()) != len(cluster.nodes):
+                assert time.monotonic() < limit, cluster.logs()
+                time.sleep(0.1)
+            yield cluster
+        finally:
+            ray.shutdown()

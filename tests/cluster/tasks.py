@@ -14,33 +14,40 @@ from lora_tool.cluster.task import Surroundings, Task
 from lora_tool.errors import MissingDependency
 from lora_tool.progress import Progress
 
+GO = "go"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dying:
-    """A task whose process is killed in the middle, the first `times` times."""
+    """A task whose process is killed in the middle, the first `times` times, once what it reported `was_seen`."""
 
     folder: Path
     times: int
+    was_seen: Path = Path("/")
     name: str = "dying"
-    nbytes: int = 2
+    nbytes: int = 128 << 20
 
     def run(self, progress: Progress) -> int:
-        progress(1)
+        progress(self.nbytes // 2)
         tries = len(list(self.folder.iterdir()))
         (self.folder / str(tries)).touch()
         if tries < self.times:
-            time.sleep(0.5)
+            while not self.was_seen.exists():
+                time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
-        progress(1)
+        progress(self.nbytes // 2)
         return tries
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deadly(Surroundings):
-    """What kills the process that looks whether a node has it."""
+    """What kills the process that looks whether the `victim` has it."""
 
-    def enter(self, node: str) -> None:  # noqa: ARG002 - it lives no longer
-        os.kill(os.getpid(), signal.SIGKILL)
+    victim: str
+
+    def enter(self, node: str) -> None:
+        if self.victim in node:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +98,22 @@ class Lingering:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failing:
+    """A task that meets an error which is none of ours."""
+
+    error: BaseException
+    name: str = "failing"
+    nbytes: int = 0
+
+    def run(self, _: Progress) -> None:
+        raise self.error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A task that waits in the middle of its file, and says where it is at work."""
+    """A task that says where it is at work in the middle of its file, and waits there until somebody says `GO`."""
 
     task: Task
-    seconds: float
     told: Path
 
     @property
@@ -113,14 +131,10 @@ class Slow:
     def run(self, progress: Progress) -> Any:
         import ray
 
-        waited = False
-
         def slowly(nbytes: int) -> None:
-            nonlocal waited
-            if not waited:
-                (self.told / f"{ray.util.get_node_ip_address()}.{os.getpid()}").touch()
-                time.sleep(self.seconds)
-            waited = True
+            (self.told / f"{ray.util.get_node_ip_address()}.{os.getpid()}").touch()
+            while not (self.told / GO).exists():
+                time.sleep(0.02)
             progress(nbytes)
 
         return self.task.run(slowly)

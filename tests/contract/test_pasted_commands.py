@@ -1,8 +1,11 @@
-"""A command in a message can be pasted: whatever is put into it is quoted for the shell, as a folder's name may have spaces."""
+"""A command in a message can be pasted: it has the options that it is given, and whatever is put into it is quoted for the
+shell, as a folder's name may have spaces.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from lora_tool.cli.main import COMMANDS
 SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
 _BEGINS = re.compile(rf"\blora-tool ({'|'.join(COMMANDS)})\b|\b(cp|rm -r) ")
 _NO_PATHS = {
-    "first.code",
+    "code",  # of a rule
     "listed",  # the beginning of a code
     "method",
     "method.name",
@@ -64,3 +67,31 @@ def test_what_is_put_into_a_command_is_quoted() -> None:
         if _BEGINS.search(text):
             found += [f"{file.relative_to(SOURCE)}, {each}" for each in _unquoted(ast.parse(text))]
     assert not found
+
+
+_FORWARDING = {"train", "guard"}
+"""Commands that also take the options of the programs that they run."""
+_TYPED = re.compile(rf"lora-tool (?P<command>{'|'.join(COMMANDS)})\b(?P<words>[^`;:,()\n]*)")
+
+
+def _strings(tree: ast.Module) -> Iterator[str]:
+    """Every string of a module, without what is put into it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_option_that_a_command_is_given_exists() -> None:
+    unknown = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text()
+        for string in _strings(ast.parse(text)) if _BEGINS.search(text) else ():
+            for typed in _TYPED.finditer(string):
+                command = importlib.import_module(f"lora_tool.cli.{typed['command']}").command
+                known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+                asked = {word.partition("=")[0] for word in typed["words"].split() if re.match(r"--?[a-z]", word)}
+                if typed["command"] not in _FORWARDING and not asked <= {*known, "--help"}:
+                    unknown.append(f"{file.relative_to(SOURCE)}: {typed[0]!r} has {asked - known}")
+    assert not unknown

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
@@ -82,6 +83,24 @@ def test_broken_json_is_named(name: str, content: str, tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (tmp_path / name).write_text(content)
     assert_refused(pair, str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter/adapter_config.json", "base/config.json", "base/model.safetensors.index.json", "adapter/tokenizer.json"],
+)
+def test_what_editors_on_windows_put_before_the_text_is_named(name: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    path = tmp_path / name
+    text = path.read_text()
+    path.write_text(text, encoding="utf-16")
+    assert_refused(pair, "is UTF-16, but JSON files are UTF-8")
+    path.write_text(text, encoding="utf-8-sig")
+    said = assert_refused(pair, "begins with a byte order mark, so PEFT and transformers cannot read it")
+    subprocess.run(said.partition("remove the mark: ")[2].splitlines()[0], shell=True, check=True)
+    assert path.read_text() == text
+    path.write_text(text, newline="\r\n")
+    assert lora_tool(*pair.arguments).code == 0
 
 
 def test_integers_of_absurd_length_are_no_crash(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +19,12 @@ import pytest
 
 from lora_tool import Share, errors, execute_share, plan_consolidate, plan_merge
 from lora_tool.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
-from lora_tool.execution.attempts import Part, parts_of, recorded_looks
+from lora_tool.execution import at_work as at_work_module
+from lora_tool.execution.attempts import Part, parts_of
 from lora_tool.execution.engine import execute
 from lora_tool.execution.folder import shared_folder
 from lora_tool.execution.journal import NAME, Journal, digest_of
+from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.work import Work
 from lora_tool.plan.core.plan import Plan
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, environment, left_behind, lora_tool
@@ -142,23 +146,70 @@ def test_nobody_finishes_while_a_share_is_at_work(tmp_path: Path) -> None:
     assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
 
 
-def sign(pair: Pair, *, host: str, process: int, age: float) -> None:
-    path = journal_of(pair) / f"1-of-2.{host}.{process}.at-work"
-    path.write_text(json.dumps({"share": "1/2", "host": host, "process": process}))
-    then = time.time() - age
-    os.utime(path, (then, then))
-
-
-def test_without_locks_a_sign_of_life_keeps_others_away(tmp_path: Path) -> None:
+@pytest.fixture
+def half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A pair whose first share is written, where nobody waits long for a sign of life."""
+    monkeypatch.setattr(at_work_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(at_work_module, "_BEAT_S", 0.05)
     pair = copy_pair(tmp_path)
     assert lora_tool(*pair.arguments, *MANY_FILES, "--part", "1/2").code == 0
-    sign(pair, host="another-machine", process=os.getpid(), age=20)
-    done = lora_tool(*pair.arguments, *MANY_FILES, "--resume")
+    return pair
+
+
+def sign(pair: Pair, *, process: int, among: str, hours: float = 0) -> Path:
+    """Return the sign of life of a share, left by a clock that is some hours ahead."""
+    path = journal_of(pair) / f"{process}.at-work"
+    said = {"who": "part 1/2", "alone": False, "host": "another-machine", "process": process, "among": among}
+    path.write_text(json.dumps(said))
+    then = time.time() + 3600 * hours
+    os.utime(path, (then, then))
+    return path
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_without_locks_a_sign_of_life_keeps_others_away_whatever_the_clocks_say(
+    hours: float, half_written: Pair
+) -> None:
+    left = sign(half_written, process=os.getpid(), among="elsewhere", hours=hours)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            then = left.stat().st_mtime_ns + 10**8
+            os.utime(left, ns=(then, then))
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(beat)
+        done = lora_tool(*half_written.arguments, *MANY_FILES, "--resume")
+        ended.set()
     assert done.code == 6
     assert "part 1/2 is at work on another-machine" in done.err
-    sign(pair, host="another-machine", process=os.getpid(), age=200)
-    sign(pair, host=os.uname().nodename, process=2**22 + 1, age=0)
-    assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
+    assert left.exists()
+    assert lora_tool(*half_written.arguments, *MANY_FILES, "--resume").code == 0, "whoever left it was killed"
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
+    half_written: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign(half_written, process=2**22 + 1, among=at_work_module._processes())
+    monkeypatch.setattr(at_work_module, "_last_beat", lambda _: pytest.fail("looked at again"))
+    assert lora_tool(*half_written.arguments, *MANY_FILES, "--resume").code == 0
+
+
+def test_without_locks_no_share_begins_while_a_run_finishes(half_written: Pair) -> None:
+    journal = Journal(partial(half_written), "")
+    with at_work_module.at_work(journal, "another run", alone=True):
+        done = lora_tool(*half_written.arguments, *MANY_FILES, "--part", "2/2")
+        assert done.code == 6
+        assert "another run is at work on " in done.err
+    with (
+        at_work_module.at_work(journal, "part 1/2", alone=False),
+        at_work_module.at_work(journal, "part 2/2", alone=False),
+        pytest.raises(OutputExists, match="part ./2 is at work"),
+        at_work_module.at_work(journal, "another run", alone=True),
+    ):
+        pass
+    assert not list(journal.path.glob("*.at-work"))
 
 
 def test_a_share_of_another_plan_is_refused_and_removes_nothing(tmp_path: Path) -> None:

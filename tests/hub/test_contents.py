@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
@@ -69,6 +70,27 @@ def test_everything_of_a_model_is_pushed(merged: Path) -> None:
     assert [(item.name, item.reason) for item in left_out] == [
         ("model-00009-of-00009.safetensors", "a weights file that the index does not name")
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pickle", "hint"),
+    [
+        ("adapter", "adapter_model.bin", "lora-tool convert {} --to peft -o OUT"),
+        ("merged", "pytorch_model.bin", "Qwen2ForSequenceClassification.from_pretrained('{}')"),
+    ],
+)
+def test_weights_in_a_pickle_are_not_left_behind(
+    kind: str, pickle: str, hint: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    torch.save({"weight": torch.ones(2)}, folder / pickle)
+    assert pickle not in {content.name for content in select(opened(folder))[0]}  # beside the safetensors
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(PlanError, match=f"{pickle} is a pickle, which is never pushed") as raised:
+        select(opened(folder))
+    assert raised.value.hint is not None
+    assert hint.format(folder) in raised.value.hint
 
 
 def test_more_is_included_by_name(hub: Hub, call: Caller, merged: Path) -> None:

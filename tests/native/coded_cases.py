@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lora_tool.execution.kernels import STORAGE
+from lora_tool.execution.native.coded_rows import KINDS, CodedRows
 from lora_tool.execution.native.library import TYPES, Kernel, Level, Term
-from lora_tool.execution.native.rows import KINDS, CodedRows
 from lora_tool.formats.quantised.coded import Code, Scaled, Table, eight_bits, int8
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled

@@ -161,6 +161,7 @@ def test_labels_are_counted(tmp_path: Path) -> None:
         ({"quantization_config": {}}, "quantization", None),
         ({"auto_map": {"AutoModel": "x.Y"}}, "custom_code", True),
         ({"architectures": ["A"]}, "architectures", ("A",)),
+        ({"dtype": {"text": "bf16"}}, "dtype", None),
     ],
 )
 def test_what_a_model_config_says(fields: dict[str, Any], name: str, value: object, tmp_path: Path) -> None:
@@ -177,6 +178,8 @@ def test_what_a_model_config_says(fields: dict[str, Any], name: str, value: obje
         ({"id2label": ["a"]}, '`id2label`: expected object of labels, found ["a"]'),
         ({"architectures": "A"}, '`architectures`: expected list of strings, found "A"'),
         ({"model_type": 1}, "`model_type`: expected string, found 1"),
+        ({"dtype": "bf16"}, '`dtype`: expected torch\'s name, "bfloat16", found "bf16"'),
+        ({"torch_dtype": "torch.float32"}, '`torch_dtype`: expected torch\'s name, "float32", found "torch.float32"'),
     ],
 )
 def test_a_wrong_field_of_a_model_is_named(fields: dict[str, Any], problem: str, tmp_path: Path) -> None:

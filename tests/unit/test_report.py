@@ -47,6 +47,12 @@ def test_raise_for_errors_names_the_first_and_counts_the_rest() -> None:
     assert raised.value.hint == "mend it"
 
 
+def test_the_rule_that_is_named_last_is_that_of_the_first_error_above_it() -> None:
+    warned = finding(severity=Severity.WARNING, code="LT201", path="a/a.json")
+    text = report(warned, finding(code="LT210"), finding(code="LT208"), finding(code="LT113", path="b")).text()
+    assert text.splitlines()[-1] == "lora-tool rules LT208 explains the first of them"
+
+
 def test_text_of_nothing_found() -> None:
     assert report().text() == "checked 1 adapter: no findings"
 

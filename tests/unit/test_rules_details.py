@@ -16,7 +16,8 @@ from lora_tool.report import Finding, Report, Severity
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines
-from tests.mutations import CAUSAL, MODEL, Q_PROJ, REWARD, RUN, SCORE, break_, copy_of
+from tests.mutations import CAUSAL, MODEL, REWARD, RUN, break_, copy_of
+from tests.mutations.places import Q_PROJ, SCORE
 
 
 def _only(report: Report, code: str) -> Finding:
@@ -52,6 +53,33 @@ def test_numbers_are_named(tmp_path: Path) -> None:
     assert found.subject == f"{Q_PROJ}.lora_A.weight"
     assert "[4, 16]" in found.message
     assert "[16, 2]" in found.message
+
+
+def test_factors_of_a_square_weight_are_not_swapped_where_r_is_its_width(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["r"] = 16
+    assert codes(judge(folder)) == {"LT203"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers_to_transform", [0]), ("exclude_modules", ["q_proj"]), ("modules_to_save", ["q_proj"])],
+)
+def test_the_field_that_leaves_a_module_out_is_named(field: str, value: list[Any], tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config[field] = value
+    found = next(finding for finding in judge(folder).findings if finding.code == "LT207")
+    assert found.message == f"`{field}` leaves its module out: PEFT would silently drop it"
+    assert f"correct `{field}` in {folder / CONFIG}" in (found.hint or "")
+
+
+def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_modules"] = "q_proj,v_proj,down_proj"
+    assert "write the names as a list" in (_only(judge(folder), "LT205").hint or "")
 
 
 def test_string_number_is_named_with_both_types(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def _init(init: str) -> Refusal:
         why = "it changed the base by covariances that are not in the adapter; PEFT cannot load it either"
     else:
         why = "no PEFT up to 0.21 has this init, so lora-tool does not know whether it changes the base"
-        return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=f"with the PEFT that trained it, {WITH_PEFT}")
+        hint = WITH_PEFT.replace("with PEFT", "with the PEFT that trained it")
+        return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=hint)
     return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=AS_PLAIN_LORA)
 
 

@@ -6,7 +6,6 @@ import re
 
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
-from lora_tool.formats import universal
 
 _LATEST = "latest"
 _LATEST_UNIVERSAL = "latest_universal"
@@ -45,7 +44,7 @@ ZERO = ShardedKind(
     name="DeepSpeed checkpoint",
     sign="global_stepN",
     landmarks=("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
-    weights=("*_model_states.pt", universal.FILE),
+    weights=("*_model_states.pt", "fp32.pt"),
     optimizer=("*_optim_states.pt", "exp_avg.pt", "exp_avg_sq.pt"),
     others=(_LATEST, _LATEST_UNIVERSAL, "zero_to_fp32.py"),
     folders=("global_step*",),

@@ -73,7 +73,7 @@ def command(
     engine: EngineName,
     address: str | None,
     workers: int | None,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Reassemble the rank files of a DeepSpeed, FSDP or verl checkpoint.
 

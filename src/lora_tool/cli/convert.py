@@ -46,7 +46,7 @@ def command(
     reward: bool,
     ignore: tuple[str, ...],
     overwrite: bool,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write ADAPTER in the format that another program reads; every value stays bit-identical.
 

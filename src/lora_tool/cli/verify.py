@@ -114,7 +114,7 @@ def command(
     engine: EngineName,
     address: str | None,
     workers: int | None,
-    **asked: Any,  # noqa: ANN401 - arguments of `verify`: select, ignore, logits and jobs
+    **asked: Any,  # arguments of `verify`: select, ignore, logits and jobs
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
 
@@ -209,7 +209,7 @@ def _of_computed(
     adapters: tuple[str, ...],
     base: Reference | None,
     asked: dict[str, Any],
-    **how: Any,  # noqa: ANN401 - level and watch
+    **how: Any,  # level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
     from lora_tool.plan.computed import find_computed  # noqa: PLC0415

@@ -103,7 +103,7 @@ def carry_out(
     as_json: bool,
     quiet: bool,
     part: Share | None = None,
-    **how: Any,  # noqa: ANN401 - the arguments of `write`
+    **how: Any,  # the arguments of `write`
 ) -> None:
     """Write the folder `out` as `plan` says, or print the plan of a `dry_run`; what is found goes to stderr."""
     show_findings(plan.findings)

@@ -1,4 +1,4 @@
-"""Tasks on a Ray cluster that is running already. The only module that imports Ray.
+"""Tasks on a Ray cluster that is running already. Only this module and `on_nodes` import Ray.
 
 Ray carries tasks and results, never tensors: the files are on storage that all nodes share. A process, a node or a
 connection that is lost costs its task another try; an error of the work is raised here as on one machine, with the
@@ -8,41 +8,32 @@ node's name after it. Whatever Ray prints goes to stderr.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import platform
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lora_tool.cluster.reaching import START, require_head, require_node
+from lora_tool.cluster.on_nodes import Meter, Place, carry_out, enter
+from lora_tool.cluster.reaching import JOIN, START, is_same_address, require_head, require_node
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
 from lora_tool.progress import Progress, decided, told
 
-if TYPE_CHECKING:
-    import ray
-
 MOST_TRIES = 4
 """How often a task is begun whose process is lost, before the run is given up."""
 _NODE_S = 90.0
 """How long a node may take to answer the first question: it imports numpy, perhaps from a busy network disk."""
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_NUM_REDIS_GET_RETRIES": "5"}
+"""The second: tries, a second apart, to have a cluster's head answer, where another program does; Ray makes 20."""
 _POLL_S = 0.25
 _CANCEL_S = 5.0
-_REPORT_BYTES = 32 << 20
-_LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN})
-"""What network storage answers for a moment, and not when it is asked again."""
 
 GroupError = LoraToolError | OSError
 """What ends the tasks of a group."""
-
-_Place = tuple[int, int]
-"""Where a task is: the place of its group, and its own in that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,45 +55,65 @@ class RayCluster:
         where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
         if where != "auto":
             require_head(where)
-        require_node()
+        require_node(where)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
-        """Yield the connection to the cluster. Raises as `require`, and `ExecutionError` where it cannot join the cluster."""
+        """Yield the connection to the cluster: this process's own, which it keeps, where it has joined one already.
+
+        Raises as `require`, and `ExecutionError` where it cannot join the cluster.
+        """
         self.require()
         with contextlib.redirect_stdout(sys.stderr):
-            restore = _handler_of_sigterm()
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            for name, value in _SETTINGS.items():
+                os.environ.setdefault(name, value)  # before Ray is imported, which reads them then
             told("connecting to the Ray cluster")
             import ray  # noqa: PLC0415 - a second, and only where it is asked for
 
+            if ray.is_initialized():
+                _require_joined(self.address, ray.get_runtime_context().gcs_address)
+                yield Connection(ray, self.workers)
+                return
             try:
-                ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+                with _own_handler_of_sigterm():
+                    ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise _not_joined(self.address, error) from error
-            restore()
             try:
                 yield Connection(ray, self.workers)
             finally:
                 ray.shutdown()
 
 
-def _handler_of_sigterm() -> Callable[[], None]:
-    """Return what puts the present handler of SIGTERM back: Ray takes the signal for itself, and cleans nothing up."""
+@contextlib.contextmanager
+def _own_handler_of_sigterm() -> Iterator[None]:
+    """Keep the present handler of SIGTERM: Ray takes the signal for itself. Where it comes inside, it is an interrupt."""
     before = signal.getsignal(signal.SIGTERM)
-
-    def restore() -> None:
+    try:
+        yield
+    except SystemExit as error:  # what Ray's handler raises
+        raise KeyboardInterrupt from error
+    finally:
         with contextlib.suppress(ValueError):  # not the main thread: then Ray took none
             signal.signal(signal.SIGTERM, before)
 
-    return restore
+
+def _require_joined(asked: str, joined: str) -> None:
+    """Return if the address is that of the cluster which this process has joined already. Raises `ExecutionError`."""
+    if asked != "auto" and not is_same_address(asked, joined):
+        raise ExecutionError(
+            f"this process has joined the Ray cluster at {joined}, expected {asked}",
+            hint="call `ray.shutdown()` first, or leave out `address`",
+        )
 
 
 def _not_joined(address: str, error: Exception) -> ExecutionError:
     """Return why the cluster could not be joined."""
-    text = str(error)
+    text, cause = str(error), str(error.__cause__)
     if text.startswith("Version mismatch"):  # those of both sides follow, each a line of its own
         why, hint = " ".join(text.split()), "use the cluster's versions of Ray and Python here, too"
+    elif cause.startswith("No node info found"):
+        why, hint = "the Ray node on this machine is not one of its nodes", JOIN
     else:
         why, hint = _first_line(error), START
     return ExecutionError(f"cannot join a Ray cluster at {address!r}: {why}", hint=hint)
@@ -116,7 +127,7 @@ def _first_line(error: BaseException) -> str:
 class _Try:
     """A task that is handed out, and which try it is."""
 
-    place: _Place
+    place: Place
     count: int
 
 
@@ -135,7 +146,7 @@ class Connection:
         A node that is lost before it answers is left out, as those are that are lost later.
         """
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        ask = self._ray.remote(_enter)
+        ask = self._ray.remote(enter)
         asked = {
             ask.options(num_cpus=0, max_retries=1, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote(
                 surroundings
@@ -177,14 +188,14 @@ class Connection:
         return nodes
 
     def _result(self, reference: Any, who: str) -> Any:  # noqa: ANN401
-        """Return what a task returned. Raises `ExecutionError` where its process could not even load it."""
+        """Return what a task returned. Raises `ExecutionError` where it ended with an error that is none of the work's."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
-            raise ExecutionError(
-                f"{who}: {_told_by(cause)}", hint="lora-tool must be installed on all nodes, in the same version"
-            ) from error
+            loaded = not isinstance(cause, ImportError | AttributeError)
+            hint = None if loaded else "lora-tool must be installed on all nodes, in the same version"
+            raise ExecutionError(f"{who}: {_told_by(cause)}", hint=hint) from error
 
     def map(self, group: TaskGroup, *, progress: Progress) -> None:
         """Do the tasks, wherever; `progress` is called with the bytes. Raises what `map_each` returns."""
@@ -215,9 +226,11 @@ class _Run:
     running: dict[Any, _Try] = field(default_factory=dict)
     errors: dict[int, GroupError] = field(default_factory=dict)
     """The error of each group that failed, by its place."""
-    seen: dict[_Place, int] = field(default_factory=dict)
+    seen: dict[Place, int] = field(default_factory=dict)
     """Task → bytes that were done of it; all of a finished one's."""
     shown: int = 0
+    asked: Any = None
+    """What the meter was asked and has not answered yet: it starts when the first task does."""
 
     def all(self) -> list[GroupError | None]:
         self.waiting += [
@@ -226,13 +239,13 @@ class _Run:
         mine = self.ray.get_runtime_context().get_node_id()
         near = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(mine, soft=True)
         meter = self.ray.remote(Meter).options(num_cpus=0, scheduling_strategy=near).remote()
-        carry_out = self.ray.remote(_carry_out).options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
+        on_any_node = self.ray.remote(carry_out).options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
         try:
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < self.workers:
                     one = self.waiting.popleft()
                     group, task = self._task(one)
-                    self.running[carry_out.remote(task, group.surroundings, meter, one.place)] = one
+                    self.running[on_any_node.remote(task, group.surroundings, meter, one.place)] = one
                 ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_S)
                 for reference in ready:
                     self._end(reference, self.running.pop(reference))
@@ -265,9 +278,8 @@ class _Run:
             node, result, lost = self.result(reference, task.name)
         except self.ray.exceptions.RayError as error:
             node, result, lost = "", None, f"{type(error).__name__}: {_first_line(error)}"
-        if isinstance(result, LoraToolError):
-            result.args = (f"{result} (on node {node})", *result.args[1:])
-            raise result
+        if isinstance(result, LoraToolError | OSError):
+            raise _met_on(node, result)
         if not lost:
             self.seen[one.place] = task.nbytes
             group.done(one.place[1], result)
@@ -277,17 +289,22 @@ class _Run:
             where = f" on node {node}" if node else ""
             raise ExecutionError(
                 f"{task.name} was started {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
-                hint="`resume=True` takes over the finished files",
+                hint="with `resume=True` a run keeps the files that it has finished when it fails; see: ray status",
             )
         decided(f"{task.name} is started again: {lost}")
         return _Try(one.place, one.count + 1)
 
     def _show(self, meter: Any) -> None:  # noqa: ANN401
-        """Report the bytes of all tasks: those of a lost try are not reported twice."""
-        with contextlib.suppress(self.ray.exceptions.RayError):  # its node may be lost, too
-            now = self.ray.get(meter.read.remote(), timeout=_POLL_S)
-            running = {one.place for one in self.running.values()}
-            self.seen.update({place: nbytes for place, nbytes in now.items() if place in running})
+        """Report the bytes of all tasks, as far as the meter has answered: those of a lost try are not reported twice."""
+        if self.asked is None:
+            self.asked = meter.read.remote()
+        answered, _ = self.ray.wait([self.asked], timeout=0)
+        if answered:
+            self.asked = None
+            with contextlib.suppress(self.ray.exceptions.RayError):  # its node may be lost, too
+                running = {one.place for one in self.running.values()}
+                now = self.ray.get(answered[0])
+                self.seen.update({place: nbytes for place, nbytes in now.items() if place in running})
         total = sum(self.seen.values())
         if total > self.shown:
             self.progress(total - self.shown)
@@ -304,73 +321,18 @@ class _Run:
                 self.ray.wait(references, num_returns=len(references), timeout=_CANCEL_S)
 
 
-class Meter:
-    """Adds up what the tasks report: an actor beside the one who waits for them."""
-
-    def __init__(self) -> None:
-        self._done: dict[_Place, int] = {}
-
-    def begin(self, place: _Place) -> None:
-        """Start a task from nothing, be it again."""
-        self._done[place] = 0
-
-    def add(self, place: _Place, nbytes: int) -> None:
-        """Add bytes of a task."""
-        self._done[place] = self._done.get(place, 0) + nbytes
-
-    def read(self) -> dict[_Place, int]:
-        """Return the bytes of each task."""
-        return self._done
+def _met_on(node: str, error: GroupError) -> GroupError:
+    """Return the error of a task with the node's name after its words."""
+    if isinstance(error, OSError):
+        error.strerror = f"{error.strerror or error} (on node {node})"
+    else:
+        error.args = (f"{error} (on node {node})", *error.args[1:])
+    return error
 
 
 def _called(node: dict[str, Any]) -> str:
     """Return what a node is called: several may have one host name."""
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-
-
-def _this_node() -> str:
-    """Return what the node is called that this runs on."""
-    import ray  # noqa: PLC0415 - it runs inside Ray
-
-    return f"{platform.node()} ({ray.util.get_node_ip_address()})"
-
-
-def _enter(surroundings: Surroundings) -> LoraToolError | None:
-    """Return what a task would lack on this node."""
-    try:
-        surroundings.enter(_this_node())
-    except LoraToolError as fault:
-        return fault
-    return None
-
-
-def _carry_out(
-    task: Task,
-    surroundings: Surroundings,
-    meter: ray.actor.ActorHandle[Meter],
-    place: _Place,
-) -> tuple[str, Any, str]:
-    """Return this node's name, the task's result or what it raised of ours, and why it has to be done again."""
-    node = _this_node()
-    waiting = 0
-    last = time.monotonic()
-
-    def report(nbytes: int) -> None:
-        nonlocal waiting, last
-        waiting += nbytes
-        if waiting >= _REPORT_BYTES or time.monotonic() - last > 1:
-            meter.add.remote(place, waiting)
-            waiting, last = 0, time.monotonic()
-
-    meter.begin.remote(place)
-    try:
-        surroundings.enter(node)
-        return node, task.run(report), ""
-    except LoraToolError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _LOST:
-            return node, None, str(error)
-        return node, error, ""
 
 
 def _told_by(error: BaseException) -> str:

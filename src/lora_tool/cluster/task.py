@@ -94,7 +94,7 @@ def versions_here(*packages: str) -> dict[str, str]:
 def _require_shared(mark: Path, node: str) -> None:
     """Return if the folder in which `mark` was written is the same here, and can be written."""
     out = mark.parent.parent
-    if not mark.is_file():
+    if not os.path.isfile(mark):  # noqa: PTH113 - `is_file` raises where a folder above may not be entered
         raise ExecutionError(
             f"node {node} does not see {out}: the output must be on storage that all nodes share",
             hint="give a folder on shared storage: -o OUT",

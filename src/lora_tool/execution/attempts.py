@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.folder import errors_of_the_system, sync_folder
-from lora_tool.execution.journal import Journal
+from lora_tool.execution.journal import Journal, retained_in
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Finished, Work, WorkDone
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -23,7 +22,6 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
-from lora_tool.sharded.value_check import ValuePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class AttemptEngine:
                 missing.append(shard)
             else:
                 progress(shard.data_bytes)
-                finished(shard, noted(record["notes"]))
+                finished(shard, retained_in(record["notes"]))
         attempt = journal.path / f"{uuid.uuid4().hex}.attempt"
 
         def publish(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
@@ -72,11 +70,6 @@ def require_begun(journal: Journal) -> None:
             f"{journal.folder} was not begun from this plan, or was removed since",
             hint="all parts of one output need the same inputs, options and versions",
         )
-
-
-def noted(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
-    """Return what a journal's record holds of a file: what rounding left of each change in it."""
-    return {name: DeltaRetention(**each) for name, each in notes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,44 +130,6 @@ def parts_of(work: Work) -> Iterator[Part]:
         yield Part(work=replace(work, plan=plan, shards=(shard,), checks=()))
     for check in work.checks:
         yield Part(work=replace(work, plan=rest, shards=(), checks=(check,)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedLook:
-    """A part of the check of values that is taken once, and recorded: a `ValuePart` itself."""
-
-    look: ValuePart
-    number: int
-    folder: Path
-    digest: str
-
-    @property
-    def name(self) -> str:
-        return self.look.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.look.nbytes
-
-    def run(self, advance: Progress) -> list[Finding]:
-        """Return what the look finds, or has found before."""
-        journal = Journal(self.folder, self.digest)
-        found = journal.looked(self.number)
-        if found is not None:
-            advance(self.nbytes)
-            return list(found)
-        findings = self.look.run(advance)
-        journal.add_look(self.number, findings)
-        return findings
-
-
-def recorded_looks(plan: Plan, journal: Journal) -> tuple[RecordedLook, ...]:
-    """Return the parts of the check of the plan's values, each of which is taken once for the journal's folder."""
-    looks = plan.values.parts if plan.values else ()
-    return tuple(
-        RecordedLook(look=look, number=number, folder=journal.folder, digest=journal.digest)
-        for number, look in enumerate(looks)
-    )
 
 
 def _read_by(shard: Shard) -> set[Path]:

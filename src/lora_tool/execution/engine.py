@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
-from lora_tool.execution.attempts import noted, recorded_looks
+from lora_tool.execution.at_work import at_work
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
     check_output,
@@ -23,10 +23,10 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.journal import Journal, digest_of, retained_in
 from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.shares import require_all_ended
 from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -118,16 +118,14 @@ def unfinished(
         errors_of_the_system(None, target),
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
+        _begun(folder, digest_of(plan), shared=resume) as journal,
     ):
-        journal = Journal(folder, digest_of(plan))
-        require_all_ended(journal)
-        journal.begin()
         finished = journal.finished(plan.shards)
         journal.keep_only(finished)
         check_space(target, _bytes_to_write(plan, finished))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        retained = {name: each for notes in finished.values() for name, each in noted(notes).items()}
+        retained = {name: each for notes in finished.values() for name, each in retained_in(notes).items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
@@ -154,6 +152,15 @@ def unfinished(
         )
         sources.check_unchanged()
         journal.remove()
+
+
+@contextlib.contextmanager
+def _begun(folder: Path, digest: str, *, shared: bool) -> Iterator[Journal]:
+    """Yield the journal of the folder, which nobody else writes to inside. Raises `OutputExists` where somebody does."""
+    journal = Journal(folder, digest)
+    with at_work(journal, "another run", alone=True) if shared else contextlib.nullcontext():
+        journal.begin()
+        yield journal
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     """Return if a folder may be written as `out`.
 
     Raises `OutputExists` where something exists there, other than an empty folder, and `overwrite` is not set; where
-    lora-tool did not write it; where it is or holds one of the `inputs`, or is the working directory.
+    lora-tool did not write it; where it is or holds one of the `inputs`, or is the working directory. Raises
+    `ExecutionError` where it would lie in a file.
     """
     for source in inputs:
         if any(_same_folder(above, out) for above in _with_parents(source)):
@@ -37,7 +38,14 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
         raise OutputExists(
             f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: -o NAME"
         )
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out):
+        above = next(above for above in out.absolute().parents if os.path.lexists(above))
+        if not above.is_dir():
+            raise ExecutionError(
+                f"{out} cannot be written: {above} is not a folder", hint="give another folder: -o OUT"
+            )
+        return
+    if out.is_dir() and not any(out.iterdir()):
         return
     if not (out / manifest.FILE_NAME).is_file():
         what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is not a folder"

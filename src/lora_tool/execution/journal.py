@@ -20,12 +20,15 @@ from typing import Any
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.backends.choosing import formula_of
 from lora_tool.formats.files import read_at
+from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.report import Finding, Severity
 from lora_tool.version import __version__
 
 NAME = ".lora-tool-journal"
+SIGN = ".at-work"
+"""How the name of a sign of life ends: see `at_work`."""
 _MARK = "plan"
 _RECORD = ".json"
 _LOOK = "values-{}.look"
@@ -72,11 +75,15 @@ class Journal:
         self.path = folder / NAME
         self.digest = digest
 
-    def begin(self) -> None:
-        """Make the journal, or go on with the one that is there."""
+    def make(self) -> None:
+        """Make the journal's folder, or go on with the one that is there, of whatever plan."""
         if self.path.is_file():
             self.path.unlink()  # an older version's
         self.path.mkdir(exist_ok=True)
+
+    def begin(self) -> None:
+        """Make the journal, or go on with the one that is there: from now on it is this plan's."""
+        self.make()
         if self.plan_begun != self.digest:
             self.note(_MARK, self.digest)
 
@@ -112,11 +119,15 @@ class Journal:
         ours = found.get("plan") == self.digest
         return found if ours and found.get("state") == _state(self.folder / shard.filename, shard) else None
 
+    def has_record(self, shard: Shard) -> bool:
+        """Return whether the shard was finished from this plan; whether its file is still as it was, `record` looks."""
+        return self.noted(f"{shard.filename}{_RECORD}").get("plan") == self.digest
+
     def keep_only(self, finished: Iterable[str]) -> None:
-        """Remove everything from the folder but these files, their records, and what was seen of the inputs."""
+        """Remove everything from the folder but these files, their records, what was seen of the inputs, and who is at work."""
         files = set(finished)
-        looks = (path.name for path in self.path.glob(_LOOK.format("*")))
-        kept = {NAME, _MARK, *looks, *files, *(f"{name}{_RECORD}" for name in files)}
+        noted = (path.name for names in (_LOOK.format("*"), f"*{SIGN}") for path in self.path.glob(names))
+        kept = {NAME, _MARK, *noted, *files, *(f"{name}{_RECORD}" for name in files)}
         for path in [*self.folder.iterdir(), *self.path.iterdir()]:
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -141,6 +152,11 @@ class Journal:
     def remove(self) -> None:
         """Take the journal out of the folder, which is about to be finished."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def retained_in(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
+    """Return what a record holds of a file: what rounding left of each change in it."""
+    return {name: DeltaRetention(**each) for name, each in notes.items()}
 
 
 def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds

@@ -1,36 +1,26 @@
-"""Writing one share of a plan's files: every share writes into the same unfinished folder, and one run finishes it.
-
-A share at work leaves a sign of life in the folder's journal, because not every network storage has locks.
-"""
+"""Writing one share of a plan's files: every share writes into the same unfinished folder, and one run finishes it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
 import shlex
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.cluster.share import Share
 from lora_tool.errors import OutputExists
-from lora_tool.execution.attempts import AttemptEngine, recorded_looks, require_divisible
+from lora_tool.execution.at_work import at_work
+from lora_tool.execution.attempts import AttemptEngine, require_divisible
 from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
 from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
-
-_BEAT_S = 10.0
-_DEAD_S = 60.0
-"""A share on another machine that has left no sign of life for so long has ended."""
-_SIGN = ".at-work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +86,7 @@ def execute_share(
                 hint=f"give every part the same inputs and options, or remove the unfinished output: rm -r {shlex.quote(str(folder))}",
             )
         journal.begin()
-        with _at_work(journal, share):
+        with at_work(journal, f"part {share}", alone=False):
             advance = progress or (lambda _: None)
             finished = journal.finished(shards)
             missing = tuple(shard for shard in shards if shard.filename not in finished)
@@ -108,68 +98,11 @@ def execute_share(
             done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=advance)
             refuse_errors(done.findings, plan.values.ignored if plan.values else ())
             sources.check_unchanged()
-            finished = journal.finished(plan.shards)
+            left = tuple(shard.filename for shard in plan.shards if not journal.has_record(shard))
     return ShareWritten(
         out=Path(out),
         share=share,
         files=tuple(shard.filename for shard in shards),
         nbytes=sum(shard.data_bytes for shard in shards),
-        missing=tuple(shard.filename for shard in plan.shards if shard.filename not in finished),
+        missing=left,
     )
-
-
-@contextlib.contextmanager
-def _at_work(journal: Journal, share: Share) -> Iterator[None]:
-    """Leave a sign of life in the journal again and again."""
-    host, process = platform.node(), os.getpid()
-    name = f"{share.number}-of-{share.of}.{host}.{process}{_SIGN}"
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(_BEAT_S):
-            with contextlib.suppress(OSError):
-                (journal.path / name).touch()
-
-    journal.note(name, {"share": str(share), "host": host, "process": process})
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        (journal.path / name).unlink(missing_ok=True)
-
-
-def require_all_ended(journal: Journal) -> None:
-    """Return if no share is at work in the folder. Raises `OutputExists` with one that is.
-
-    Of another machine only its sign of life is known, and the time that the storage gives to it and to a file written
-    now: clocks of machines are not compared.
-    """
-    signs = list(journal.path.glob(f"*{_SIGN}"))
-    if not signs:
-        return
-    journal.note("now", "")
-    now = (journal.path / "now").stat().st_mtime
-    for sign in signs:
-        said = journal.noted(sign.name)
-        age = now - sign.stat().st_mtime
-        here = said.get("host") == platform.node()
-        if _runs(said.get("process")) if here else age < _DEAD_S:
-            raise OutputExists(
-                f"part {said.get('share')} is at work on {said.get('host')} (process {said.get('process')}, last sign "
-                f"{max(0, age):.0f} s ago): {journal.folder}",
-                hint="wait until all parts have ended, then run the same command again",
-            )
-
-
-def _runs(process: object) -> bool:
-    """Return whether a process of this machine is there."""
-    try:
-        os.kill(int(str(process)), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True

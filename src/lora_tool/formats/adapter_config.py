@@ -181,6 +181,14 @@ class AdapterConfig:
             return False
         return isinstance(self.target_modules, str) or module in self.target_names or self._in_layers(module)
 
+    def left_out_by(self, module: str) -> str | None:
+        """Return the field that keeps LoRA off a module which `target_modules` names; None for one that it does not."""
+        if not _matches(self.target_modules, self.target_names, module) or self.targets(module):
+            return None
+        if _matches(self.exclude_modules, self.excluded_names, module):
+            return "exclude_modules"
+        return "modules_to_save" if self._excluded(module) else "layers_to_transform"
+
     def saves(self, module: str) -> bool:
         """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
 

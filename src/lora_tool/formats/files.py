@@ -211,8 +211,11 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
             repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return table
 
+    marked = _marked(data)
+    if marked:
+        raise CorruptFile.of(path, Defect.BAD_JSON, marked)
     try:
-        parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
+        parsed = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 and integers of absurd length
         reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
         raise CorruptFile.of(path, Defect.BAD_JSON, reason) from error
@@ -222,6 +225,16 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
     return parsed
 
 
+BYTE_ORDER_MARK = "begins with a byte order mark, so PEFT and transformers cannot read it"
+
+
+def _marked(data: bytes) -> str | None:
+    """Return what editors on Windows did to a file that begins like this, None for one that begins with text."""
+    if data.startswith(b"\xef\xbb\xbf"):
+        return BYTE_ORDER_MARK
+    return "is UTF-16, but JSON files are UTF-8" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else None
+
+
 def parse_names(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
     """Return what `parse_json` does, of a table with many thousand names in half the time. Raises as that.
 
@@ -229,7 +242,7 @@ def parse_names(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anyth
     there are as many colons as pairs, none was left out.
     """
     try:
-        parsed: Any = json.loads(data.decode("utf-8-sig"))
+        parsed: Any = json.loads(data.decode())
     except (ValueError, RecursionError):
         return parse_json(data, path)
     inner = parsed.values() if isinstance(parsed, dict) else ()
@@ -251,8 +264,10 @@ def broken_json(path: Path) -> str | None:
         with open_regular(path) as fd:
             size = os.fstat(fd).st_size
             if size > _PIECE:
-                ends = read_at(path, fd, 0, 64).lstrip()[:1] + read_at(path, fd, size - 64, 64).rstrip()[-1:]
-                return None if ends == b"{}" else "does not begin and end like a JSON object: truncated?"
+                first = read_at(path, fd, 0, 64)
+                ends = first.lstrip()[:1] + read_at(path, fd, size - 64, 64).rstrip()[-1:]
+                wrong = None if ends == b"{}" else "does not begin and end like a JSON object: truncated?"
+                return _marked(first) or wrong
         parsed = read_json(path)
     except CorruptFile as error:
         return error.problem.message

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import Problem
-from lora_tool.formats.fields import Fields
+from lora_tool.formats.fields import Fields, shown
 from lora_tool.formats.files import read_object
 from lora_tool.tensors import FLOAT_NAMES, DType
 
@@ -16,6 +16,17 @@ FILE_NAME = "config.json"
 
 TRANSFORMERS_LABELS = 2
 """What transformers assumes where the config names no labels."""
+
+
+_NO_TORCH_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "fp16": "float16",
+    "fp32": "float32",
+    **{f"torch.{name}": name for name in FLOAT_NAMES.values()},
+}
+"""What a dtype is called elsewhere: transformers looks the word up in torch, and cannot read the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,10 @@ def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     if "model_type" not in raw:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")
     text = fields.inner("text_config") if raw.get("text_config") else fields
+    for name in ("dtype", "torch_dtype"):
+        meant = _NO_TORCH_NAMES.get(str(raw.get(name)))
+        if meant is not None:
+            fields.expected(name, f"torch's name, {shown(meant)}", raw[name])
     return ModelConfig(
         path=path,
         raw=raw,

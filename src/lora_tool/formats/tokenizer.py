@@ -28,10 +28,10 @@ _DIGITS = 18
 _MOST_WORDS = 200
 """More special tokens than any template uses; a search for thousands would take minutes."""
 
-_MEDIA = re.compile("image|img|video|vision|audio|patch", re.IGNORECASE)
+_MEDIA = "(?i:image|img|video|vision|audio|patch)"
 """What stands in a message for something that is no text is called so, and ends nothing."""
 
-_BRANCH = re.compile(r"\{%-?\s*(?:if|elif|else|for)\b")
+_BRANCH = r"\{%-?\s*(?:if|elif|else|for)\b"
 """Where a template goes on with something else."""
 
 _NAMES = (
@@ -209,7 +209,7 @@ def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken |
     """
     first, *others = template.split("{#")
     template = first + "".join(rest.partition("#}")[2] for rest in others)  # without comments
-    words = [token for token in known if token in template and not _MEDIA.search(token)]
+    words = [token for token in known if token in template and not re.search(_MEDIA, token)]
     if len(words) > _MOST_WORDS:
         return []
     spelt = map(re.escape, sorted(words, key=len, reverse=True))
@@ -222,7 +222,7 @@ def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken |
     ends = {mark for before, mark, _ in steps if before == "content" and mark in known} - {*marks[until:]}
     openers = {mark for mark, after, text in steps if after == "content" and "%" not in text}
     if ends & openers:
-        closing = {mark for before, mark, text in steps if before == "content" and not _BRANCH.search(text)}
+        closing = {mark for before, mark, text in steps if before == "content" and not re.search(_BRANCH, text)}
         ends &= closing - openers
     return list(dict.fromkeys(mark for mark in reversed(marks[:until]) if mark in ends))[::-1]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.fields import shown
 from lora_tool.formats.files import MAX_JSON_BYTES, parse_names, read_all, require_inside
 from lora_tool.formats.safetensors import WeightsFile, scan_file
 from lora_tool.tensors import FileStamp, StoredTensor
@@ -125,9 +126,13 @@ def is_bare(name: str) -> bool:
 def _read_index(index: Path) -> tuple[dict[str, str], object]:
     raw = parse_names(read_all(index, limit=MAX_JSON_BYTES, too_large=Defect.BAD_JSON), index)
     weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict):
         message = "has no `weight_map` of tensor names to file names"
         raise CorruptFile.of(index, Defect.BAD_JSON, message, "weight_map")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            message = f"expected the name of a file, found {shown(shard)}"
+            raise CorruptFile.of(index, Defect.BAD_JSON, message, f"weight_map[{shown(name)}]")
     metadata = raw.get("metadata")
     return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 

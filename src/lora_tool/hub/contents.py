@@ -59,9 +59,11 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
     """Return the files to push, without the README, and what stays behind with its reason.
 
     `include` are patterns of further files (`figures/*.png`), relative to the folder. Raises `CorruptFile` for a file
-    that is none or lies outside of the folder, `PlanError` for a pattern that matches nothing that may be pushed.
+    that is none or lies outside of the folder, `PlanError` for a pattern that matches nothing that may be pushed and for
+    weights in pickles.
     """
     root = checkpoint.root
+    _require_safetensors(checkpoint)
     allowed = dict(_allowed(checkpoint))
     for pattern in include:
         matched = [name for name in _walk(root) if fnmatch.fnmatchcase(name, pattern)]
@@ -72,6 +74,21 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
         allowed |= {name: "included by name" for name in good if name != README and name not in allowed}
     contents = [_content(root, name, reason) for name, reason in sorted(allowed.items())]
     return contents, list(_left_out(checkpoint, set(allowed)))
+
+
+def _require_safetensors(checkpoint: AdapterDir | ModelDir) -> None:
+    """Return if the weights are in files that may be pushed. Raises `PlanError` with the way to write such files."""
+    held = (file.path for file in checkpoint.weights.files if file.tensors)
+    pickle = next((path for path in held if never(path.name)), None)
+    if pickle is None:
+        return
+    classes = checkpoint.whole_config.architectures if isinstance(checkpoint, ModelDir) else ()
+    save = f"{next(iter(classes), 'AutoModel')}.from_pretrained({str(checkpoint.root)!r}).save_pretrained(FOLDER)"
+    convert = f"lora-tool convert {shlex.quote(str(checkpoint.root))} --to peft -o OUT"
+    raise PlanError(
+        f"{pickle} is a pickle, which is never pushed: loading it can run code",
+        hint=f"write safetensors and push those: {convert if isinstance(checkpoint, AdapterDir) else save}",
+    )
 
 
 def never(name: str) -> str | None:
@@ -125,10 +142,13 @@ def _left_out(checkpoint: AdapterDir | ModelDir, allowed: set[str]) -> Iterator[
         reason = never(name)
         if reason is None and name.endswith(".safetensors"):
             reason = "a weights file that the index does not name"
-        yield LeftOut(name=name, reason=reason or f"not a file of {kind}; --include {name} adds it")
+        yield LeftOut(name=name, reason=reason or f"not a file of {kind}; --include {shlex.quote(name)} adds it")
     for name in checkpoint.folder.folders:
         if not any(other.startswith(f"{name}/") for other in allowed):
-            yield LeftOut(name=f"{name}/", reason=never(name) or f"not part of {kind}; --include '{name}/*' adds it")
+            yield LeftOut(
+                name=f"{name}/",
+                reason=never(name) or f"not part of {kind}; --include {shlex.quote(f'{name}/*')} adds it",
+            )
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -70,6 +70,10 @@ class ModelFacts:
         """Parameter whose shape depends on the number of labels → the dimension that is that number."""
         return {name: shape.index(LABELS) for name, shape in self.shapes.items() if LABELS in shape}
 
+    def has_row_per_label(self, name: str) -> bool:
+        """Return whether this parameter's rows are labels."""
+        return self.shapes.get(name, ())[:1] == (LABELS,)
+
     @property
     def parameters(self) -> Iterator[str]:
         """The parameters in the model's order, without its buffers."""

@@ -26,10 +26,10 @@ from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, 
 from lora_tool.formats.files import expanded
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import decided
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import (
     Reference,
     Source,
@@ -94,7 +94,8 @@ def merge_inputs(
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
     `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
-    be found or read, `IncompatibleBase` where the adapters name two bases.
+    be found or read, `FindingsFound` for a broken config that names no base, `IncompatibleBase` where the
+    adapters name two bases.
     """
     listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
@@ -151,9 +152,12 @@ def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
 
 
 def _named_base(adapter: AdapterDir, near: Path) -> Source:
-    """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none."""
+    """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none,
+    `FindingsFound` where it names none because it is broken.
+    """
     config, hint = adapter.config, f"lora-tool merge {shlex.quote(str(adapter.root))} --base MODEL"
-    if config is None:
+    if config is None or (config.problems and not config.base_model):
+        MergeJudge().as_stored((adapter,), None)
         require_whole(adapter)
     around = base_around(adapter)
     if config is not None and not config.base_model and around is not None:
@@ -198,6 +202,8 @@ def planned(
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
+        from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415 - for such adapters alone
+
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,

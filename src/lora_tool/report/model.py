@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.groups import by_rule
 from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
 from lora_tool.report.words import Checked, Ignored, Page, Skipped, Unread
 
@@ -66,9 +65,10 @@ class Report:
         for run in self.runs:
             lines += [*run_lines(run, color=color), ""]
         lines += [*ignored_lines(self.ignored), *skipped_lines(self.skipped), self.summary()]
-        first = next((group[0] for group in by_rule(self.at_least(Severity.WARNING))), None)
-        if first is not None:
-            lines.append(f"lora-tool rules {first.code} explains the first of them")
+        worst = [finding for finding in self.at_least(Severity.WARNING) if finding.severity is self.worst]
+        if worst:  # in the file that stands first above
+            code = min(finding.code for finding in worst if finding.path == worst[0].path)
+            lines.append(f"lora-tool rules {code} explains the first of them")
         return "\n".join(lines)
 
     def summary(self) -> str:

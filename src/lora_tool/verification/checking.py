@@ -24,7 +24,6 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
-from lora_tool.verification.diagnosis import evidence_of
 from lora_tool.verification.elements import Files, Rows, rows_and_columns, some_rows
 from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.pieces import (
@@ -36,17 +35,9 @@ from lora_tool.verification.pieces import (
     sampled_stretches,
     stretches,
 )
-from lora_tool.verification.quantised import fresh_rows, fresh_tally, written_afresh
 from lora_tool.verification.recompute import Recomputer, why_not
-from lora_tool.verification.requantised import (
-    half_steps,
-    requantised_parts,
-    scale_rows,
-    scale_tally,
-    step_bound,
-    written_as,
-)
 from lora_tool.verification.tally import Tally, tally_of
+from lora_tool.verification.verdicts import evidence_of
 
 _TASK_PIECES = 16
 """Blocks or stretches per task: enough that handing it out costs nothing."""
@@ -112,19 +103,18 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
     stored = tensors.get(step.out.name)
     if stored is None or stored.shape != step.out.shape or stored.dtype.is_float != step.out.dtype.is_float:
         return None
-    if isinstance(step.op, Requantise):
-        written = written_as(step.op, tensors)
-        return None if written is None else tuple(requantised_parts(step.out.name, step.op, written))
-    if isinstance(step.op, Quantise):
-        afresh = written_afresh(step.op, tensors)
-        return None if afresh is None else (Compared(name=step.out.name, op=step.op, stored=stored, written=afresh),)
+    if isinstance(step.op, Requantise | Quantise):
+        from lora_tool.verification.coded import coded_parts  # noqa: PLC0415 - for quantised weights alone
+
+        return coded_parts(step.op, stored, tensors)
     return parts_of(step, stored)
 
 
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
     if isinstance(part.op, Requantise | Quantise):
-        rows_of_part = scale_rows if isinstance(part.op, Requantise) else fresh_rows
-        for tiles in batched(rows_of_part(part, all_of_them=level is Level.FULL), _TASK_PIECES):
+        from lora_tool.verification.coded import coded_rows  # noqa: PLC0415 - for quantised weights alone
+
+        for tiles in batched(coded_rows(part, all_of_them=level is Level.FULL), _TASK_PIECES):
             yield _Task(part=part, rows=tiles)
     elif part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
@@ -174,16 +164,6 @@ def _in_parallel(
             raise
 
 
-def _coded_blocks(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
-    """Yield what was seen of codes and scales that are no numbers by themselves."""
-    for [(first, last)] in task.rows:
-        with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
-            if isinstance(task.part.op, Requantise):
-                yield scale_tally(task.part, first, last, files)
-            else:
-                yield fresh_tally(task.part, first, last, files, recomputer, precision)
-
-
 def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
     part = task.part
     if task.stretches:
@@ -191,7 +171,9 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
             yield _compare_bytes(part, files, start, nbytes)
         return
     if isinstance(part.op, Requantise | Quantise):
-        yield from _coded_blocks(task, files, recomputer, precision)
+        from lora_tool.verification.coded import coded_tallies  # noqa: PLC0415 - for quantised weights alone
+
+        yield from coded_tallies(part, task.rows, files, recomputer, precision)
         return
     dtype = part.stored.dtype
     if part.op.taken_out and part.op.source.dtype is not dtype:
@@ -203,6 +185,8 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
     if precision is None:
         bounds.append(sixteen_bit_bound(part.op, dtype))
     if part.written is not None:
+        from lora_tool.verification.requantised import half_steps, step_bound  # noqa: PLC0415 - for quantised weights alone
+
         bounds = [step_bound(bound) for bound in bounds]
     width = rows_and_columns(part.stored.shape)[1]
     for rows in task.rows:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, limits
 from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Step
-from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns
 from lora_tool.verification.misreadings import Misreading, misreadings, unscaled
 from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
-from lora_tool.verification.recompute import Recomputer, why_not
+from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import half_steps
 from lora_tool.verification.tally import Tally
 
@@ -37,54 +34,8 @@ _ROUNDING = 1 / math.sqrt(3)
 """Root of the mean square of a rounding error, in half units in the last place."""
 
 
-def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files) -> TensorEvidence:
-    """Return the evidence of one tensor from what was seen of its parts."""
-    total = Tally()
-    for _, tally in seen:
-        total.add(tally)
-    unknown = next((reason for part, tally in seen if (reason := _why_unknown(part, tally))), None)
-    wrong = [(part, tally) for part, tally in seen if tally.wrong and _why_unknown(part, tally) is None]
-    verdict, factor, reason = Verdict.RIGHT, total.factor, ""
-    if wrong:
-        found = [_diagnose(part, tally, files) for part, tally in wrong]
-        alike = len({(each.verdict, each.reason) for each in found}) == 1
-        first = found[0] if alike else _Diagnosis(Verdict.DIFFERENT)
-        verdict, factor, reason = first.verdict, first.factor, first.reason
-        changed = [part for part, _ in seen if not part.copied]
-        if verdict is Verdict.UNCHANGED and len(wrong) < len(changed):
-            verdict = Verdict.DIFFERENT  # some of its experts carry the adapter
-    elif unknown is not None:
-        same = step.action is TensorAction.MERGED and total.compared == step.out.numel and not total.moved
-        verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
-    elif total.outside:
-        reason = "within what 16-bit arithmetic explains"
-    terms = [term for part, _ in seen if isinstance(part.op, LowRank) for term in part.op.terms]
-    copied = all(part.copied for part, _ in seen)
-    return TensorEvidence(
-        name=step.out.name,
-        action=step.action,
-        verdict=verdict,
-        compared=total.compared,
-        numel=step.out.numel,
-        wrong=sum(tally.wrong for _, tally in wrong),
-        first=total.first if wrong else None,
-        ulps=None if copied else total.ulps,
-        distance=total.distance,
-        factor=factor,
-        cosine=total.cosine,
-        unmoved=step.action is TensorAction.MERGED and unknown is None and not total.moved,
-        scaling=terms[0].scaling if len({term.scaling for term in terms}) == 1 else None,
-        rank=terms[0].rank if len({term.rank for term in terms}) == 1 else None,
-        reason=reason,
-    )
-
-
-def _why_unknown(part: Compared, tally: Tally) -> str | None:
-    return None if part.copied else why_not(part.op) or tally.unknown
-
-
 @dataclass(frozen=True, slots=True)
-class _Diagnosis:
+class Diagnosis:
     """What became of a part; the factor of ΔW in it, and how it was misread, where those tell."""
 
     verdict: Verdict
@@ -92,18 +43,18 @@ class _Diagnosis:
     reason: str = ""
 
 
-def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
+def diagnosed(part: Compared, tally: Tally, files: Files) -> Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
     if part.copied or isinstance(op, Requantise | Quantise):
         return _of_bytes(op, tally)
     if not tally.moved and not op.keeps_values:
-        return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
+        return Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
     rows = _a_sample(part)
     wide = working_type(op, stored.dtype)
     how = _misread(op, part, files) if part.written is None else _misstored(op, part, files)
     if how or not isinstance(op, LowRank):
-        return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
+        return Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
     recomputer = Recomputer(files)
     expected = recomputer.whole(op, rows, wide)
     values = decode(files.rows(stored, rows), stored.dtype, wide).reshape(expected.base.shape)
@@ -124,23 +75,23 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
             doubt = 4 * noise / max(float(np.linalg.norm(expected.change)), 1e-300)
             least = _AS_ASKED if part.written is None else _AS_CODED
             if abs(factor - 1) > max(least, doubt) and explains(expected.change, factor):
-                return _Diagnosis(Verdict.SCALED, factor)
+                return Diagnosis(Verdict.SCALED, factor)
         turned = recomputer.transposed_change(op, rows)
         if turned is not None:
             share = _projected(moved, turned.astype(wide))
             if share is not None and abs(share - 1) < 0.25 and explains(turned.astype(wide), 1.0):  # noqa: PLR2004
-                return _Diagnosis(Verdict.TRANSPOSED, factor)
+                return Diagnosis(Verdict.TRANSPOSED, factor)
     wrong = tally.outside > tally.compared // 2
     unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
-    return _Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
+    return Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
 
 
-def _of_bytes(op: RowOp | Coded, tally: Tally) -> _Diagnosis:
+def _of_bytes(op: RowOp | Coded, tally: Tally) -> Diagnosis:
     """Return what became of a copy, or of codes and scales that are no numbers by themselves."""
     if not isinstance(op, Quantise):
-        return _Diagnosis(Verdict.DIFFERENT)
+        return Diagnosis(Verdict.DIFFERENT)
     what = f"it is not what bitsandbytes makes of W + ΔW of `{op.weight.name}`"
-    return _Diagnosis(Verdict.DIFFERENT if tally.moved else Verdict.UNCHANGED, reason=what)
+    return Diagnosis(Verdict.DIFFERENT if tally.moved else Verdict.UNCHANGED, reason=what)
 
 
 def _misread(op: RowOp, part: Compared, files: Files) -> str:

@@ -7,20 +7,20 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.quantised.strips import Strips
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, Span, StoredTensor
-from lora_tool.verification.dequantised import dequantised_again
 
 if TYPE_CHECKING:
+    from lora_tool.formats.quantised.encodings import Encoding
+    from lora_tool.formats.quantised.strips import Strips
     from lora_tool.formats.stored import Decode
+    from lora_tool.verification.dequantised import Read
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -93,7 +93,7 @@ class Files(OpenFiles):
 
     def __init__(self) -> None:
         super().__init__(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        self._decode = partial(dequantised_again, strips=Strips())
+        self._strips: Strips | None = None
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
@@ -115,6 +115,14 @@ class Files(OpenFiles):
             for start, place in zip(starts, places, strict=True):
                 fill(place, tensor, start, self.read_exactly, decode or self._decode)
         return out
+
+    def _decode(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
+        """Return rows of what quantised weights stand for."""
+        from lora_tool.formats.quantised.strips import Strips  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.verification.dequantised import dequantised_again  # noqa: PLC0415 - see above
+
+        self._strips = self._strips or Strips()
+        return dequantised_again(encoding, first, last, read, self._strips)
 
     def matrix(
         self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any], dequantise: Decode | None = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
@@ -14,6 +13,9 @@ from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, ro
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Rows, rows_and_columns
+
+if TYPE_CHECKING:
+    import random
 
 Ranged = TypeVar("Ranged")
 
@@ -122,7 +124,7 @@ def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
         yield from row_blocks(tensor)
         return
     stretch = rows_at_once(width, _ROW_EVERY if encoding_of(tensor) is None else _CODED_ROW_EVERY)
-    chance = random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
+    chance = _chance(tensor)
     chosen = {0, height - 1}
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}
     chosen |= set(op.special_rows)
@@ -140,12 +142,19 @@ def sampled_stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     if tensor.nbytes <= 4 * SAMPLED_BYTES:
         yield from stretches(tensor)
         return
-    chance = random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
+    chance = _chance(tensor)
     last = tensor.nbytes - SAMPLED_BYTES
     yield 0, SAMPLED_BYTES
     for start in range(SAMPLED_BYTES, last, SAMPLED_EVERY):
         yield min(start + chance.randrange(SAMPLED_EVERY) // SAMPLED_BYTES * SAMPLED_BYTES, last), SAMPLED_BYTES
     yield last, SAMPLED_BYTES
+
+
+def _chance(tensor: StoredTensor) -> random.Random:
+    """Return what chooses samples of this tensor, the same each time."""
+    import random  # noqa: PLC0415 - small tensors are looked at whole
+
+    return random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
 
 
 def batched(pieces: Sequence[Ranged], most: int) -> Iterator[Sequence[Ranged]]:

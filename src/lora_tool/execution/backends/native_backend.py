@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,21 +14,23 @@ from lora_tool.execution.backends.native_factors import NativeFactors
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term
-from lora_tool.execution.native.requantising import panel_of, storing_of
-from lora_tool.execution.native.rows import CodedRows, PlainRows
+from lora_tool.execution.native.rows import PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, grid_of
-from lora_tool.formats.quantised.requantising import StoredAgain
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
-Rows = PlainRows | CodedRows
+if TYPE_CHECKING:
+    from lora_tool.execution.native.coded_rows import CodedRows
+    from lora_tool.formats.quantised.requantising import StoredAgain
+
+    Rows = PlainRows | CodedRows
 
 
 class NativeBackend(NativeFactors):
@@ -119,13 +122,16 @@ class NativeBackend(NativeFactors):
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
         """See `NumpyBackend`: in one pass where a row of tiles, or what is computed of it together, stays in the cache."""
+        from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.formats.quantised.requantising import StoredAgain  # noqa: PLC0415 - see above
+
         grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
         panel = panel_of(self._kernel, grid, count)
         if panel is None or not isinstance(op, LoraDelta):
             return None
         with self._ready_for(unit):
             rows = self._weight(op.source, unit.first, unit.last)
-            if not isinstance(rows, CodedRows) or rows.part.above:
+            if isinstance(rows, PlainRows) or rows.part.above:
                 return None
             made = StoredAgain(
                 codes=self._buffer("codes", (count, grid.width), np.dtype(np.uint8)),
@@ -141,6 +147,8 @@ class NativeBackend(NativeFactors):
         """Return rows of a weight as they are read: quantised ones as they are stored."""
         part = self._sources.coded(tensor, first, last)
         if part is not None:
+            from lora_tool.execution.native.coded_rows import CodedRows  # noqa: PLC0415 - for quantised weights alone
+
             return CodedRows(self._kernel, part, tensor.dtype)
         return PlainRows(self._kernel, self._stored(tensor, first, last).reshape(last - first, -1), tensor.dtype)
 

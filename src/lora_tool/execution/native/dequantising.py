@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.execution import kernels
+from lora_tool.execution.native.coded_rows import CodedRows
 from lora_tool.execution.native.library import TYPES, Kernel, kernel
-from lora_tool.execution.native.rows import CodedRows
 from lora_tool.formats.quantised.coded import Scaled
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.tensors import DType

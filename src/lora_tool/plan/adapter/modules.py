@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lora_tool.adapter.targeting import explains, wrapped_parameters
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.target_parameters import parameter_term
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import StoredTensor, TensorTable
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

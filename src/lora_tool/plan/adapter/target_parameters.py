@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import ModelFacts
 
 _STACK = 3
 """Dimensions of a parameter that holds one matrix per expert."""

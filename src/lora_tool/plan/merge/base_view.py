@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.rules.engine.subjects import BaseMatch
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import ModelFacts
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
 """Tensor on disk → the deltas that it alone has, as a part of a fused parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
@@ -11,7 +12,6 @@ from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
@@ -19,6 +19,9 @@ from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.tied_embeddings import ModelEnds, settled_ends, with_vocabulary
 from lora_tool.progress import decided
 from lora_tool.tensors import DType, StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

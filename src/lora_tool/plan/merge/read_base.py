@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from lora_tool import keys
 from lora_tool.architectures import Architecture, architecture_of, is_computed
@@ -19,13 +20,14 @@ from lora_tool.architectures.vocabulary import stored_twice
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, require_packages
 from lora_tool.keys import Part
-from lora_tool.names.model import NamesOnDisk
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plan.merge.base_view import BaseView, class_row, direct_base
-from lora_tool.plan.merge.converted_base import converted_base, homes
 from lora_tool.progress import decided
 from lora_tool.tensors import DType, StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import NamesOnDisk
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _MAPPERS = ("torch", "transformers")
@@ -56,6 +58,8 @@ def read_base(
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
             return direct_base(base, adapters, row, task)
+    from lora_tool.plan.merge.converted_base import converted_base  # noqa: PLC0415 - for bases that are not as in memory alone
+
     mixture = _known_mixture(base, adapters, asked) if task is None else None
     if mixture is not None:
         class_name = mixture.facts.class_name
@@ -121,6 +125,7 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) 
     if asked not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
     from lora_tool.names.mixture import mixture_mapping  # noqa: PLC0415 - for bases that are not as in memory alone
+    from lora_tool.plan.merge.converted_base import homes  # noqa: PLC0415 - see above
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
@@ -179,7 +184,11 @@ def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool
     name = arch.sequence_classification if classifier else arch.causal_lm
     if name not in base.whole_config.architectures and any(map(_is_of_pooler, tensors)):
         return False  # another class may be without it
-    return all(map(_is_parameter, tensors)) and _same_layers(base, tensors) and _same_roots(arch, tensors, classifier)
+    return (
+        all(map(_is_parameter, tensors))
+        and _same_layers(base, tensors)
+        and _same_roots(arch, tensors, classifier=classifier)
+    )
 
 
 def _is_of_pooler(tensor: StoredTensor) -> bool:
@@ -208,7 +217,7 @@ def _same_layers(base: ModelDir, tensors: list[StoredTensor]) -> bool:
     )
 
 
-def _same_roots(arch: Architecture, tensors: list[StoredTensor], classifier: bool) -> bool:  # noqa: FBT001
+def _same_roots(arch: Architecture, tensors: list[StoredTensor], *, classifier: bool) -> bool:
     """Return whether a tensor is the trunk's, of the output layer, or, in a classifier's base, of its head."""
     trunk = {tensor.name.partition(".")[0] for tensor in tensors if keys.split_layer(tensor.name)[0] is not None}
     allowed = trunk | {name.partition(".")[0] for name in arch.causal_only}

@@ -10,7 +10,6 @@ from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.names.model import LABELS
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
 from lora_tool.plan.core.ops import BiasDelta, Dequantise, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
 from lora_tool.plan.core.steps import Step
@@ -172,7 +171,7 @@ def _home_dtype(merge: MergeContext, source: StoredTensor, name: str) -> DType:
 def _is_of_head(merge: MergeContext, name: str) -> bool:
     """Return whether a tensor has a row per label."""
     if merge.facts is not None:
-        return merge.facts.shapes.get(name, ())[:1] == (LABELS,)
+        return merge.facts.has_row_per_label(name)
     return merge.head is not None and name.rpartition(".")[0] == merge.head.name.rpartition(".")[0]
 
 

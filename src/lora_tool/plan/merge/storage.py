@@ -8,7 +8,7 @@ nearly all of it: it is done where it is asked for, and what is left is measured
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +17,13 @@ from typing import Any
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.fused_layers import together
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import ModelDir
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.grids import Blockwise
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
-from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.afresh import original_of
@@ -250,17 +249,6 @@ class QuantisedBase:
         """Return a line of the plan with the sizes before and after."""
         after = sum(step.out.nbytes for step in steps)
         return f"{what}, {size(self.stored.weights.nbytes)} in the base, {size(after)} merged"
-
-
-def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iterator[str]:
-    """Yield what the plan says of adapters that were trained on a quantised base, by its name, and get a plain one."""
-    for adapter in adapters:
-        named = (adapter.config.base_model if adapter.config else None) or ""
-        if full_precision_name(named.rpartition("/")[2]) is not None:
-            yield (
-                f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of {base.root} differ "
-                "from it by the rounding error; merge into the named model, or round this one with `base_as`, to get what was trained"
-            )
 
 
 def _copy(tensor: StoredTensor) -> Step:

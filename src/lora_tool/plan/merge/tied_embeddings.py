@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.adapter.tied_lora import add_the_same
@@ -19,11 +20,13 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.names.model import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator
 
 from lora_tool.adapter import targeting
@@ -25,6 +26,8 @@ _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
+_OF_THAT_RUN = "or take the config of the run that wrote the weights"
+_A_LIST = 'write the names as a list, ["q_proj", "v_proj"]: PEFT reads one string as a regular expression'
 _FROM_NEWER_PEFT = (
     "load the adapter with the PEFT version that wrote it or a newer one; remove the field if it is misspelt"
 )
@@ -49,7 +52,10 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     if isinstance(config.target_modules, str):
         if not any(targeting.layer_is_targeted(config, layer) for layer in subject.view.kinds):
             message = "matches none of the modules that have LoRA tensors"
-            yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
+            hint = _A_LIST if "," in config.target_modules else None
+            yield Fault(
+                subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path, hint=hint
+            )
     else:
         # "all-linear" also names the layers inside a head that is saved whole
         carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
@@ -126,8 +132,11 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
     def unexplained_in(layer: LoraLayer) -> Iterator[Fault]:
         if not targeting.layer_is_targeted(subject.config, layer):
+            field = subject.config.left_out_by(layer.target)
+            why = f"`{field}` leaves its module out" if field else "no entry of `target_modules` matches its module"
+            hint = f"correct `{field}` in {subject.config_path}, {_OF_THAT_RUN}" if field else None
             for tensor in layer.parts.values():
-                yield _dropped(tensor, "no entry of `target_modules` matches its module")
+                yield _dropped(tensor, why, hint)
         elif is_lost_on_loading(subject.config, layer, tied=_says_tied(subject)):
             yield _lost_end(layer)
         elif not subject.config.refused:
@@ -142,8 +151,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
             yield _dropped(item.tensor, message)
 
 
-def _dropped(tensor: StoredTensor, why: str) -> Fault:
-    return Fault(subject=tensor.name, message=f"{why}: PEFT would silently drop it")
+def _dropped(tensor: StoredTensor, why: str, hint: str | None = None) -> Fault:
+    return Fault(subject=tensor.name, message=f"{why}: PEFT would silently drop it", hint=hint)
 
 
 def _lost_end(layer: LoraLayer) -> Fault:
@@ -255,8 +264,11 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
+    root = shlex.quote(str(subject.checkpoint.root))
+    in_memory = f"let PEFT merge it, with the whole model in memory: lora-tool merge --allow-in-memory {root}"
     for refusal in refusals(subject.view):
-        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
+        hint = in_memory if refusal.in_memory else refusal.hint
+        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=hint)
     if isinstance(match := subject.match, BaseMatch):
         for layer in subject.layers:
             if layer.bias and match.tensor(layer.target) and not match.tensor(layer.target, "bias"):

@@ -146,13 +146,16 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
-    """Return the layer's rank where each factor has it in the other's place, None where they are not swapped."""
+    """Return the layer's rank where each factor has it in the other's place, None where they are not swapped.
+
+    Those of a square weight fit together either way: then the smaller of the two sizes is the rank.
+    """
     pair = layer.pair
     if pair is None or len(pair[0].shape) != MATRIX or pair[0].shape[1] != pair[1].shape[0]:
         return None
     a, b = pair
     rank = min(ranks_of(config, layer))
-    return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] == rank else None
+    return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] <= rank else None
 
 
 @rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)

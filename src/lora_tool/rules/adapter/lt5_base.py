@@ -33,6 +33,7 @@ _WIDTHS = (
     "emb_dim",
     "pooler_hidden_size",
 )
+_FROM_ONE_PLACE = "copy the base's config.json and its weights again, from one place"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -229,7 +230,8 @@ def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer number beyond the base's last layer.
 
-    What it does: Compares the layer numbers of the adapter with those of the base.
+    What it does: Compares the layer numbers of the adapter with those of the base. For model types that have the same
+    tensors on disk and in memory, it also looks for adapted tensors of the base that `config.json` leaves no place for.
 
     Why it matters: The adapter is for a deeper model of the family. PEFT drops the extra layers and applies the others
     to a model that they were not trained on.
@@ -241,6 +243,21 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     for _, name, beyond in _absent(subject):
         if beyond:
             yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
+    yield from _without_a_place(subject)
+
+
+def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
+    """Look for adapted weights of the base that its class does not have under its config, where headers tell."""
+    known = subject.stored_base.class_tensors if subject.stored_base is not None else None
+    if known is None or not known.unexpected:
+        return
+    unexpected, root = frozenset(known.unexpected), subject.matched.base.root
+    for module, name in _adapted(subject).items():
+        held = subject.matched.tensor(module)
+        if held is not None and held.name in unexpected:
+            what = f"a {known.class_name or 'model of this type'} has no place under {root / 'config.json'}"
+            message = f"adapts `{held.name}`, for which {what}: transformers ignores it"
+            yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)

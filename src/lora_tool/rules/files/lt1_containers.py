@@ -13,7 +13,7 @@ from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
 from lora_tool.errors import Defect
-from lora_tool.formats.files import broken_json, inside
+from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, inside
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
@@ -40,8 +40,13 @@ def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
 
 
 def way_to_read(path: str, message: str) -> str | None:
-    """Return the command that lets a file be read which the user may not read; None for what else is wrong with one."""
-    return f"chmod u+r {shlex.quote(path)}" if message.endswith(os.strerror(errno.EACCES)) else None
+    """Return the command that makes a file readable which the user may not read, or whose beginning nobody reads; None
+    for what else is wrong with one.
+    """
+    name, new = shlex.quote(path), shlex.quote(f"{path}.new")
+    if message == BYTE_ORDER_MARK:
+        return f"remove the mark: tail -c +4 {name} > {new} && mv {new} {name}"
+    return f"chmod u+r {name}" if message.endswith(os.strerror(errno.EACCES)) else None
 
 
 @rule("LT101", Severity.ERROR, on=Subject)
@@ -202,13 +207,17 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
 
     Example: A folder with `adapter_config.json` and `adapter_model.bin`.
 
-    What to do: `lora-tool merge` writes safetensors. To convert the file itself, load it on a machine where it may run
-    code and save it again: `model.save_pretrained(folder)`.
+    What to do: `lora-tool merge` writes safetensors, and so does `lora-tool convert ADAPTER --to peft -o OUT`. To convert
+    another file, load it on a machine where it may run code and save it again: `model.save_pretrained(folder)`.
     """
+    readable = f"to write safetensors: lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft -o OUT"
     for problem in subject.problems:
         if problem.defect is Defect.PICKLE:
             severity = Severity.ERROR if problem.fatal else Severity.WARNING
-            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, severity=severity)
+            hint = readable if isinstance(subject.checkpoint, AdapterDir) and not problem.fatal else None
+            yield Fault(
+                message=problem.message, subject=problem.subject, path=problem.path, severity=severity, hint=hint
+            )
 
 
 @rule("LT111", Severity.WARNING, on=Subject)
@@ -284,6 +293,7 @@ def stray_weights(subject: Subject) -> Iterator[Fault]:
     yield from defects(subject, Defect.STRAY_WEIGHTS)
 
 
+_WITH_INDEX = "copy or download the index too, from where the shards come from (hf download continues where it stopped)"
 _IN_ONE_FILE = (
     'python -c "from glob import glob; from safetensors.torch import load_file, save_file; save_file({k: v for f in '
     "glob('adapter_model-*.safetensors') for k, v in load_file(f).items()}, 'adapter_model.safetensors', "
@@ -314,7 +324,7 @@ def _where_they_are(checkpoint: Checkpoint) -> str | None:
     if holds_rank_files(checkpoint.folder):
         return f"the folder holds them in pieces: lora-tool consolidate {shlex.quote(str(checkpoint.root))}"
     if not isinstance(checkpoint, AdapterDir):
-        return None
+        return _WITH_INDEX if any("-of-" in name for name in checkpoint.folder.files) else None
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
         return f"{_IN_ONE_FILE} (run it in {checkpoint.root})"
     state = training_state_near(checkpoint.root)
