@@ -53,7 +53,9 @@ def _action_line(action: TensorAction, found: list[TensorEvidence], kept: str) -
     count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
     if action is not TensorAction.MERGED:
         return f"{count} {action} {kept}"
-    ulps = max((item.ulps or 0.0 for item in right), default=0.0)
+    if not right:
+        return f"none of the {len(found)} merged is W + ΔW"
+    ulps = max(item.ulps or 0.0 for item in right)
     loose = sum(bool(item.reason) for item in right)
     rounded = f", {loose} of them as rounded by 16-bit arithmetic" if loose else ""
     cosines = [item.cosine for item in right if item.cosine is not None]
