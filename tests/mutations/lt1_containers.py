@@ -152,3 +152,8 @@ def _empty_tokenizer_config(folder: Path) -> None:
 def _adapter_in_shards(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
     (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
+
+
+@breaks("LT113 of the base", CAUSAL, with_base=True)
+def _cut_generation_config(folder: Path) -> None:
+    (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": ')

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.checkpoint_edits import raw
+from tests.checkpoint_edits import INDEX, fields, raw, tensors
 from tests.mutations.merged_models import SCORE, weights, without_manifest
-from tests.mutations.registry import CAUSAL_MERGED, MERGED, SHARDED, breaks
+from tests.mutations.registry import CAUSAL, CAUSAL_MERGED, MERGED, SHARDED, breaks
 
 
 @breaks("LT317", MERGED)
@@ -48,3 +48,16 @@ def _of_another_trainer(folder: Path) -> None:
     without_manifest(folder)
     with weights(folder) as table:
         table["v_head.summary.weight"] = raw(1, 16)
+
+
+@breaks("LT318 wrapped", CAUSAL, with_base=True)
+def _wrapped_base(folder: Path) -> None:
+    base = folder.parent / "base"
+    with fields(base, INDEX) as index:
+        index["weight_map"] = {f"module.{name}": file for name, file in index["weight_map"].items()}
+        files = set(index["weight_map"].values())
+    for file in files:
+        with tensors(base, file) as table:
+            wrapped = {f"module.{name}": tensor for name, tensor in table.items()}
+            table.clear()
+            table.update(wrapped)
