@@ -112,3 +112,13 @@ def _base_of_another_class(folder: Path) -> None:
 @breaks("LT304 another task", REWARD, task="token-cls")
 def _not_a_token_classifier(folder: Path) -> None:
     assert folder.is_dir()
+
+
+@breaks("LT304 trained class", REWARD, task="causal-lm")
+def _no_causal_class(folder: Path) -> None:
+    with fields(folder) as config:
+        config["task_type"] = None
+        config["auto_mapping"] = {
+            "base_model_class": "Qwen2ForSequenceClassification",
+            "parent_library": "transformers.models.qwen2.modeling_qwen2",
+        }

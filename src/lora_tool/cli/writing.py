@@ -58,7 +58,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
         try:
             return self.parse(value)
         except WrongValue as error:
-            self.fail(str(error), param, ctx)
+            self.fail(str(error).partition(": ")[2] or str(error), param, ctx)  # click names the option
 
 
 def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
