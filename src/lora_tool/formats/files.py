@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -171,9 +172,10 @@ def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False
 
     JSON has such a half as an escape, and Python has it in paths that are no UTF-8 (`os.fsdecode`).
     """
+    text = io.StringIO()  # `json.dumps` holds every piece of it until the last
+    text.writelines(json.JSONEncoder(indent=indent, sort_keys=sort_keys, ensure_ascii=False).iterencode(table))
     try:
-        text = json.dumps(table, indent=indent, sort_keys=sort_keys, ensure_ascii=False)
-        return f"{text}\n".encode()
+        return f"{text.getvalue()}\n".encode()
     except UnicodeEncodeError:
         return f"{json.dumps(table, indent=indent, sort_keys=sort_keys)}\n".encode()
 
