@@ -108,6 +108,23 @@ def lora(module: str, *, rows: int, columns: int, rank: int = 4) -> Tensors:
     return {f"{name}A.weight": raw(rank, columns), f"{name}B.weight": raw(rows, rank)}
 
 
+def trained_tokens(folder: Path, indices: list[int], *, rows: int, width: int = 16) -> None:
+    """Give an adapter trained tokens: `indices` in its config, and `rows` of them among its tensors."""
+    with fields(folder) as config:
+        config["trainable_token_indices"] = indices
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"] = raw(rows, width)
+
+
+def lora_on_embeddings(folder: Path, *, rows: int) -> None:
+    """Give an adapter LoRA on embeddings of so many rows."""
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = raw(4, rows)
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_B"] = raw(16, 4)
+    with fields(folder) as config:
+        config["target_modules"].append("embed_tokens")
+
+
 def as_classifier(folder: Path, *, labels: int | None = 1, rows: int = 1, pad: int | None = 0) -> None:
     """Make a causal-LM folder a sequence classifier's: one file, a head of `rows`, a config with `labels`."""
     table: Tensors = {}

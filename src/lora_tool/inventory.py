@@ -80,7 +80,7 @@ class Inventory:
         return tuple(item for item in self.checkpoints if item.root != self.root)
 
 
-def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
+def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:
     """Yield the checkpoints under `root`, run by run; `criteria` judge each of them as `validate` judges its run.
 
     Reads names, JSON, headers and adapters' weights. Links are not followed. The saves of a run, `checkpoint-N` say,
@@ -252,7 +252,7 @@ def sizes_of(folder: Path) -> dict[FileRole, int]:
                 nbytes = os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118 - half the time of Path
             except OSError:  # it went away
                 continue
-            inside_optimizer = re.search(r"optimizer(?:_\d+)?\Z", where) is not None
+            inside_optimizer = re.search(r"\boptim(?:izers?)?(?:_\d+)?\Z", where) is not None
             sizes[FileRole.OPTIMIZER if inside_optimizer else _content(name)] += nbytes
     return sizes
 

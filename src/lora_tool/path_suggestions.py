@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from lora_tool.errors import NotACheckpoint
+from lora_tool.formats.files import expanded
 
 _MOST_NAMES = 10_000
 """Names of a folder that are compared: it may be anybody's."""
@@ -31,7 +32,7 @@ def probably_meant(path: str | Path) -> str | None:
     """
     import difflib  # noqa: PLC0415 - only for what is misspelled
 
-    wanted = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
+    wanted = expanded(path)
     rest: list[str] = []
     for part in (wanted, *wanted.parents):
         if part.parent.is_dir():

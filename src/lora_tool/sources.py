@@ -23,6 +23,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
 )
 from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
+from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
 from lora_tool.formats.files import expanded, is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
@@ -271,6 +272,8 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         raise
     if wanted is Wanted.MODEL and not any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files)):
         _refuse_by_name(hub_id, path)
+    if wanted is Wanted.ADAPTER:
+        _require_no_model(hub_id, path)
     decided(f"{reference} is {hub_id} on the Hub, now at commit {path.name}: {path}")
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
@@ -282,6 +285,20 @@ def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> Incomple
         f"{reference}: not a local folder and not in the Hub cache{quantised_by_name(hub_id)}",
         hint=probably_meant(reference) or f"hf download {better or hub_id}{at}",
     )
+
+
+def _require_no_model(hub_id: str, path: Path) -> None:
+    """Raise `NotACheckpoint` for a model whose weights were not downloaded: nothing true could be said of them."""
+    weights = (pattern for wanted in Wanted for pattern in (wanted.value, wanted.torch_files))
+    if (
+        is_file(path / CONFIG)
+        and not is_file(path / ADAPTER_CONFIG)
+        and not any(any(path.glob(each)) for each in weights)
+    ):
+        raise NotACheckpoint(
+            f"{hub_id} is a model on the Hub, and its weights are not in the cache: only an adapter is downloaded here",
+            hint=f"hf download {hub_id}, then run the same command again",
+        )
 
 
 def _refuse_by_name(hub_id: str, path: Path) -> None:

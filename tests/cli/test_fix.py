@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.checkpoint import open_checkpoint
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import SourceChanged
 from lora_tool.execution.fixing import apply_change
 from lora_tool.formats.stored import read_part
@@ -52,13 +52,14 @@ FIXED = {
 
 def tensors(folder: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, AdapterDir | ModelDir)
     return {
         name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "").split("base_model.model.")[-1]: (
             tensor.spec.dtype,
             tensor.shape,
             read_part(tensor, 0, tensor.nbytes),
         )
-        for name, tensor in checkpoint.tensors.items()  # type: ignore[union-attr]
+        for name, tensor in checkpoint.tensors.items()
     }
 
 

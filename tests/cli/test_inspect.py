@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,24 @@ def test_an_output_without_greek_letters_gets_question_marks(
         monkeypatch.setattr("sys.stdout", out)
         assert call("inspect", "fixtures/reward-qwen2/adapter").code == 0
     assert "?" in (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "fixtures/reward-qwen2/adapter"),
+        ("diff", "fixtures/reward-qwen2/adapter", "fixtures/causal-llama/adapter"),
+        ("verify", "fixtures/reward-qwen2/adapter", "--pairs", REPOSITORY / "tests" / "pairs.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_what_draws_the_extra_is_named(
+    words: tuple[str | Path, ...], package: str, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in [name for name in sys.modules if name.startswith("lora_tool.pictures")]:
+        monkeypatch.delitem(sys.modules, name)
+    done = call(*words, "--plot", tmp_path / "page.html")
+    assert (done.code, done.out) == (3, "")
+    assert f"error: {package} is not installed" in done.err
+    assert "[plot]" in done.err

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
-from tests.cli.calling import Caller
+from tests.cli.calling import REPOSITORY, Caller
 
 
 def test_env_names_versions_and_nothing_private(call: Caller) -> None:
@@ -233,3 +234,25 @@ def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
 def test_every_exit_code_is_explained(call: Caller) -> None:
     assert {code for _, code in _BY_ERROR} <= MEANINGS.keys()
     assert all(meaning in " ".join(call("--help").out.split()) for meaning in MEANINGS.values())
+
+
+_INTERRUPTED = """
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(30)
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text(_INTERRUPTED)
+    source = str(REPOSITORY / "src")
+    # a job in the background inherits that the signal is ignored
+    begin = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{begin}; runpy.run_module('lora_tool', run_name='__main__')"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), source])},
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -13,6 +13,7 @@ import pytest
 
 from lora_tool.cluster import ray_cluster, reaching
 from lora_tool.cluster.ray_cluster import RayCluster
+from lora_tool.cluster.reaching import require_node
 from lora_tool.errors import ExecutionError, WrongValue
 from lora_tool.plan.merge.options import MergeArguments
 from tests.hostile.folders import copy_pair, left_behind, lora_tool
@@ -61,7 +62,7 @@ def test_a_wrong_address_is_said_before_anything_is_read(address: str, words: st
 
 
 def test_the_address_of_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "require_node", lambda: None)
+    monkeypatch.setattr(ray_cluster, "require_node", lambda _: None)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ExecutionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         RayCluster().require()
@@ -97,6 +98,13 @@ def test_a_machine_that_is_no_node_is_told_so(monkeypatch: pytest.MonkeyPatch, t
         RayCluster().require()
     (processes / "22" / "comm").write_text("raylet\n")
     RayCluster().require()
+    (processes / "22" / "cmdline").write_text("/ray/raylet\0--node_id=1\0--gcs-address=10.0.0.1:6379\0")
+    for where in ("auto", "10.0.0.1:6379", "head:6379"):
+        require_node(where)
+    with pytest.raises(
+        ExecutionError, match=r"one of the cluster at 10\.0\.0\.1:6379, not of that at 10\.0\.0\.1:6380"
+    ):
+        require_node("10.0.0.1:6380")
     (processes / "22" / "comm").write_text("python\n")
     (processes / "1" / "comm").unlink()
     RayCluster().require()  # the processes of other users are hidden

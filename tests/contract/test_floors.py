@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,8 +19,7 @@ FLOORS: dict[str, float] = {
     "hub_names": 0.2,
     "cluster": 0.5,
     "formats": 1,
-    "path_suggestions": 1,
-    **dict.fromkeys(("hub_cache", "hub_client"), 1.1),
+    **dict.fromkeys(("path_suggestions", "hub_cache", "hub_client"), 1.1),
     "checkpoint": 2,
     **dict.fromkeys(("sources", "architectures"), 2.1),
     "weighted": 2.2,
@@ -120,6 +120,12 @@ def test_arrows_run_one_way_inside_a_room_too() -> None:
 
 def test_every_room_has_a_floor() -> None:
     assert {room(module_of(path)) for path in FILES} - {""} <= FLOORS.keys()
+
+
+def test_the_map_names_every_room() -> None:
+    map_ = (SOURCE / "lora_tool" / "ARCHITECTURE.md").read_text()
+    floors = {name for row in re.findall(r"^\| \d.*", map_, re.MULTILINE) for name in re.findall(r"`([\w.]+)/?`", row)}
+    assert {name.partition(".")[0] for name in FLOORS} <= floors
 
 
 def test_an_import_upwards_and_a_circle_are_seen(tmp_path: Path) -> None:

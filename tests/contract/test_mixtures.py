@@ -22,7 +22,7 @@ from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.tensors import DType
 from tests.contract.test_import_cost import CALL, loaded
 from tests.oracle.tiny import tiny_config, tiny_model
-from tests.tensor_tables import fields_of
+from tests.tensor_tables.changes import fields_of
 
 ROWS = mixtures._ROWS
 TYPES = sorted({row.model_type for row in ROWS})

@@ -23,7 +23,7 @@ from lora_tool.rules.model import lt3_tensors  # noqa: F401 - which registers it
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config, tiny_model
-from tests.tensor_tables import apart
+from tests.tensor_tables.classes import apart
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", "question-ans", "feature-extraction")
 ROWS = {row["model_type"]: row for row in map(json.loads, TABLE.read_text().splitlines())}

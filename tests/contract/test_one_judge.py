@@ -27,10 +27,9 @@ from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import FindingsFound, LoraToolError, PlanError, WrongValue
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Finding, Severity
-from tests import mutations
 from tests.checkpoint_edits import PREFIX
 from tests.judging import judge
-from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, REWARD, Mutation
+from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, REWARD, Mutation, places
 
 INJURIES = {
     name: mutation
@@ -45,9 +44,9 @@ class Patient:
 
     model: Callable[[], PreTrainedModel] | None
     of: tuple[str, ...]
-    first: str = mutations.Q_PROJ
-    second: str = mutations.DOWN_PROJ
-    head: str = mutations.SCORE
+    first: str = places.Q_PROJ
+    second: str = places.DOWN_PROJ
+    head: str = places.SCORE
     task: str = "CAUSAL_LM"
     enough: int
     """How many of the injuries it can have that `validate` calls errors."""
@@ -126,7 +125,7 @@ def _injured(patient: Patient, healthy: Path, mutation: Mutation, where: Path, p
         return False  # the other one is for another model
     shutil.copytree(healthy, where)
     for constant, name in (("Q_PROJ", patient.first), ("DOWN_PROJ", patient.second), ("SCORE", patient.head)):
-        patch.setattr(mutations, constant, name)
+        patch.setattr(places, constant, name)
     try:
         mutation.injure(where / "adapter")
     except (KeyError, OSError, StopIteration):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,17 @@ def test_codes_are_permanent() -> None:
 FAULTS = Path(__file__).parents[1] / "unit" / "test_zero_faults.py"
 
 
+def _file(function: Callable[..., object]) -> str:
+    return function.__module__.rpartition(".")[2]
+
+
 def test_every_rule_has_an_injury() -> None:
     zero = {code for code in RULES if code.startswith("LT4")}
     assert {mutation.code for mutation in MUTATIONS.values()} == set(RULES) - zero
+    stray = {
+        name for name, mutation in MUTATIONS.items() if _file(mutation.injure) != _file(RULES[mutation.code].check)
+    }
+    assert not stray, "an injury stands in the file of tests/mutations that has the name of its rule's file"
     # those of rank files are made by torch.save, in a module of their own
     assert zero == set(re.findall("LT4[0-9]{2}", FAULTS.read_text())) & set(RULES)
 

@@ -225,6 +225,26 @@ def test_what_the_cache_holds_is_taken_where_the_hub_does_not_answer(offered: Hu
         assert "the Hub does not answer, so me/adapter is taken from the cache, commit " in called.err
 
 
+@pytest.mark.parametrize("words", [("validate", "me/base"), ("merge", "me/base"), ("diff", "me/base", "me/base")])
+def test_a_model_whose_weights_are_not_here_is_not_called_broken(
+    words: tuple[str, ...], offered: Hub, call: Caller
+) -> None:
+    called = call(*words)
+    assert (called.code, called.out) == (3, "")
+    assert "me/base is a model on the Hub, and its weights are not in the cache" in called.err
+    assert "hint: hf download me/base, then run the same command again" in called.err
+    assert not any(asked.path.endswith(".safetensors") for asked in offered.log)
+
+
+@pytest.mark.usefixtures("offered")
+def test_the_clients_own_words_are_not_printed_where_nobody_watches(
+    call: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = call("validate", ADAPTER, "--base", FIXTURES / "reward-qwen2" / "base")
+    assert (called.code, called.err) == (0, "asking the Hub for me/adapter …\n")
+    assert "No files matched" not in caplog.text
+
+
 def test_offline_the_cache_is_taken_without_asking(offered: Hub, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("validate", ADAPTER).code == 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -20,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lora_tool.checkpoint import open_adapter, open_checkpoint, open_model, open_sharded
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.convert.plan_convert import plan_convert
@@ -103,7 +104,13 @@ def before(state: State, beginning: str) -> State:
     return {beginning + name: tensor for name, tensor in state.items()}
 
 
+def column_major(state: State) -> State:
+    """Return factors whose rows do not lie one after the other, as those that LoRA-GA begins with."""
+    return {name: tensor.T.contiguous().T if "lora_" in name else tensor for name, tensor in state.items()}
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
+    "with factors that lie transposed": column_major,
     "beside a counter": lambda state: {"policy": state, "step": torch.ones(())},
     "beside random states and an optimizer": lambda state: {
         "network": state,
@@ -130,6 +137,24 @@ def test_names_and_places(layout: str, made: Path, tmp_path: Path) -> None:
     assert same(out, made / "good")
     written = json.loads((out / "adapter_config.json").read_text())
     assert (written["target_modules"], written.get("modules_to_save")) == (["down_proj", "q_proj"], None)
+
+
+def test_the_optimizer_in_a_folder_beside(made: Path, tmp_path: Path) -> None:
+    state = new_module().state_dict()
+    distributed(tmp_path / "run" / "model", state)
+    distributed(tmp_path / "run" / "optim", optimizer(state))
+    out = execute(plan_consolidate(tmp_path / "run", lora_alpha=6), tmp_path / "out")
+    assert same(out, made / "good")
+    shutil.rmtree(tmp_path / "run" / "model")
+    with pytest.raises(NotACheckpoint, match=r"run holds no weights, but .*: optim\Z"):
+        plan_consolidate(tmp_path / "run")
+
+
+def test_a_module_that_is_one_object_is_refused_by_name(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save({"model": new_module().state_dict()}, checkpoint_id=str(tmp_path), no_dist=True, planner=planner)
+    with pytest.raises(UnsupportedCheckpoint, match=r"holds pickled objects alone: model\Z"):
+        plan_consolidate(tmp_path)
 
 
 def test_a_whole_model_in_a_module(made: Path, tmp_path: Path) -> None:
@@ -206,6 +231,21 @@ def test_a_placement_that_is_not_understood_is_refused(
     torch.save({"a.weight": tensor}, tmp_path / "model_world_size_4_rank_0.pt")
     with pytest.raises(UnsupportedCheckpoint, match=rf"`a\.weight` \[12, 4\] cannot be put together: {why}"):
         plan_consolidate(tmp_path, what="state")
+
+
+@pytest.mark.parametrize(
+    ("name", "difference", "found"),
+    [("q_proj.lora_A.weight", 1, {"LT407"}), ("q_proj.lora_A.weight", 0, set()), ("gate.tokens_per_expert", 1, set())],
+)
+def test_what_every_rank_holds_whole(name: str, difference: int, found: set[str], tmp_path: Path) -> None:
+    """Without sharding all files are equal: LoRA is one for all ranks, a buffer may count what its own rank has seen."""
+    for rank in range(2):
+        state = {
+            f"base_model.model.{name}": torch.full((2, 4), 1.0 + rank * difference),
+            "base_model.model.a.lora_A.weight": torch.ones(1, 1),
+        }
+        torch.save(state, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    assert {finding.code for finding in validate(open_sharded(tmp_path), select=["LT40"]).findings} == found
 
 
 def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lora_tool.verification.pairs import read_pairs
 from lora_tool.verification.verifying import verify
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
-from tests.mutations_merged import PAIRS, SCORE, numbers, stored, weights
+from tests.mutations.merged_models import PAIRS, SCORE, numbers, stored, weights
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 
 ADAPTER = "fixtures/reward-qwen2/adapter"

@@ -11,12 +11,23 @@ import torch
 from peft import PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from lora_tool import Server, plan_merge, plan_prepare, prepare, validate, verify
+from lora_tool import Server, combine, plan_merge, plan_prepare, prepare, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
 from lora_tool.formats.files import read_json
 from lora_tool.keys import PREFIX
 from tests.oracle.peft_merge import load_model, save_adapter, save_base, saved_tensors
-from tests.oracle.test_combine import EMBEDDINGS, EXACT, PATTERNS, QV, RSLORA, adapters_of, deltas, farthest, least
+from tests.oracle.test_combine import (
+    EMBEDDINGS,
+    EXACT,
+    PATTERNS,
+    QV,
+    RSLORA,
+    adapters_of,
+    deltas,
+    farthest,
+    least,
+    summed,
+)
 
 ONE_RANK = [Server.VLLM, Server.SGLANG, Server.LLAMA_CPP]
 MIXED = RSLORA | {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}
@@ -170,6 +181,53 @@ def test_fused_experts_keep_their_layout_for_vllm(tmp_path: Path) -> None:
         plan_prepare(adapter, "llama.cpp")
 
 
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
+def test_all_linear_on_a_mixture_of_experts_has_ranks_of_its_own(tmp_path: Path) -> None:
+    """PEFT doubles rank and alpha of gate and up for `all-linear`, and says so in patterns of parameters."""
+    base, (adapter,) = adapters_of(tmp_path, "mixtral", {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"})
+    assert read_json(adapter / "adapter_config.json")["rank_pattern"] == {r".*\.gate_up_proj": 4}
+    expected = deltas(base, adapter)
+    for server in (Server.PEFT, Server.VLLM):
+        out = prepare(adapter, server, out=tmp_path / server.value).path
+        assert not verify(out).report.findings
+        assert {found.code for found in validate(out, base=base, servers=[server]).findings} <= {"LT809"}
+        config = read_json(out / "adapter_config.json")
+        if server is Server.VLLM:
+            assert (config["r"], config["rank_pattern"]) == (4, {})
+            assert sorted(config["target_parameters"]) == ["down_proj", "gate_up_proj"]
+            experts = {name: delta for name, delta in deltas(base, out).items() if "experts" in name}
+            assert farthest(experts, {name: expected[name] for name in experts}) <= EXACT
+        else:
+            assert farthest(deltas(base, out), expected) <= EXACT
+    table = saved_tensors(tmp_path / "vllm")
+    name = f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight"
+    assert table[name].shape == (4 * 4, 48)  # experts · rank, the last two rows of each of zeros
+    table[name][2, 5] = 1e-3
+    save_file(table, tmp_path / "vllm" / "adapter_model.safetensors")
+    assert [finding.subject for finding in verify(tmp_path / "vllm").report.findings] == [name]
+    with pytest.raises(UnsupportedAdapter, match=r"experts.gate_up_proj` has rank 4 for each expert") as refused:
+        plan_prepare(adapter, "vllm", max_rank=2)
+    assert "--to peft-experts" in str(refused.value.hint)
+    with pytest.raises(UnsupportedAdapter, match="as one tensor for each expert") as refused:
+        plan_prepare(adapter, "mlx")
+    assert "--to peft-experts" in str(refused.value.hint)
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # as above
+def test_a_matrix_among_the_parameters_is_a_module_to_servers(tmp_path: Path) -> None:
+    lora = {"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"], "r": 3}
+    base, adapters = adapters_of(tmp_path, "llama", lora, lora | {"rank_pattern": {"up_proj.weight": 5}})
+    expected = [deltas(base, each) for each in adapters]
+    for server in ONE_RANK:
+        out = prepare(adapters[1], server, out=tmp_path / server.value).path
+        assert read_json(out / "adapter_config.json")["target_parameters"] is None
+        assert farthest(deltas(base, out), expected[1]) <= EXACT
+        assert not verify(out).report.findings
+    both = combine(adapters, weights=[0.7, -0.3], out=tmp_path / "both").path
+    assert farthest(deltas(base, both), summed([(0.7, expected[0]), (-0.3, expected[1])])) <= EXACT
+    assert not verify(both).report.findings
+
+
 def graded_base(folder: Path, **overrides: Any) -> Path:
     """Write a base whose matrices have singular values far apart, so that what PiSSA takes out is determined."""
     base = save_base(folder, "llama", "causal-lm", torch.float32, **overrides)
@@ -260,11 +318,17 @@ def test_trained_rows_are_lora_on_the_embedding(lora: dict[str, Any], server: Se
     assert [finding.code for finding in verify(out).report.findings] == ["LT626"]
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_rows_that_a_server_would_not_have(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", QV | TRAINED_ROWS)
     with pytest.raises(UnsupportedAdapter, match="output layer, too"):
         prepare(adapter, "vllm", base=base, out=tmp_path / "out")
+    saved = save_adapter(tmp_path / "saved", base, "causal-lm", QV | {"modules_to_save": ["lm_head"]})
+    with pytest.raises(
+        UnsupportedAdapter, match=r"lm_head.weight` was trained whole, but .* uses its embedding as its output"
+    ):
+        plan_prepare(saved, "vllm", base=base)
     untied = save_base(tmp_path / "untied", "llama", "causal-lm", torch.float32, tie_word_embeddings=False)
     grown = save_adapter(tmp_path / "grown", untied, "causal-lm", QV | {"modules_to_save": ["embed_tokens"]})
     table = load_file(grown / "adapter_model.safetensors")
@@ -302,6 +366,21 @@ def test_what_peft_reads_as_it_is_and_many_saved_modules(tmp_path: Path) -> None
     many = save_adapter(tmp_path / "many", base, "causal-lm", {"target_modules": ["q_proj"], "bias": "all"})
     with pytest.raises(UnsupportedAdapter, match="`, `.*`, `.*` and 1 more saved whole"):
         plan_prepare(many, "sglang")
+
+
+def test_dora_stays_dora_for_peft(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
+    lora = {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "rank_pattern": {"down_proj": 3}}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora | {"use_dora": True, "use_rslora": True})
+    out = prepare(adapter, "peft", out=tmp_path / "out").path
+    assert not validate(out, base=base).findings
+    assert not verify(out).report.findings
+    assert torch.allclose(logits_of(base, out), logits_of(base, adapter), rtol=0, atol=1e-6)
+    table = load_file(out / "adapter_model.safetensors")
+    name = next(name for name in table if "down_proj.lora_magnitude" in name)
+    table[name][0] *= 1.01
+    save_file(table, out / "adapter_model.safetensors")
+    assert [finding.subject for finding in verify(out).report.findings] == [name]
 
 
 def test_dora_is_taken_as_near_as_its_rank_allows(tmp_path: Path) -> None:

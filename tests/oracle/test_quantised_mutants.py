@@ -20,7 +20,7 @@ from lora_tool.report import Finding
 from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify
 from tests.mutations import copy_of
-from tests.mutations_merged import quantised
+from tests.mutations.merged_models import quantised
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import TILE, quantise
 

@@ -262,6 +262,14 @@ def test_a_replica_that_differs(trainers: Path, tmp_path: Path) -> None:
         plan_consolidate(actor)
 
 
+def test_the_config_in_the_adapter_that_older_verl_puts_beside(trainers: Path, tmp_path: Path) -> None:
+    actor = Path(shutil.copytree(trainers / "verl-fsdp2" / "global_step_3" / "actor", tmp_path / "actor"))
+    (actor / "lora_train_meta.json").unlink()
+    shutil.copytree(trainers / "adapter-fp32", actor / "lora_adapter")
+    out = execute(plan_consolidate(actor), tmp_path / "out")
+    require_equal(out / WEIGHTS, trainers / "adapter-fp32" / WEIGHTS)
+
+
 @pytest.fixture
 def shards(trainers: Path, tmp_path: Path) -> list[Path]:
     """A copy of torch's distributed safetensors files."""

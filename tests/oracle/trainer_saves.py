@@ -96,16 +96,21 @@ def mesh_of(*sizes: int) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :] if sizes[1:] else ("dp",))
 
 
-def dcp(folder: Path, state: dict[str, Any]) -> None:
+def dcp(folder: Path, state: dict[str, Any], **options: Any) -> None:
     """Save as torch does."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(state, checkpoint_id=str(folder))
+    save(state, checkpoint_id=str(folder), **options)
 
 
 def dcp_tp(out: Path, folder: Path) -> None:
     """Tensor parallelism alone, as a training program of one's own saves it."""
     dcp(folder, {"model": tensor_parallel(adapted(out), mesh_of(RANKS)).state_dict()})
+
+
+def dcp_alone(out: Path, folder: Path) -> None:
+    """Every rank writes its own metadata, of what it saved itself."""
+    dcp(folder, {"model": sharded(adapted(out), mesh_of(RANKS)).state_dict()}, use_collectives=False)
 
 
 def dcp_fsdp_tp(out: Path, folder: Path) -> None:
@@ -221,6 +226,7 @@ SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DIC
 KINDS: dict[str, Maker] = {
     "dcp-tp": dcp_tp,
     "dcp-fsdp-tp-bf16": dcp_fsdp_tp,
+    "dcp-without-collectives": dcp_alone,
     "fsdp2-dcp-bf16": accelerate_fsdp2("bfloat16", SHARDED, adapter_only=True),
     "fsdp2-full": accelerate_fsdp2("float32", FULL, adapter_only=True),
     "fsdp2-full-model-bf16": accelerate_fsdp2("bfloat16", FULL),

@@ -14,9 +14,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import TrainingStopped
-from lora_tool.train import guard
+from lora_tool.train import attached_guard
+from lora_tool.train.attached_guard import AttachedGuard
 from lora_tool.train.config import GuardSettings
-from lora_tool.train.guard import AttachedGuard
 from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, TrainingStatus, read_outcomes, write_job
 from lora_tool.train.remains import newest_rank_files, reassemble, saved_in
 from lora_tool.validation.validating import validate
@@ -32,7 +32,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     write_job(TrainingJob(guard=GuardSettings()), folder)
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
-    monkeypatch.setattr(guard, "_GUARDS", [])
+    monkeypatch.setattr(attached_guard, "_GUARDS", [])
     hf.trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
     yield folder
     hf.trainer.DEFAULT_CALLBACKS.remove(AttachedGuard)
@@ -63,7 +63,7 @@ def sft(tmp_path: Path, base: Path, prepare: Callable[[Any], None] = lambda _: N
 
 
 def outcome_in(folder: Path) -> Any:
-    guard.write_what_was_seen()
+    attached_guard.write_what_was_seen()
     (outcome,) = read_outcomes(folder)
     return outcome
 

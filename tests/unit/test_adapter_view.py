@@ -12,7 +12,7 @@ import pytest
 
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.architectures.heads import HEADS, NEW_MODULES, head_of, is_last_layer
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.formats.safetensors import build_header
 from lora_tool.keys import Part
 from lora_tool.plan.adapter.modules import adapter_modules
@@ -224,7 +224,7 @@ def test_without_a_config_scalings_are_not_known(tmp_path: Path) -> None:
 def tensors_of(path: Path, shapes: Shapes, fill: bytes) -> TensorTable:
     written(path / "model.safetensors", shapes, fill)
     (path / "config.json").write_text('{"model_type": "llama"}')
-    return open_checkpoint(path).tensors  # type: ignore[union-attr]
+    return open_model(path).tensors
 
 
 def test_a_plan_drops_what_the_base_has_and_repeats(tmp_path: Path) -> None:

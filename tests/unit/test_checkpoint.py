@@ -273,6 +273,13 @@ def test_an_adapter_is_no_model() -> None:
         open_model(FIXTURES / "causal-llama" / "adapter")
 
 
+def test_an_adapter_in_a_models_folder_is_told_apart(tmp_path: Path) -> None:
+    for part in ("base", "adapter"):
+        shutil.copytree(FIXTURES / "causal-llama" / part, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(NotACheckpoint, match=r"holds an adapter beside a model's config\.json: expected a model alone"):
+        open_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("rank_file", "adapter", "command"),
     [

@@ -14,9 +14,10 @@ from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.formats.safetensors import build_header
 from lora_tool.inspection.factors import layer_norms
-from lora_tool.inspection.folders import inspect_checkpoint, spread
+from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
 from lora_tool.inspection.naming import short_names
+from lora_tool.inspection.targets import spread
 from lora_tool.tensors import DType, TensorSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

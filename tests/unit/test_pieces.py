@@ -12,12 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from lora_tool.actions import TensorAction
+from lora_tool.errors import SourceChanged
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import CopyUnit, GatherUnit, units_of
 from lora_tool.execution.worker import Worker
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.pieces import Piece, assembled, uncovered
-from lora_tool.formats.stored import read_part, same_values
+from lora_tool.formats.stored import read_columns, read_part, same_values
 from lora_tool.plan.core.ops import Copy, Precision
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TiledSpan
@@ -65,6 +67,24 @@ def spec_of(whole: NDArray[np.uint16]) -> TensorSpec:
 
 
 SHAPES = [(), (1,), (17,), (6, 8), (7, 5), (3, 4, 5), (2, 3, 4, 3)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_some_columns_of_a_matrix_are_those(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    whole = np.arange(7 * 9, dtype=np.uint16).reshape(7, 9)
+    in_one_piece = assembled(spec_of(whole), saved(tmp_path, whole, [((0, 0), (7, 9))]))
+    (tmp_path / "cut").mkdir()
+    cut_up = assembled(spec_of(whole), saved(tmp_path / "cut", whole, list(cut((7, 9), chance))))
+    with OpenFiles(lambda path: os.open(path, os.O_RDONLY)) as files:
+        for tensor in (in_one_piece, cut_up):
+            for first, last in ((0, 9), (0, 1), (2, 7), (8, 9)):
+                columns = np.zeros((7, 9), np.uint16)[:, : last - first]
+                read_columns(columns, tensor, first, files)
+                assert np.array_equal(columns, whole[:, first:last])
+        os.truncate(in_one_piece.path, 100)
+        with pytest.raises(SourceChanged, match="became shorter"):
+            read_columns(np.zeros((7, 9), np.uint16), in_one_piece, 0, files)
 
 
 @pytest.mark.parametrize("seed", range(12))

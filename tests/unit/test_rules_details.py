@@ -16,7 +16,8 @@ from lora_tool.report import Finding, Report, Severity
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines
-from tests.mutations import CAUSAL, MODEL, Q_PROJ, REWARD, RUN, SCORE, break_, copy_of
+from tests.mutations import CAUSAL, MODEL, REWARD, RUN, break_, copy_of
+from tests.mutations.places import Q_PROJ, SCORE
 
 
 def _only(report: Report, code: str) -> Finding:

@@ -12,7 +12,8 @@ import pytest
 from lora_tool.report import Severity
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
-from tests.mutations import CAUSAL, FIXTURES, REWARD, _plain, copy_of
+from tests.mutations import CAUSAL, FIXTURES, REWARD, copy_of
+from tests.mutations.served import plain
 
 SERVERS = ["peft", "vllm", "sglang", "llama.cpp"]
 
@@ -20,7 +21,7 @@ SERVERS = ["peft", "vllm", "sglang", "llama.cpp"]
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_plain_adapter_is_taken_by_all(server: str, tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
-    _plain(folder)
+    plain(folder)
     assert lines(judge(folder, servers=[server])) == []
 
 
@@ -47,7 +48,7 @@ def test_two_servers_are_judged_at_once() -> None:
 @pytest.mark.parametrize(("rank", "flag"), [(8, None), (16, None), (17, "32"), (64, "64"), (300, "320"), (512, "512")])
 def test_the_flag_for_the_rank_is_named(rank: int, flag: str | None, tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
-    _plain(folder)
+    plain(folder)
     with edit.tensors(folder) as table:
         for name, tensor in table.items():
             at = 0 if ".lora_A." in name else 1
@@ -83,7 +84,7 @@ MENDED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_another_form_mends_names_the_command_that_writes_it(name: str, tmp_path: Path) -> None:
     server, fields = MENDED[name]
     folder = copy_of(CAUSAL, tmp_path)
-    _plain(folder)
+    plain(folder)
     with edit.fields(folder) as config:
         config.update(fields)
     if "r" in fields:

@@ -6,11 +6,12 @@ repeat. It is made from names and headers alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from lora_tool.adapter.experts import parameter_of
 from lora_tool.adapter.naming import bare_path
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
@@ -42,6 +43,8 @@ class LoraLayer:
     parts: Mapping[Place, StoredTensor]
     target: str
     """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
+    path: str
+    """What the config's patterns are matched with: the target, or the parameter of it that is changed."""
     scaling: float | None
     """What B·A is multiplied by; None where the config cannot be read."""
     kind: int
@@ -229,20 +232,40 @@ def _layers(
     alike = config is not None and config.ignores_numbers
     kinds: dict[object, int] = {}
     scalings: dict[str, float] = {}
+    together = _wrapped_together(held, config)
     for (module, name), parts in held.items():
         form = without_numbers(module) if alike else module
         target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
+        path = _path(module, target, config, together[target, name]) if together and config else target
         if config is not None and form not in scalings:
-            scalings[form] = config.scaling(target)
+            scalings[form] = config.scaling(path)
         kind = form, name, tuple((place, tensor.dtype, tensor.shape) for place, tensor in parts.items())
         yield LoraLayer(
             module=module,
             adapter_name=name,
             parts=parts,
             target=target,
+            path=path,
             scaling=scalings.get(form),
             kind=kinds.setdefault(kind, len(kinds)),
         )
+
+
+def _wrapped_together(
+    held: Iterable[tuple[str, str | None]], config: AdapterConfig | None
+) -> Counter[tuple[str, str | None]]:
+    """Return how many parameters of each module have LoRA; nothing where the config names no parameters."""
+    if config is None or not config.target_parameters:
+        return Counter()
+    return Counter((module.replace(_BASE_LAYER, ""), name) for module, name in held)
+
+
+def _path(module: str, target: str, config: AdapterConfig, count: int) -> str:
+    if not config.target_parameters or config.targets(target):
+        return target
+    nested = module.count(_BASE_LAYER)
+    found = parameter_of(target, config.target_parameters, nested=nested, count=count)
+    return target if found is None else f"{target}.{found}"
 
 
 def _saved(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from lora_tool.architectures.model_tensors import Sizes
+from lora_tool.architectures.sizes import Sizes
 from lora_tool.formats.model_config import ModelConfig
 
 Shape = tuple[int, ...]

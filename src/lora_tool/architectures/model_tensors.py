@@ -17,10 +17,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
+from lora_tool.architectures.sizes import Sizes
 from lora_tool.architectures.table import is_computed
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import split_layer
@@ -282,57 +282,3 @@ class _Compared:
             path = self._placed[name][0]
             if path in shapes:
                 yield on_disk, shapes[path]
-
-
-class Sizes:
-    """The fields of one config that decide shapes, and those that follow others where they are left out."""
-
-    def __init__(self, row: Mapping[str, Any], config: ModelConfig) -> None:
-        self._raw = config.raw
-        self._row = row
-
-    @property
-    def tied(self) -> bool | None:
-        """Return whether the config ties the embeddings to the output layer."""
-        text = self._raw.get("text_config")
-        said = self._raw.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get("tie_word_embeddings"))
-        told: bool | None = said if isinstance(said, bool) else self._row["tie_word_embeddings"]
-        return told
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether the config has a field that the class reads, and that the table does not know."""
-        head_dim = self._raw.get("head_dim")
-        usual = self.value("hidden_size/num_attention_heads")
-        return any(
-            self._raw.get(name) is not None and not (name == "head_dim" and head_dim == usual)
-            for name in self._row["undeclared"]
-        )
-
-    def value(self, expression: str | int | None, *, deep: bool = True) -> int | None:
-        """Return the size that an expression of the table means under this config, None where it is not known."""
-        if not isinstance(expression, str):
-            return expression
-        total = 0
-        for term in expression.split("+"):
-            above, *below = term.split("/")
-            factors = [self._field(name, deep=deep) for name in above.split("*")]
-            divisors = [self._field(name, deep=deep) for name in below]
-            known = [each for each in (*factors, *divisors) if each is not None]
-            if len(known) < len(factors) + len(divisors) or 0 in known[len(factors) :]:
-                return None
-            total += prod(known[: len(factors)]) // prod(known[len(factors) :])
-        return total
-
-    def _field(self, name: str, *, deep: bool) -> int | None:
-        if name.lstrip("-").isdecimal():
-            return int(name)
-        if name == "num_labels":
-            return None
-        found: Any = self._raw
-        for part in name.split("."):
-            found = found.get(part, found.get(self._row["aliases"].get(part))) if isinstance(found, dict) else None
-        if type(found) is int:
-            return found
-        follows = self._row["follows"].get(name) if found is None and deep else None
-        return self.value(follows, deep=False)

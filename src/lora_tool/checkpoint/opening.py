@@ -141,6 +141,11 @@ def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> Mode
 
 def as_model(checkpoint: Checkpoint, *, hint: str | None = None) -> ModelDir:
     """Return the checkpoint, which is a model. Raises `NotACheckpoint` where it is something else."""
+    if isinstance(checkpoint, AdapterDir) and model_config.FILE_NAME in checkpoint.folder.files:
+        raise NotACheckpoint(
+            f"{checkpoint.root} holds an adapter beside a model's {model_config.FILE_NAME}: expected a model alone",
+            hint=f"move {adapter_config.FILE_NAME} and the adapter's weights into a folder of their own",
+        )
     if not isinstance(checkpoint, ModelDir):
         raise unexpected(checkpoint, "a model", hint=hint)
     return checkpoint

@@ -73,7 +73,7 @@ from lora_tool.validation.validating import Criteria
 @quiet_option("Print only the summary.")
 @verbose_option
 @click.pass_context
-def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's options by name
+def command(ctx: click.Context, /, **_: Any) -> int:
     """Validate, consolidate, merge and verify the training output CKPT; report, and push if asked.
 
     CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, whose best complete checkpoint is

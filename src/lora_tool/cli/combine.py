@@ -42,7 +42,7 @@ def command(
     dtype: DType | None,
     ignore: tuple[str, ...],
     overwrite: bool,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write one adapter whose ΔW is the weighted sum of the ΔW of each ADAPTER.
 

@@ -28,7 +28,7 @@ from lora_tool.tensors import DType, float_type
 
 
 @click.command("consolidate", cls=Timed, epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
-@click.argument("checkpoint", type=FolderOrId(), metavar="CKPT", default=".")
+@click.argument("checkpoint", type=FolderOrId(), metavar="[CKPT]", default=".")
 @click.option(
     "-o", "--output", type=UserPath(), help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]"
 )
@@ -73,12 +73,12 @@ def command(
     engine: EngineName,
     address: str | None,
     workers: int | None,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
-    """Reassemble the rank files of a DeepSpeed, FSDP or verl checkpoint.
+    """Reassemble the rank files of a DeepSpeed, FSDP, verl or Megatron checkpoint.
 
-    CKPT is the folder that training wrote; it holds global_step… folders or .metadata. Code in its pickles is never
-    run.
+    CKPT is the folder that training wrote (by default this one); it holds global_step… folders or .metadata. Code in
+    its pickles is never run.
     """
     spread = spread_over(engine, address, workers)
     opened = open_sharded(checkpoint)

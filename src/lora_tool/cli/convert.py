@@ -19,7 +19,7 @@ from lora_tool.plan.convert.forms import AdapterForm
 @click.command(
     "convert", cls=Timed, epilog="Example: lora-tool convert run/broadcasts/step_100 --to peft -o my-adapter/"
 )
-@click.argument("folder", type=FolderOrId(), metavar="ADAPTER", default=".")
+@click.argument("folder", type=FolderOrId(), metavar="[ADAPTER]", default=".")
 @click.option(
     "--to",
     type=ChoiceOf(AdapterForm),
@@ -46,9 +46,9 @@ def command(
     reward: bool,
     ignore: tuple[str, ...],
     overwrite: bool,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
-    """Write ADAPTER in the format that another program reads; every value stays bit-identical.
+    """Write ADAPTER (by default this folder) in the format that another program reads; every value stays bit-identical.
 
     --to peft repairs tensor names that prime-rl, torch.compile, FSDP1 or DistributedDataParallel wrote, that contain an
     adapter's name, or that lost their prefix. An ambiguous name is refused. With --rm, the value head that

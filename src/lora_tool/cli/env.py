@@ -21,7 +21,7 @@ _PACKAGES = (
 
 @click.command("env", epilog="Example: lora-tool env")
 @json_option
-def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+def command(*, as_json: bool) -> None:
     """Print the versions of lora-tool, Python, the system and the libraries it uses, for a bug report.
 
     It imports no library, so it works in a broken installation, and it prints no path, name or token. `kernel` is what

@@ -43,7 +43,7 @@ def command(
     save: tuple[str, ...],
     dtype: DType | None,
     overwrite: bool,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 )
 @ignore_option("Guards to switch off.")
 @json_option
-def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:  # noqa: FBT001
+def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
 
     The command may be `trl`, `accelerate launch`, `torchrun`, `deepspeed` or a Python script, in the environment that

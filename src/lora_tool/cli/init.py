@@ -20,7 +20,7 @@ from lora_tool.train.methods import METHODS
 @click.option(
     "-o", "--output", type=UserPath(dir_okay=False), help="File to write; it must not exist.  [default: stdout]"
 )
-def command(method: str, cpu: bool, output: Path | None) -> None:  # noqa: FBT001 - click passes flags by name
+def command(method: str, *, cpu: bool, output: Path | None) -> None:
     """Print a commented run.yaml for `lora-tool train METHOD`; it trains without changes.
 
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. It names a small model and data set on the Hub: put yours

@@ -24,7 +24,7 @@ from lora_tool.sources import opened, opened_model
     "Base model, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one in the adapter's config, if it is on this disk]"
 )
 @json_option
-def command(paths: tuple[str, ...], norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+def command(paths: tuple[str, ...], *, norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:
     """Show what PATH holds: an adapter, model, checkpoint or run folder (by default this one), or an adapter on the
     Hub: owner/name[@revision], hf://owner/name or the URL of its page. Several are shown side by side.
 

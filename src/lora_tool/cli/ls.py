@@ -15,7 +15,7 @@ from lora_tool.cli.terminal import print_json
 @click.command("ls", epilog="Example: lora-tool ls fixtures/reward-run")
 @click.argument("root", default=".", type=UserPath())
 @json_option
-def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+def command(root: Path, *, as_json: bool) -> None:
     """List every checkpoint under ROOT (by default this folder): step, metric, sizes by kind, verdict.
 
     The verdict is that of `validate` with the same lora-tool.toml. A star marks the best complete checkpoint of a run.

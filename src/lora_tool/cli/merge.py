@@ -39,7 +39,7 @@ def command(
     quiet: bool,
     part: Share | None,
     each: bool,
-    **typed: Any,  # noqa: ANN401 - the declared options, and --config
+    **typed: Any,  # the declared options, and --config
 ) -> int:
     """Merge ADAPTER into its base model.
 

@@ -45,6 +45,7 @@ class PicturePath(UserPath):
         path = super().convert(value, param, ctx)
         if path.suffix not in PICTURES:
             self.fail(f"{path} does not end in one of {', '.join(PICTURES)}", param, ctx)
+        require_packages(("matplotlib", "jinja2"), extra="plot")  # before anything is read
         return path
 
 

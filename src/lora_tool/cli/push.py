@@ -109,7 +109,7 @@ def command(
     config_file: Path | None,  # noqa: ARG001 - read before
     as_json: bool,
     quiet: bool,
-    **asked: Any,  # noqa: ANN401 - other arguments of `plan_push`
+    **asked: Any,  # other arguments of `plan_push`
 ) -> None:
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 

@@ -13,6 +13,7 @@ import click
 from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
 from lora_tool.errors import LoraToolError
+from lora_tool.formats.files import expanded
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Report
@@ -102,7 +103,7 @@ def _report_file(value: str, folder: Path, option: str) -> ReportFile:
         raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml", param_hint=option)
     if name not in known:
         raise click.BadParameter(f"unknown format {name!r}. {suggestion(name, known)}", param_hint=option)
-    at = folder / os.path.expanduser(path)  # noqa: PTH111 - Path raises where nobody lives
+    at = folder / expanded(path)
     if at.is_dir():
         raise click.BadParameter(f"{at} is a folder", param_hint=option)
     return ReportFile(form=Form(name), path=at)

@@ -31,7 +31,7 @@ def command(
     dtype: DType | None,
     ignore: tuple[str, ...],
     overwrite: bool,
-    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+    **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write ADAPTER at lower ranks: each module gets the closest ΔW of its new rank.
 

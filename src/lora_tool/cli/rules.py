@@ -23,7 +23,7 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "b
 @click.command("rules", epilog="Example: lora-tool rules LT206")
 @click.argument("code", required=False, shell_complete=rule_codes)
 @json_option
-def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+def command(code: str | None, *, as_json: bool) -> None:
     """List the rules of `validate`, or explain the one called CODE: a rule, or a guard of `train`."""
     if code in PAGES:
         severity = Severity.ERROR if code in ERRORS else Severity.WARNING

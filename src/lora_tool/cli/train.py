@@ -31,11 +31,12 @@ from lora_tool.train.methods import METHODS
 def command(
     method: str,
     options: tuple[str, ...],
+    *,
     config: Path | None,
     dry_run: str | None,
     resume: str | None,
-    as_json: bool,  # noqa: FBT001 - click passes flags by name
-    quiet: bool,  # noqa: FBT001
+    as_json: bool,
+    quiet: bool,
 ) -> int | None:
     """Train with TRL; stop runs that are bound to fail.
 

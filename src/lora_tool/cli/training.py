@@ -17,6 +17,8 @@ from lora_tool.cli.after_training import after_command, carry_on, foreseen
 from lora_tool.cli.terminal import tell
 from lora_tool.display import counted, printable
 from lora_tool.execution.folder import replace_file
+from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
+from lora_tool.formats.files import is_file
 from lora_tool.report import Finding, Report, Severity
 from lora_tool.report.json import report_json
 from lora_tool.train.checks import require_inputs, static_findings, with_settings
@@ -157,7 +159,10 @@ def _summarise(run: RunConfig, outcome: TrainingOutcome) -> None:
         + f", {seen}"
     )
     head = f" with its head {facts['head']} ({counted(facts['num_labels'], 'label')})" if facts.get("head") else ""
-    click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
+    output = Path(str(facts.get("output")))
+    click.echo(f"wrote {printable(str(output))}{head}; the report is {REPORT} in it")
+    if not after_command(run, output) and is_file(output / ADAPTER_CONFIG):
+        click.echo(f"next: lora-tool merge {printable(shlex.quote(str(output)))}")
 
 
 def _rescued(run: RunConfig, outcome: TrainingOutcome) -> TrainingOutcome:

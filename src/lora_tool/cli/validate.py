@@ -88,7 +88,7 @@ _LONG = 1 << 30
 @quiet_option("Print nothing unless there are findings; JSON and XML are always printed.")
 @verbose_option
 @click.pass_context
-def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
+def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:
     """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
     PATH is this folder by default; of several, each is checked on its own, a table ends the output, and the exit code

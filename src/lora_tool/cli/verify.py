@@ -34,7 +34,6 @@ from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.cluster.spread import EngineName, spread_over
 from lora_tool.display import printable
-from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
@@ -114,7 +113,7 @@ def command(
     engine: EngineName,
     address: str | None,
     workers: int | None,
-    **asked: Any,  # noqa: ANN401 - arguments of `verify`: select, ignore, logits and jobs
+    **asked: Any,  # arguments of `verify`: select, ignore, logits and jobs
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
 
@@ -209,7 +208,7 @@ def _of_computed(
     adapters: tuple[str, ...],
     base: Reference | None,
     asked: dict[str, Any],
-    **how: Any,  # noqa: ANN401 - level and watch
+    **how: Any,  # level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
     from lora_tool.plan.computed import find_computed  # noqa: PLC0415
@@ -225,14 +224,13 @@ def _of_computed(
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
-    """Raise `click.UsageError` or `MissingDependency` if the plot cannot be drawn; nothing to draw is fine."""
+    """Raise `click.UsageError` if the plot cannot be drawn; nothing to draw is fine."""
     if plot is None:
         return
     if pairs is None:
         raise click.UsageError("--plot draws the margins of --pairs, so it needs --pairs")
     if not plot.parent.is_dir():
         raise click.BadParameter(f"{plot.parent} is not a folder", param_hint="--plot")
-    require_packages(("matplotlib", "jinja2"), extra="plot")
 
 
 def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:

@@ -58,7 +58,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
         try:
             return self.parse(value)
         except WrongValue as error:
-            self.fail(str(error), param, ctx)
+            self.fail(str(error).partition(": ")[2] or str(error), param, ctx)  # click names the option
 
 
 def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
@@ -103,7 +103,7 @@ def carry_out(
     as_json: bool,
     quiet: bool,
     part: Share | None = None,
-    **how: Any,  # noqa: ANN401 - the arguments of `write`
+    **how: Any,  # the arguments of `write`
 ) -> None:
     """Write the folder `out` as `plan` says, or print the plan of a `dry_run`; what is found goes to stderr."""
     show_findings(plan.findings)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_tool.cluster.on_nodes import Meter, Place, carry_out, enter
-from lora_tool.cluster.reaching import START, is_same_address, require_head, require_node
+from lora_tool.cluster.reaching import JOIN, START, is_same_address, require_head, require_node
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
@@ -27,6 +27,8 @@ MOST_TRIES = 4
 """How often a task is begun whose process is lost, before the run is given up."""
 _NODE_S = 90.0
 """How long a node may take to answer the first question: it imports numpy, perhaps from a busy network disk."""
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_NUM_REDIS_GET_RETRIES": "5"}
+"""The second: tries, a second apart, to have a cluster's head answer, where another program does; Ray makes 20."""
 _POLL_S = 0.25
 _CANCEL_S = 5.0
 
@@ -53,7 +55,7 @@ class RayCluster:
         where = (os.environ.get("RAY_ADDRESS") or "auto") if self.address == "auto" else self.address
         if where != "auto":
             require_head(where)
-        require_node()
+        require_node(where)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Connection]:
@@ -63,7 +65,8 @@ class RayCluster:
         """
         self.require()
         with contextlib.redirect_stdout(sys.stderr):
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            for name, value in _SETTINGS.items():
+                os.environ.setdefault(name, value)  # before Ray is imported, which reads them then
             told("connecting to the Ray cluster")
             import ray  # noqa: PLC0415 - a second, and only where it is asked for
 
@@ -106,9 +109,11 @@ def _require_joined(asked: str, joined: str) -> None:
 
 def _not_joined(address: str, error: Exception) -> ExecutionError:
     """Return why the cluster could not be joined."""
-    text = str(error)
+    text, cause = str(error), str(error.__cause__)
     if text.startswith("Version mismatch"):  # those of both sides follow, each a line of its own
         why, hint = " ".join(text.split()), "use the cluster's versions of Ray and Python here, too"
+    elif cause.startswith("No node info found"):
+        why, hint = "the Ray node on this machine is not one of its nodes", JOIN
     else:
         why, hint = _first_line(error), START
     return ExecutionError(f"cannot join a Ray cluster at {address!r}: {why}", hint=hint)

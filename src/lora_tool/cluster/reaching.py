@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from lora_tool.errors import ExecutionError
 
 START = "start one with `ray start --head`, or give the address that it printed: `address=HOST:PORT`"
 _SUBMIT = "send the command to the cluster: ray job submit --address http://HEAD:8265 -- lora-tool …"
+JOIN = f"join it: ray start --address=HOST:PORT; or {_SUBMIT}"
 _CONNECT_S = 5.0
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
 _PROCESSES = Path("/proc")
+_HEAD = re.compile(r"\0--gcs-address=([^\0]+)")
+"""What a node's command line says of its cluster."""
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 """The preface of HTTP/2, and settings of which there are none."""
@@ -63,18 +67,28 @@ def _speaks_grpc(server: socket.socket) -> bool:
         return answers.read(4)[3:] == _SETTINGS
 
 
-def require_node() -> None:
-    """Return if a node of Ray's runs on this machine, or nobody can tell: Ray looks for one in vain for a minute.
+def require_node(where: str = "auto") -> None:
+    """Return if a node of the cluster at `where` runs on this machine, or nobody can tell: Ray looks for one for a minute.
 
-    Nobody can where the system has no /proc, or hides other users' processes: the first is then not to be seen.
-    Raises `ExecutionError`.
+    Nobody can where the system has no /proc, or hides other users' processes: the first is then not to be seen. Of two
+    clusters only the ports are compared, because a head may have several names. Raises `ExecutionError`.
     """
     commands = _PROCESSES.glob("[0-9]*/comm")
-    if _content(_PROCESSES / "1" / "comm") and not any(_content(each) == "raylet\n" for each in commands):
+    nodes = [each.with_name("cmdline") for each in commands if _content(each) == "raylet\n"]
+    if _content(_PROCESSES / "1" / "comm") and not nodes:
         raise ExecutionError(
-            "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster",
-            hint=f"join it: ray start --address=HOST:PORT; or {_SUBMIT}",
+            "no Ray node runs on this machine, and Ray takes tasks only from a machine of its cluster", hint=JOIN
         )
+    heads = {head for node in nodes for head in _HEAD.findall(_content(node))}
+    if heads and where != "auto" and _port(where) not in map(_port, heads):
+        raise ExecutionError(
+            f"the Ray node on this machine is one of the cluster at {', '.join(sorted(heads))}, not of that at {where}",
+            hint=JOIN,
+        )
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 def _content(path: Path) -> str:

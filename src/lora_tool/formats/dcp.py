@@ -9,11 +9,14 @@ MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `tor
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats import pieces
 from lora_tool.formats.distributed_tensors import KNOWN
@@ -28,6 +31,8 @@ from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"
+_OF_RANK = re.compile(r"__(?P<rank>\d{1,6})\.metadata\Z")
+"""Of one rank, where each saved without the others (`use_collectives=False`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +68,11 @@ Pieces = Mapping[str, tuple[StoredChunk, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpFolder:
-    """What one `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
+    """What `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
 
     folder: Path
+    metadata: tuple[str, ...] = (METADATA,)
+    """The files that say it."""
     tensors: Mapping[str, DcpTensor]
     pieces: Pieces = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
@@ -93,14 +100,55 @@ def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
     Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
     compressed chunks.
     """
-    path = folder / METADATA
-    data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
-    try:
-        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage), module)
-    except ValueError as error:
-        raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
+    found = _together(folder, [_read_metadata(folder, name, module) for name in _metadata_names(folder)])
     held, problems = _read_pieces(found)
     return replace(found, pieces=held, problems=problems)
+
+
+def _metadata_names(folder: Path) -> Sequence[str]:
+    """Return the names of the files that say what lies where: `.metadata`, or one for each rank."""
+    if (folder / METADATA).exists():
+        return (METADATA,)
+    names = (path.name for path in folder.iterdir())
+    ranks = {int(match["rank"]): match[0] for match in map(_OF_RANK.match, names) if match}
+    return [ranks[rank] for rank in sorted(ranks)] or (METADATA,)
+
+
+def _read_metadata(folder: Path, name: str, module: str | None) -> DcpFolder:
+    path = folder / name
+    data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
+    try:
+        return replace(_interpret(folder, load(data, known=KNOWN, persistent=_no_storage), module), metadata=(name,))
+    except ValueError as error:
+        raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
+
+
+def _together(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
+    """Return what the metadata of all ranks say, of which each has its own chunks alone.
+
+    A chunk that several have is the first one's.
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    firsts: dict[str, DcpTensor] = {}
+    chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk]] = defaultdict(dict)
+    for of_rank in ranks:
+        for name, tensor in of_rank.tensors.items():
+            first = firsts.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                message = f"gives `{name}` another dtype or shape than {ranks[0].metadata[0]}: it is of another run"
+                raise CorruptFile.of(folder / of_rank.metadata[0], Defect.BAD_HEADER, message)
+            for chunk in tensor.chunks:
+                chunks[name].setdefault((chunk.offsets, chunk.sizes), chunk)
+    return DcpFolder(
+        folder=folder,
+        metadata=tuple(name for of_rank in ranks for name in of_rank.metadata),
+        tensors={
+            name: replace(first, chunks=tuple(sorted(chunks[name].values(), key=lambda chunk: chunk.offsets)))
+            for name, first in firsts.items()
+        },
+        beside=tuple(sorted({key for of_rank in ranks for key in of_rank.beside})),
+    )
 
 
 def _no_storage(_: object) -> NoReturn:
@@ -122,6 +170,9 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = (found.get("planner_data", dict) or {}).items()
     paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
+    if stored and not entries:
+        hint = f"write them into one file, and consolidate that: {TO_ONE_FILE}"
+        raise UnsupportedCheckpoint(f"{folder} holds pickled objects alone: {some(list(map(str, stored)))}", hint=hint)
     names = module_names(folder, paths, module)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         raise ValueError("gives two tensors the same name, or one tensor an invalid name")
@@ -255,7 +306,7 @@ def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTe
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         spans = (piece.stored.spans[0] for piece in found.pieces[name])
         held = list(map(_placed, tensor.chunks, spans))
-        nothing = Span(path=found.folder / METADATA, offset=0, nbytes=0)
+        nothing = Span(path=found.folder / found.metadata[0], offset=0, nbytes=0)
         try:
             tensors[name] = assembled(spec, held or [Piece((0,) * len(tensor.shape), tensor.shape, nothing)])
         except ValueError as error:
@@ -271,5 +322,5 @@ def _not_whole(found: DcpFolder, name: str, why: str) -> IncompleteCheckpoint:
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:
     """Return what the files that are there look like now."""
-    paths = [found.folder / METADATA, *(found.folder / name for name in found.filenames)]
+    paths = [found.folder / name for name in (*found.metadata, *found.filenames)]
     return {path: FileStamp.of(path) for path in paths if path.exists()}

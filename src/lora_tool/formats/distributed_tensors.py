@@ -36,8 +36,6 @@ class DistributedTensor(NamedTuple):
     """How many processes have it together."""
     rank: int | None
     """Which of all processes saved it, where it says so."""
-    is_cut: bool
-    """Whether other ranks hold other elements of it."""
     not_understood: str | None = None
     """Why it is not known which elements these are, as the end of a sentence; then there are no `parts`."""
 
@@ -126,9 +124,8 @@ def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
             raise ValueError("its placements are not those of its mesh")  # noqa: TRY301 - one way out for all of them
         offsets = _offsets(shape, local.shape, mesh, placements, _told_order(spec))
     except ValueError as error:
-        return DistributedTensor(shape, (), math.prod(mesh.sizes), mesh.rank, True, str(error))  # noqa: FBT003 - a tuple
-    is_cut = any(placement.dim is not None for placement in placements)
-    return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank, is_cut)
+        return DistributedTensor(shape, (), math.prod(mesh.sizes), mesh.rank, str(error))
+    return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank)
 
 
 def _mesh(mesh: Stub) -> _Mesh:
@@ -265,7 +262,7 @@ def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN
     told = _of_torch(group, "ProcessGroupState", "a ShardedTensor has no process group") if group else None
     ranks = told.get("global_world_size", int) if told else None
     rank = told.get("global_rank", int) if told else None
-    return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank, len(placed) > 1)
+    return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank)
 
 
 _GROUP_STATE = stub_class("torch.distributed._shard.sharded_tensor.api", "ProcessGroupState")

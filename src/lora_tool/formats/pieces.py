@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lora_tool.tensors import Span, StoredTensor, TensorSpec, Tile, TiledSpan, contiguous
+from lora_tool.tensors import Span, StoredTensor, TensorSpec, Tile, TiledSpan, TransposedSpan, contiguous
 
 _LONG_RUN = 64 << 10
 """Bytes of one row of a piece from which on each is a span of its own, and is copied without a detour."""
@@ -100,6 +100,8 @@ def assembled(spec: TensorSpec, pieces: Sequence[Piece], *, flat: bool = False) 
     lacking = uncovered(spec.shape, pieces, flat=flat)
     if lacking:
         raise ValueError(lacking)
+    if len(pieces) > 1 and any(isinstance(piece.span, TransposedSpan) for piece in pieces):
+        raise ValueError(f"its {len(pieces)} pieces are stored transposed")
     size, rest = divmod(spec.dtype.bits, 8)
     if rest and len(pieces) > 1:
         raise ValueError(f"its {len(pieces)} pieces are of {spec.dtype}, whose elements are smaller than a byte")

@@ -139,7 +139,7 @@ def _cut(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
             raise UnsupportedCheckpoint(f"{file.path}: {what}", hint=hint)
         for part in _parts(file, tensor):
             first = parts.setdefault(part.place, part)
-            if first is not part and isinstance(tensor, DistributedTensor) and tensor.is_cut:
+            if first is not part:
                 replicas.append((first, part))
     first_tensor = held[0][1]
     dtype = next((part.local.dtype for part in parts.values()), DType.F32)

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
-_OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
+OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
 """Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """The keys of the state dict of every optimizer of torch's."""
@@ -45,7 +45,7 @@ def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str |
     weights = {
         fqn: keys
         for fqn, keys in paths.items()
-        if _OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST]) and not _is_moment(keys, held)
+        if OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST]) and not _is_moment(keys, held)
     }
     modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))} or _unnamed(weights.values())
     if not modules and module is None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_rows
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
-from lora_tool.tensors import StoredTensor, Tile, TiledSpan, TransposedSpan
+from lora_tool.tensors import Span, StoredTensor, Tile, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from numpy.typing import NDArray
+
+    from lora_tool.formats.open_files import OpenFiles
 
     Decode: TypeAlias = Callable[[Encoding, int, int, Callable[[StoredTensor, int, int], NDArray[Any]]], NDArray[Any]]
     """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
@@ -78,6 +80,26 @@ def fill(
             case _:
                 read(span.path, span.offset, part)
         filled += span.nbytes
+
+
+def read_columns(columns: NDArray[Any], tensor: StoredTensor, first: int, files: OpenFiles) -> None:
+    """Fill `columns`, [rows, some], with those columns of a matrix from its `first`, as they are stored.
+
+    Of a matrix that lies in one piece nothing else is read.
+    """
+    if not tensor.nbytes:
+        return
+    span = tensor.spans[0]
+    if len(tensor.spans) == 1 and type(span) is Span:
+        down, begin = span.nbytes // len(columns), span.offset + first * columns.itemsize
+        rows = enumerate(columns.view("u1"))
+        files.read_pieces(span.path, ((begin + at * down, row.data) for at, row in rows))
+        return
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    whole = np.empty(tensor.shape, columns.dtype)
+    fill(whole.reshape(-1).view("u1").data, tensor, 0, files.read_exactly)
+    columns[:] = whole[:, first : first + columns.shape[1]]
 
 
 def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:

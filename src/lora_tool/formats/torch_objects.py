@@ -41,6 +41,11 @@ class LazyTensor(NamedTuple):
             expected *= size
         return True
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is a matrix whose elements lie one after the other in column-major order."""
+        return len(self.shape) == 2 and self.stride == (1, self.shape[0])  # noqa: PLR2004 - a matrix
+
 
 class Storage(NamedTuple):
     """What a persistent id says: the key of the record, and what is in it."""

@@ -24,7 +24,7 @@ from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TransposedSpan
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""
@@ -70,12 +70,23 @@ class TorchFile:
 
     def stored(self, tensor: LazyTensor, name: str) -> StoredTensor:
         """Return a tensor of this file, called `name`. Raises `CorruptFile`, also where it is no single span."""
-        if not tensor.is_contiguous:
-            message = f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: lora-tool reads only contiguous tensors"
-            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, name)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         offset = self.record(tensor).offset + tensor.start * tensor.dtype.bits // 8
-        return StoredTensor(spec=spec, spans=(Span(path=self.path, offset=offset, nbytes=spec.nbytes),))
+        if tensor.is_contiguous:
+            span = Span(path=self.path, offset=offset, nbytes=spec.nbytes)
+        elif tensor.is_transposed:
+            rows, columns = tensor.shape
+            itemsize = tensor.dtype.bits // 8
+            span = TransposedSpan(
+                path=self.path, offset=offset, nbytes=spec.nbytes, rows=rows, columns=columns, itemsize=itemsize
+            )
+        else:
+            message = (
+                f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: "
+                "lora-tool reads only contiguous tensors and transposed matrices"
+            )
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, name)
+        return StoredTensor(spec=spec, spans=(span,))
 
 
 class PickleMemory:

@@ -95,7 +95,7 @@ def plan_push(
         kind=kind,
         remote=remote,
         private=None if remote.exists else private is not False,
-        files=(*files, *orphans(checkpoint, contents, remote.files)),
+        files=(*files, *_orphans(checkpoint, contents, remote.files)),
         left_out=tuple(left_out),
         message=message or f"Upload {kind} with lora-tool",
         create_pr=create_pr,
@@ -115,7 +115,7 @@ def file_changes(
     return in_parallel(lambda each, read: _file_change(each, there.get(each.name), read), tuple(contents), progress)
 
 
-def orphans(
+def _orphans(
     checkpoint: AdapterDir | ModelDir, contents: Iterable[PushContent], there: Mapping[str, RepoFile]
 ) -> tuple[PushFile, ...]:
     """Return the weight files of an older push that this one does not replace: transformers could load them instead."""
@@ -181,7 +181,9 @@ def _require_room(
             hint=f"hf repos settings {remote.repo} --private, or push to another name",
         )
     is_adapter = isinstance(checkpoint, AdapterDir)
-    in_the_way = next((name for name in sorted(remote.files) if _is_of_the_other_kind(name, is_adapter)), None)
+    in_the_way = next(
+        (name for name in sorted(remote.files) if _is_of_the_other_kind(name, is_adapter=is_adapter)), None
+    )
     if in_the_way is not None:
         there, here = ("a model", "an adapter") if is_adapter else ("an adapter", "a model")
         raise HubConflict(
@@ -190,8 +192,8 @@ def _require_room(
         )
 
 
-def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
-    """Whether a repository with this file loads as something else: transformers applies an adapter that it finds."""
+def _is_of_the_other_kind(name: str, *, is_adapter: bool) -> bool:
+    """Return whether a repository with this file loads as something else: transformers applies an adapter that it finds."""
     return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
 
 

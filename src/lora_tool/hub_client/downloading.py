@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from lora_tool.errors import HubUnreachable, NotACheckpoint
 from lora_tool.hub_client.failures import NoAnswer, WaitTooLong, as_ours, downloading, translated
@@ -101,7 +104,7 @@ def download(
                 raise OfflineModeIsEnabled
         return cached
     told(f"asking the Hub for {repo}{f'@{revision}' if revision else ''} …")
-    with hooked(answers.before, answers.after):
+    with hooked(answers.before, answers.after), _client_quiet():
         try:
             with in_words():
                 path = Path(fetch(revision=revision, allow_patterns=list(beside)))
@@ -123,6 +126,26 @@ def download(
                 if any(path.glob(pattern)):
                     break
     return path
+
+
+@contextlib.contextmanager
+def _client_quiet() -> Iterator[None]:
+    """Keep the client's bars to a terminal, and to itself that a pattern has no files: we ask for one after the other."""
+    log = logging.getLogger("huggingface_hub._snapshot_download")
+    log.addFilter(_is_news)
+    bars = not are_progress_bars_disabled() and not sys.stderr.isatty()
+    if bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_news)
+        if bars:
+            enable_progress_bars()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("No files matched")
 
 
 @contextlib.contextmanager

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.stored import read_into, read_part
+from lora_tool.formats.stored import fill, read_columns, read_into, read_part
 from lora_tool.inspection.model import Measured
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
 
@@ -53,11 +54,14 @@ def matrices(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
 
 
 def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
-    """Return the stored elements, flat: mapped from the file where they are one span. Raises `OSError`.
+    """Return the stored elements, flat: mapped from the file where they lie in it as they are meant. Raises `OSError`.
 
     bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
     """
-    return _mapped(tensor, np.dtype(STORED[tensor.dtype]))
+    kind = np.dtype(STORED[tensor.dtype])
+    if all(type(span) is Span for span in tensor.spans):
+        return _mapped(tensor, kind)
+    return np.frombuffer(read_part(tensor, 0, tensor.nbytes), kind)
 
 
 def numbers(tensor: StoredTensor) -> Matrix:
@@ -113,17 +117,32 @@ def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
         yield np.frombuffer(read_part(tensor, at, min(step, tensor.nbytes - at)), kind)
 
 
-def row_blocks(tensor: StoredTensor, step: int) -> Iterator[npt.NDArray[np.generic]]:
+def row_blocks(tensor: StoredTensor, step: int, files: OpenFiles | None = None) -> Iterator[npt.NDArray[np.generic]]:
     """Yield the stored rows of a matrix, `step` at a time, in one array that is used again for the next.
 
-    They are read, not mapped: pages of a mapped file count as memory. Raises `SourceChanged`, `CorruptFile`.
+    They are read, not mapped: pages of a mapped file count as memory. `files` may have the file open already. Raises
+    `SourceChanged`, `CorruptFile`.
     """
     height, width = tensor.shape
     held = np.empty((min(step, height), width), STORED[tensor.dtype])
     for at in range(0, height, step):
         rows = held[: min(step, height - at)]
-        read_into(tensor, at * width * held.itemsize, rows.reshape(-1).view(np.uint8).data)
+        place, begin = rows.reshape(-1).view(np.uint8).data, at * width * held.itemsize
+        if files is None:
+            read_into(tensor, begin, place)
+        else:
+            fill(place, tensor, begin, files.read_exactly)
         yield rows
+
+
+def column_blocks(tensor: StoredTensor, step: int, files: OpenFiles) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the stored columns of a matrix, `step` at a time; see `row_blocks`."""
+    height, width = tensor.shape
+    held = np.empty((height, min(step, width)), STORED[tensor.dtype])
+    for at in range(0, width, step):
+        columns = held[:, : width - at]
+        read_columns(columns, tensor, at, files)
+        yield columns
 
 
 def blocks(tensor: StoredTensor) -> Iterator[Matrix]:

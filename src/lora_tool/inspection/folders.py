@@ -1,4 +1,4 @@
-"""What a folder holds, counted and grouped: the data behind `lora-tool inspect`.
+"""What a folder holds, counted: the data behind `lora-tool inspect`.
 
 Everything but the norms is read from names, JSON and tensor headers (`factors` and `spectra` read weights).
 """
@@ -6,13 +6,12 @@ Everything but the norms is read from names, JSON and tensor headers (`factors` 
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TypedDict
 
-from lora_tool.adapter.view import LoraLayer, view_of
+from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import OUTPUTS
 from lora_tool.architectures.heads import HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
@@ -27,24 +26,16 @@ from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,
-    Measured,
     ModelInspection,
-    Module,
-    Norms,
     RankFiles,
     RunInspection,
     ShardedInspection,
-    Spread,
-    Target,
     TensorInfo,
     TrainingProgress,
 )
-from lora_tool.inspection.naming import short_names
-from lora_tool.keys import Part, split_layer
+from lora_tool.inspection.targets import targets_and_modules
+from lora_tool.keys import Part
 from lora_tool.tensors import StoredTensor, TensorTable
-
-if TYPE_CHECKING:
-    from lora_tool.inspection.spectra import Spectrum
 
 NORM_BYTES = 512 << 20
 """Adapters up to this size have their norms computed without being asked."""
@@ -155,13 +146,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspe
     config, view = adapter.config, view_of(adapter)
     plain = {item.tensor.name: _is_head(item.module) for item in view.parts(Part.PLAIN)}
     factors = {factor.name for layer in view.layers for factor in layer.factors}
-    measured: Sequence[Measured | None] = ()
-    if norms:
-        from lora_tool.inspection.factors import layer_norms  # noqa: PLC0415 - numpy, only for norms
-
-        measured = layer_norms(view.layers)
-    found = _spectra(view.layers) if spectra else {}
-    rows = [(name, group) for name, groups in _grouped(view.layers, measured).items() for group in groups]
+    targets, modules = targets_and_modules(view.layers, config, norms=norms, spectra=spectra)
     return AdapterInspection(
         **_common(adapter),
         base_model=config.base_model if config else None,
@@ -172,10 +157,8 @@ def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspe
         alpha=config.lora_alpha if config else None,
         dropout=config.dropout if config else None,
         init=config.init_lora_weights if config else None,
-        targets=tuple(_target(name, group, config) for name, group in rows),
-        modules=tuple(
-            _module(name, layer, norms, config, found.get(layer)) for name, group in rows for layer, norms in group
-        ),
+        targets=targets,
+        modules=modules,
         head=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if head),
         saved=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if not head),
         others=tuple(
@@ -210,96 +193,6 @@ def _dtypes(tensors: TensorTable) -> Mapping[str, int]:
     for tensor in tensors.values():
         held[str(encoding_of(tensor) or tensor.dtype)] += tensor.spec.numel
     return dict(held.most_common())
-
-
-_Measured: TypeAlias = tuple[LoraLayer, Measured | None]
-
-
-def _grouped(layers: Sequence[LoraLayer], measured: Sequence[Measured | None]) -> Mapping[str, list[list[_Measured]]]:
-    """Return the layers by the name of their row: path without its numbers, and by all that a row has in common."""
-    groups: dict[tuple[object, ...], list[_Measured]] = defaultdict(list)
-    for layer, norms in zip_longest(layers, measured):
-        shapes = layer.a and layer.a.shape, layer.b and layer.b.shape
-        path = split_layer(layer.module)[1]
-        groups[path, layer.adapter_name, layer.rank, layer.scaling, shapes, _dtype(layer)].append((layer, norms))
-    labels = short_names({str(key[0]) for key in groups})
-    named: dict[str, list[list[_Measured]]] = defaultdict(list)
-    for key, group in groups.items():
-        named[labels[str(key[0])] + (f" ({key[1]})" if key[1] else "")].append(group)
-    return named
-
-
-def _dtype(layer: LoraLayer) -> str:
-    return "/".join(dict.fromkeys(str(factor.dtype) for factor in layer.factors))
-
-
-def _target(name: str, group: Sequence[_Measured], config: AdapterConfig | None) -> Target:
-    first, members = group[0][0], [layer for layer, _ in group]
-    numbers = {number for member in members if (number := split_layer(member.module)[0]) is not None}
-    return Target(
-        name=name,
-        modules=tuple(member.module for member in members),
-        layers=tuple(sorted(numbers)),
-        rank=first.rank,
-        alpha=_alpha(first, config),
-        scaling=first.scaling,
-        a_shape=first.a.shape if first.a else None,
-        b_shape=first.b.shape if first.b else None,
-        dtype=_dtype(first),
-        parameters=sum(factor.spec.numel for member in members for factor in member.factors),
-        norms=_norms([norms for _, norms in group if norms is not None]),
-    )
-
-
-def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
-    return config.alpha(layer.target) if config else None
-
-
-def _spectra(layers: Sequence[LoraLayer]) -> Mapping[LoraLayer, Spectrum | None]:
-    """Return the spectrum of each layer, None where its factors do not fit together."""
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where asked for
-
-    from lora_tool.inspection.spectra import spectrum  # noqa: PLC0415
-
-    with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
-        return {layer: spectrum(layer) for layer in layers}
-
-
-def _module(
-    target: str, layer: LoraLayer, norms: Measured | None, config: AdapterConfig | None, found: Spectrum | None
-) -> Module:
-    norm_a, norm_b, norm_delta = norms or (None, None, None)
-    return Module(
-        module=layer.module,
-        target=target,
-        layer=split_layer(layer.module)[0],
-        rank=layer.rank,
-        alpha=_alpha(layer, config),
-        scaling=layer.scaling,
-        norm_a=norm_a,
-        norm_b=norm_b,
-        norm_delta=norm_delta,
-        effective_rank=found.effective_rank if found else None,
-        singular_values=found.singular_values if found else (),
-    )
-
-
-def _norms(values: list[Measured]) -> Norms | None:
-    if not values:
-        return None
-    deltas = [delta for _, _, delta in values if delta is not None]
-    return Norms(
-        a=spread([a for a, _, _ in values]),
-        b=spread([b for _, b, _ in values]),
-        delta=spread(deltas) if deltas else None,
-    )
-
-
-def spread(values: list[float]) -> Spread:
-    """Return least, median and most of at least one value; NaN counts as larger than everything."""
-    ordered = sorted(values, key=lambda value: (value != value, value))  # noqa: PLR0124 - NaN is not itself
-    middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return Spread(least=ordered[0], median=sum(middle) / 2, most=ordered[-1])
 
 
 def _model(model: ModelDir) -> ModelInspection:

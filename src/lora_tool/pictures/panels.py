@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,12 +133,12 @@ def _padded(item: Spectrum, rank: int) -> np.ndarray:
     return np.array(values + [math.nan] * (rank - len(values)))
 
 
-def _over(what: object, rows: Sequence[np.ndarray] | np.ndarray) -> list[float]:
+def _over(what: Callable[..., np.ndarray], rows: Sequence[np.ndarray] | np.ndarray) -> list[float]:
     """Return `what` numpy makes of each column, NaN of a column without a number."""
     table = np.array(rows)
     there = ~np.isnan(table).all(axis=0)
     found = np.full(table.shape[1], math.nan)
-    found[there] = what(table[:, there], axis=0)  # type: ignore[operator]
+    found[there] = what(table[:, there], axis=0)
     return [float(value) for value in found]
 
 

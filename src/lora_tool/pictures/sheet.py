@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from matplotlib.figure import Figure
 
@@ -112,10 +112,10 @@ def _space(height: float) -> _Block:
     return _Block(height, lambda _figure, _top: None)
 
 
-def _write(figure: Figure, left: float, top: float, text: str, **look: object) -> None:
+def _write(figure: Figure, left: float, top: float, text: str, **look: Any) -> None:
     """Write a text whose upper left corner is so many inches from those of the figure."""
     height = figure.get_figheight()
-    figure.text(left / WIDTH, 1 - top / height, plain(text), va="top", ha="left", **look)  # type: ignore[arg-type]
+    figure.text(left / WIDTH, 1 - top / height, plain(text), va="top", ha="left", **look)
 
 
 def _heading(title: str, sentence: str, *, size: float = 11) -> _Block:

@@ -121,10 +121,10 @@ def prepare(
 
 
 @contextlib.contextmanager
-def preparation(adapter: Reference, server: Server | str, out: Path, **asked: Any) -> Iterator[Plan]:  # noqa: ANN401 - see `plan_prepare`
+def preparation(adapter: Reference, server: Server | str, out: Path, **asked: Any) -> Iterator[Plan]:
     """Yield the plan of what is to be written to `out` for a server; what is computed lies beside it as long as this lasts.
 
-    Raises as `plan_prepare`.
+    `asked` are the other arguments of `plan_prepare`. Raises as that does.
     """
     from lora_tool.plan.algebra.plan_prepare import plan_prepare  # noqa: PLC0415 - one plan of several
 
@@ -140,10 +140,10 @@ def preparation(adapter: Reference, server: Server | str, out: Path, **asked: An
 
 
 @contextlib.contextmanager
-def extraction(model: Reference, base: Reference, out: Path, **asked: Any) -> Iterator[Plan]:  # noqa: ANN401 - see `plan_extract`
+def extraction(model: Reference, base: Reference, out: Path, **asked: Any) -> Iterator[Plan]:
     """Yield the plan of an extraction that is to be written to `out`, whose factors lie beside it as long as this lasts.
 
-    Raises as `plan_extract`.
+    `asked` are the other arguments of `plan_extract`. Raises as that does.
     """
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
     from lora_tool.execution.spool import FileSpool  # noqa: PLC0415

@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.cluster.spread import EngineName, spread_over
+from lora_tool.display import from_here
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import DType
@@ -17,7 +18,7 @@ from lora_tool.tensors import DType
 def default_output(opened: ShardedDir, what: str) -> Path:
     """Return where `what` ("adapter", "model" or "state") of the checkpoint goes if nobody says: a sibling."""
     folder = opened.root.resolve()
-    return folder.parent / f"{folder.name}-{what}"
+    return from_here(folder.parent / f"{folder.name}-{what}")
 
 
 def consolidate(

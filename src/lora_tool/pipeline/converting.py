@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lora_tool.checkpoint import AdapterDir
+from lora_tool.display import from_here
 from lora_tool.plan.convert.convertible import Convertible
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.plan_convert import plan_convert
@@ -17,7 +18,7 @@ from lora_tool.validation.bases import named_base
 def default_output(adapter: AdapterDir, form: AdapterForm) -> Path:
     """Return where the adapter in its new form goes if nobody says: a sibling."""
     folder = adapter.root.resolve()
-    return folder.parent / f"{folder.name}-{form}"
+    return from_here(folder.parent / f"{folder.name}-{form}")
 
 
 def planned(

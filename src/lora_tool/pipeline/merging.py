@@ -168,7 +168,8 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
         found = resolve(config.base_model, near=near, revision=config.revision, download=True)
     except NotACheckpoint as error:
         moved = moved_to(config.base_model, near)
-        error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else error.hint or hint
+        meant = f"{error.hint} {hint}" if error.hint else hint  # a question, "did you mean …?"
+        error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else meant
         raise
     decided(f"base: {found.path}, named in {config.path}")
     return found

@@ -35,7 +35,7 @@ def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: i
         yield ""
 
 
-def _styled(text: str, **style: Any) -> str:  # noqa: ANN401 - click's words
+def _styled(text: str, **style: Any) -> str:
     import click  # noqa: PLC0415 - only for colours
 
     return click.style(text, **style)

@@ -10,6 +10,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats import generation_config
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.progress import Progress, Watch
 from lora_tool.report import Checked, Finding, Report, Skipped
@@ -39,7 +40,8 @@ from lora_tool.rules.model import (  # noqa: F401
     lt3_unmerged,
     lt3_vocabulary,
 )
-from lora_tool.rules.serving import lt8_serving  # noqa: F401
+from lora_tool.rules.model.lt3_tensors import is_wrapped
+from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
@@ -95,7 +97,7 @@ class Judge:
     def adapter(self, adapter: AdapterDir) -> Report:
         """Return what is found in an adapter's folder: in it, in its base's files, in rank files beside."""
         subject = self.subject(adapter)
-        base = [] if self.base is None else [self.unreadable(self.base)]
+        base = [] if self.base is None else [self.unreadable(self.base), self._beside_base(subject, self.base)]
         return joined([self.folder(subject), *base, self._base_of(subject), *self.rank_files_beside(adapter)])
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
@@ -124,19 +126,27 @@ class Judge:
 
     def unreadable(self, checkpoint: AdapterDir | ModelDir) -> Report:
         """Return what keeps a folder's config and weights from being believed, and nothing else about it."""
-        wrong = fatal_problems(checkpoint)
+        wrong = _fatal_problems(checkpoint)
         if not wrong:
             return Report()
         of_files = tuple(rule for rule in self.rules if rule.code.startswith("LT1") or rule.code == "LT214")
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
         return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
 
+    def _beside_base(self, subject: AdapterSubject, base: ModelDir) -> Report:
+        """Return what is wrong with the JSON files that a merge copies from the base, as the adapter has none."""
+        own = {*subject.checkpoint.folder.files, *((generation_config.FILE_NAME,) if subject.is_reward() else ())}
+        files = tuple(name for name in base.folder.files if name not in own)
+        copied = replace(base, folder=replace(base.folder, files=files), problems=())
+        return replace(self.only("LT113").folder(Subject(checkpoint=copied)), subjects=())
+
     def _base_of(self, subject: AdapterSubject) -> Report:
         """Return what transformers would refuse or put at random in its base, but what the adapter brings."""
         if subject.stored_base is None:
             return Report()
         match = subject.match
-        codes = _OF_BASES - ({"LT318"} if isinstance(match, BaseMatch) and not match.outside else set())
+        compared = isinstance(match, BaseMatch) and not match.outside and not is_wrapped(match.add)
+        codes = _OF_BASES - ({"LT318"} if compared else set())
         rules = tuple(rule for rule in self.rules if rule.code in codes)
         found = Judge(rules=rules, ignored=self.ignored).folder(subject.stored_base)
         brought = subject.view.saved.keys()
@@ -221,7 +231,7 @@ class Judge:
         return None
 
 
-def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
+def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
     beside = checkpoint.folder.problems
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from lora_tool.errors import CorruptFile, NotACheckpoint
 from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, assemble_dcp, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.state_dicts import OTHER_KEYS
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import (
@@ -28,6 +30,8 @@ from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.tags import stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
+_OTHER_FOLDER = re.compile(rf"(?:{'|'.join(sorted(OTHER_KEYS))})(?![a-z])")
+"""Names of folders that hold no weights: `optimizer_0`, `optim`."""
 _Content = tuple[str, int, int]
 """The name of a tensor, where a piece of it begins in its file, and the CRC32 of the piece."""
 
@@ -53,8 +57,11 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     `tag` is the sub-folder of the model, or, where only one may be it, the wanted one of several modules in there.
     Sub-folders that are not steps have no order, so that none is the newest.
     """
-    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
-    parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")]
+    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side, others model and optim
+    parts = [name for name in checkpoint.rank_files if not _OTHER_FOLDER.match(name)]
+    if not parts:
+        held = ", ".join(checkpoint.rank_files)
+        raise NotACheckpoint(f"{checkpoint.root} holds no weights, but what training goes on from beside them: {held}")
     module = tag if len(parts) == 1 and tag not in checkpoint.rank_files else None
     if tag is not None and module is None:
         parts = [tag]

@@ -14,7 +14,7 @@ from lora_tool.checkpoint.folders import is_numbered, listed
 from lora_tool.checkpoint.kinds import step_of
 from lora_tool.checkpoint.registry import is_save, is_step
 from lora_tool.display import from_here
-from lora_tool.errors import Problem
+from lora_tool.errors import Defect, Problem
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.keys import LORA_FACTOR, PREFIX, has_lora_factor
 from lora_tool.report import Finding, Severity
@@ -75,6 +75,8 @@ def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
     """LT402: yield each file that is truncated, empty or of another format."""
     for problem in problems:
         hint = f"copy it again, or {another_save(Path(problem.path))}"
+        if problem.defect is Defect.PICKLE:
+            hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"
         yield fault("LT402", problem.path, problem.message, subject=problem.subject, hint=hint)
 
 

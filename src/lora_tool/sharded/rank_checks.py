@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lora_tool.display import counted, some
-from lora_tool.formats.rank_files import RankFile, RankFolder, gap_in
+from lora_tool.formats.distributed_tensors import DistributedTensor
+from lora_tool.formats.rank_files import CutTensor, RankFile, RankFolder, gap_in
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import (
     COPY,
@@ -40,7 +41,7 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
         yield fault("LT401", found.folder, message, hint=COPY, severity=severity)
     yield from unreadable_files(found.problems)
     yield from () if alone else _of_other_ranks(found, ranks)
-    yield from repeated_files((file.path, _content(file)) for file in found.files.values() if _holds_values(file))
+    yield from repeated_files((file.path, _content(file)) for file in found.files.values() if _is_of_one_rank(file))
     yield from _other_runs(found)
     if not lost and not found.problems:
         for name, gap in gaps.items():
@@ -78,8 +79,10 @@ def _content(file: RankFile) -> tuple[object, ...]:
     return file.file.serialization_id, file.saved_by, records
 
 
-def _holds_values(file: RankFile) -> bool:
-    return any(record.nbytes for record in file.file.records.values())
+def _is_of_one_rank(file: RankFile) -> bool:
+    """Return whether no other rank should have the same: where nothing is cut, all may hold the whole."""
+    is_cut = any(isinstance(tensor, DistributedTensor) for tensor in file.tensors.values())
+    return is_cut and any(record.nbytes for record in file.file.records.values())
 
 
 def _other_runs(found: RankFolder) -> Iterator[Finding]:
@@ -104,8 +107,14 @@ def _other_runs(found: RankFolder) -> Iterator[Finding]:
                 yield fault(
                     "LT407", path, f"holds {dtype}, but the other ranks' files hold {usual}", subject=name, hint=hint
                 )
-        for first, replica in tensor.replicas:
+        for first, replica in tensor.replicas if _is_one_for_all(name, tensor) else ():
             if first.crc() != replica.crc() and replica.holder.path not in told:
                 told.add(replica.holder.path)
                 message = f"is a replica of {first.holder.path.name}, but holds other values"
                 yield fault("LT407", replica.holder.path, message, subject=name, hint=hint)
+
+
+def _is_one_for_all(name: str, tensor: CutTensor) -> bool:
+    """Return whether all ranks have the same values where they have the same elements; a plain buffer is each one's own."""
+    held = (replica.holder.tensors[name] for _, replica in tensor.replicas)
+    return ".lora_" in name or any(isinstance(of, DistributedTensor) for of in held)

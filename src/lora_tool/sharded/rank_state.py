@@ -42,13 +42,6 @@ class RankState(TrainingState):
         held = (part for name in tensors for part in self.found.tensors[name].parts)
         return frozenset(part.holder.file.record(part.local) for part in held)
 
-    @property
-    def near(self) -> tuple[Path, ...]:
-        """Where what belongs to it may lie; verl puts the config and the tokenizer into a folder beside the ranks'."""
-        beside = self.folder / "huggingface"
-        places = TrainingState.near.__get__(self)
-        return (*places, beside) if beside.is_dir() else places
-
 
 def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state of one module of verl: the actor of the step that the run points at, or of `tag`."""

@@ -18,6 +18,9 @@ from lora_tool.sharded.file_values import FileValues, ValuePiece
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorTable
 
+_BESIDE = ("lora_adapter", "huggingface")
+"""Folders in which verl puts the adapter with its config, up to 2025, and the model's config and tokenizer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState(abc.ABC):
@@ -70,8 +73,12 @@ class TrainingState(abc.ABC):
 
     @property
     def near(self) -> tuple[Path, ...]:
-        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
-        return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
+        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside, verl in folders
+        beside the pieces.
+        """
+        beside = (place / name for place in (self.folder, self.root) for name in _BESIDE)
+        exported = (folder for folder in beside if folder.is_dir())
+        return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent, *exported)))
 
 
 def check_of_files(tensors: TensorTable, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:

@@ -1,7 +1,5 @@
 """The guard: a callback of the HF Trainer that watches gradients and logs, and raises when a run is doomed.
 
-`Guard` is for a trainer that we build, `AttachedGuard` for one of somebody else's script.
-
 It raises because `should_training_stop` would let the script go on to say "completed" and save what it has. All ranks
 see the same gathered figures and the same reduced gradients, so all leave together; sharded gradients, of which each
 rank sees a part, are judged by the logged norm alone.
@@ -11,27 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType
-from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback
 
-from lora_tool.display import printable
-from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
-from lora_tool.report.groups import by_rule
-from lora_tool.train import data_checks, live_checks
-from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import SignalTracker
-from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, json_value, read_job, write_outcome
+from lora_tool.train.job import json_value
+from lora_tool.train.logbook import Logbook
 from lora_tool.train.methods import METHODS
 from lora_tool.train.saving import clean_card, free_name, lost_in
 from lora_tool.train.traps import trap
@@ -42,73 +33,6 @@ _SCALER_PATIENCE = 20
 
 _SNAPSHOT = 1 << 26
 """Elements of trained parameters whose start is kept to be compared with the end: an adapter's, not a model's."""
-
-
-class Logbook:
-    """What one process sees of a training: findings, notes and facts, printed as they come where it `prints`.
-
-    `known` are codes of findings that the user has seen.
-    """
-
-    def __init__(self, settings: GuardSettings, *, known: Sequence[str] = (), prints: bool = True) -> None:
-        self.settings = settings
-        self.known = known
-        self.prints = prints
-        self.findings: list[Finding] = []
-        self.notes: list[str] = []
-        self.facts: dict[str, Any] = {}
-        self.stopped: TrainingStopped | None = None
-
-    def report(self, findings: Iterable[Finding]) -> None:
-        """Keep and print what is neither ignored nor known."""
-        self._show(self._kept(findings))
-
-    def judge(self, findings: Iterable[Finding]) -> None:
-        """Report the findings. Raises `TrainingStopped` in mode `stop` where an error is among all that were reported.
-
-        That error is not printed: the parent says it last, and once.
-        """
-        kept = self._kept(findings)
-        error = next((found for found in self.findings if found.severity is Severity.ERROR), None)
-        stops = error is not None and self.settings.mode == "stop"
-        self._show([found for found in kept if not (stops and found is error)])
-        if error is not None and stops:
-            self.stopped = TrainingStopped(f"{error.code}: {error.message}", hint=error.hint)
-            raise self.stopped
-
-    def _kept(self, findings: Iterable[Finding]) -> list[Finding]:
-        kept = [each for each in findings if each.code not in {*self.settings.ignore, *self.known}]
-        self.findings += kept
-        return kept
-
-    def _show(self, findings: Sequence[Finding]) -> None:
-        """Print the findings, the same ones counted: what is wrong with one tensor often is with hundreds."""
-        for group in by_rule(findings):
-            first, *others = group
-            more = f" (and {len(others)} more like it)" if others else ""
-            self._print(
-                f"{first.severity}: {first.code}: {first.path + ': ' if first.path else ''}{first.message}{more}"
-            )
-            if first.hint:
-                self._print(f"  hint: {first.hint}")
-
-    def note(self, text: str) -> None:
-        """Keep and print what is no finding."""
-        self.notes.append(text)
-        self._print(text)
-
-    def outcome(self, status: TrainingStatus, **rest: Any) -> TrainingOutcome:
-        """Return the outcome with all that was seen until now; `rest` are other fields of it."""
-        return TrainingOutcome(status=status, findings=tuple(self.findings), notes=self.notes, facts=self.facts, **rest)
-
-    def _print(self, text: str) -> None:
-        if self.prints:
-            sys.stderr.write(printable(text) + "\n")
-            sys.stderr.flush()
-
-
-_GUARDS: list[AttachedGuard] = []
-"""One for each Trainer of this process that is not ours."""
 
 
 class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
@@ -266,56 +190,6 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, default=str) + "\n")
-
-
-class AttachedGuard(Guard):
-    """A guard that transformers makes itself, one for each Trainer. It writes nothing into the script's folders."""
-
-    def __init__(self) -> None:
-        super().__init__(Logbook(read_job(Path(os.environ[FOLDER_VARIABLE])).guard))
-        _GUARDS.append(self)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        super().on_train_begin(args, state, control, model=model, **rest)
-        self.book.prints = state.is_world_process_zero
-        if self.watches and model is not None:
-            args.logging_nan_inf_filter = False  # it shows a NaN loss as 0.0
-            self.judge(self._checks(args, extract_model_from_parallel(model), rest.get("train_dataloader")))
-
-    def _checks(self, args: Any, model: Any, loader: Any) -> Iterator[Finding]:
-        yield from live_checks.model_findings(model, getattr(loader, "collate_fn", None), args, sharded=self._sharded)
-        method, data = self.tracker.method, getattr(loader, "dataset", None)
-        if method is not None and hasattr(data, "select") and hasattr(data, "column_names"):
-            yield from data_checks.row_findings(method, data)
-
-    def judge(self, findings: Iterable[Finding]) -> None:
-        """Leave the training at an error, as nothing else keeps a script from going on to save; it ends with this error."""
-        try:
-            super().judge(findings)
-        except TrainingStopped:
-            write_what_was_seen()  # the launcher may end this process before it ends itself
-            raise
-
-
-def write_what_was_seen() -> None:
-    """Write the outcome of all trainings of this process, for the parent."""
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    if not _GUARDS or not folder.is_dir():
-        return
-    books = [guard.book for guard in _GUARDS]
-    stop = next((book.stopped for book in books if book.stopped), None)
-    method = _GUARDS[-1].tracker.method
-    outcome = TrainingOutcome(
-        status=TrainingStatus.STOPPED if stop else TrainingStatus.DONE,
-        findings=tuple(found for book in books for found in book.findings),
-        facts={
-            "outputs": sorted({str(Path(guard.args.output_dir).resolve()) for guard in _GUARDS if guard.args}),
-            "method": method.name if method else None,
-        },
-        error=str(stop) if stop else None,
-        hint=stop.hint if stop else None,
-    )
-    write_outcome(folder, int(os.environ.get("RANK", "0")), outcome)
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:

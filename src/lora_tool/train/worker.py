@@ -24,7 +24,7 @@ from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import data_checks, live_checks, saving
 from lora_tool.train.config import trl_arguments
-from lora_tool.train.guard import Guard, Logbook
+from lora_tool.train.guard import Guard
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
     TrainingJob,
@@ -34,6 +34,7 @@ from lora_tool.train.job import (
     write_begun,
     write_outcome,
 )
+from lora_tool.train.logbook import Logbook
 from lora_tool.train.methods import METHODS
 from lora_tool.train.traps import trap
 

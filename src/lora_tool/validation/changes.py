@@ -104,8 +104,8 @@ def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -
 def _as_written(table: Mapping[str, Any], text: str, *, like: Mapping[str, Any]) -> str:
     """Return the table as JSON in the style of `text`, which says `like`: a diff then shows the fields alone."""
     end = text[len(text.rstrip()) :]
-    styles = ({"indent": indent, "ensure_ascii": ascii_only} for indent, ascii_only in _STYLES)
-    known = (style for style in styles if json.dumps(like, **style) == text.rstrip())  # type: ignore[arg-type]
+    styles: list[dict[str, Any]] = [{"indent": indent, "ensure_ascii": ascii_only} for indent, ascii_only in _STYLES]
+    known = (style for style in styles if json.dumps(like, **style) == text.rstrip())
     style = next(known, {"indent": 2, "ensure_ascii": True})  # JSON may hold half a letter, which UTF-8 cannot
     names = list(like)
     written = dict(sorted(table.items())) if names == sorted(names) else table

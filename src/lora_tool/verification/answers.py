@@ -48,12 +48,12 @@ class _Asking(Models):
         runs, streamed = self._run(self._all)
         return _evidence(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
 
-    def _all(self, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # noqa: FBT001
+    def _all(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""
         unmerged, merged = self._unmerged(None, streamed=streamed), self._merged(streamed=streamed)
         return unmerged, merged, self._unmerged(self._noise(), streamed=streamed)
 
-    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+    def _answers(self, model: Any) -> torch.Tensor:
         """Return the scores, [texts, labels], or the last logits of each prompt, [positions, vocabulary]. Float32."""
         found = []
         for at in range(0, len(self._inputs.ids), _BATCH):

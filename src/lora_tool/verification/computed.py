@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lora_tool.adapter.view import view_of
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.algebra.factor_steps import bias_steps
+from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
-from lora_tool.plan.algebra.terms import factors_of_sum
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.serving_steps import padded_steps
+from lora_tool.plan.algebra.terms import Factors, factors_of_sum
+from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.computed import ComputedInputs
 from lora_tool.plan.convert.provenance import ConvertInputs
 from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.converted import check_converted
 from lora_tool.verification.extracted import check_extracted, copied_steps
@@ -47,7 +52,10 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     # a server has the frozen weights from its base, and they were not written
     planned = inputs.manifest.tensors or {}
     names = inputs.names
-    steps = names.steps((*whole_tensors(views, head_of=chosen).steps, *(s for each in sums for s in bias_steps(each))))
+    fused = fused_experts(views[0]) if len(views) == 1 else {}
+    whole = (*whole_tensors(views, head_of=chosen).steps, *magnitude_steps(views[0]))
+    of_experts = (step for each in sums if each.module in fused for step in _of_experts(each, fused, inputs))
+    steps = names.steps((*whole, *of_experts, *(step for each in sums for step in bias_steps(each))))
     steps = tuple(step for step in steps if step.out.name in planned)
     written = tuple(replace(each, module=names.back(each.module)) for each in factors_of_sum((made,), (1.0,)))
     if inputs.base is not None:
@@ -56,12 +64,20 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     evidence = check_steps(
         steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
     )
-    others = [each for each in sums if each.module not in computed]
+    others = [each for each in sums if each.module not in computed and each.module not in fused]
     evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
     evidence |= check_computed(
         inputs, views[0], tuple(each for each in written if each.module in computed), progress=progress
     )
     return evidence
+
+
+def _of_experts(factors: Factors, fused: Mapping[str, FusedExperts], inputs: SumInputs) -> Iterator[Step]:
+    """Yield how the factors of fused experts follow from the input's: they are no factors of one product."""
+    stack = fused[factors.module]
+    rank = inputs.manifest.raw.get("served_rank")
+    dtype = DType(inputs.manifest.raw["dtype"])
+    yield from padded_steps(factors, dtype, None, rank if isinstance(rank, int) else stack.rank, experts=stack.count)
 
 
 def _of_difference(

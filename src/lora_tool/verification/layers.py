@@ -38,7 +38,7 @@ class NotStreamable(Exception):
     """A parameter without values on the disk: the model cannot be run layer by layer."""
 
 
-def bare_model(auto: Any, config: Any) -> Any:  # noqa: ANN401 - transformers' own
+def bare_model(auto: Any, config: Any) -> Any:
     """Return the model that the auto class makes of the config, without weights; its buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
@@ -46,7 +46,7 @@ def bare_model(auto: Any, config: Any) -> Any:  # noqa: ANN401 - transformers' o
     return model
 
 
-def with_adapters(model: Any, adapters: Sequence[AdapterDir]) -> Any:  # noqa: ANN401
+def with_adapters(model: Any, adapters: Sequence[AdapterDir]) -> Any:
     """Return the bare model with the adapters around it, all active, their weights not read."""
     names = peft_names(len(adapters))
     for name, adapter in zip(names, adapters, strict=True):
@@ -97,13 +97,13 @@ def _parsed(name: str) -> keys.AdapterKey:
     return keys.parse(name)
 
 
-def merged_name(name: str) -> str:
+def _merged_name(name: str) -> str:
     """Return what the merged model calls the tensor that a parameter of the adapted model goes into."""
     key = _parsed(name)
     return f"{key.module}.{key.leaf}" if key.part in (Part.BASE_LAYER, Part.SAVED_MODULE) else key.tensor
 
 
-def stream(model: Any, find: Find, files: Files, *, noise: Noise | None = None) -> None:  # noqa: ANN401
+def stream(model: Any, find: Find, files: Files, *, noise: Noise | None = None) -> None:
     """Make the bare model read its weights when it runs. Raises `NotStreamable` where one has no values on the disk."""
     source = _Source(model, find, files, noise or {})
     for unit in list(_units(model)):
@@ -119,7 +119,7 @@ def stream(model: Any, find: Find, files: Files, *, noise: Noise | None = None) 
 class _Source:
     """Where the values of a model's parameters are. A tied parameter has several names, of which one is on disk."""
 
-    def __init__(self, model: Any, find: Find, files: Files, noise: Noise) -> None:  # noqa: ANN401
+    def __init__(self, model: Any, find: Find, files: Files, noise: Noise) -> None:
         self._find = find
         self._files = files
         self._noise = noise
@@ -128,11 +128,11 @@ class _Source:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
 
-    def is_unused(self, parameter: Any) -> bool:  # noqa: ANN401
+    def is_unused(self, parameter: Any) -> bool:
         """Whether it is the original of a module that was trained whole: the trained copy runs in its place."""
         return all(".original_module." in name for name in self._names[id(parameter)])
 
-    def of(self, parameter: Any) -> tuple[str, StoredTensor]:  # noqa: ANN401
+    def of(self, parameter: Any) -> tuple[str, StoredTensor]:
         """Return the name under which the values are on disk, and where. Raises `NotStreamable`."""
         names = self._names[id(parameter)]
         found = next(((name, tensor) for name in names if (tensor := self._find(name)) is not None), None)
@@ -143,16 +143,16 @@ class _Source:
             raise NotStreamable(f"`{name}` is {tensor.dtype} {list(tensor.shape)}, in memory {list(parameter.shape)}")
         return found
 
-    def read(self, name: str, tensor: StoredTensor) -> Any:  # noqa: ANN401
+    def read(self, name: str, tensor: StoredTensor) -> Any:
         """Return the values as a float32 parameter, moved at random where that was asked for."""
         raw = torch.from_numpy(self._files.read(tensor, 0, tensor.nbytes))
         values = raw.view(_TORCH[tensor.dtype]).reshape(tensor.shape).to(torch.float32)
-        dtype = self._noise.get(merged_name(name))
+        dtype = self._noise.get(_merged_name(name))
         values = values if dtype is None else shaken(values, dtype, self._generator)
         return torch.nn.Parameter(values, requires_grad=False)
 
 
-def shaken(values: Any, dtype: DType, generator: Any) -> Any:  # noqa: ANN401
+def shaken(values: Any, dtype: DType, generator: Any) -> Any:
     """Return float32 values, each moved at random by up to half a unit in the last place that it has as `dtype`.
 
     A float32 weight moves by up to two: its sum was accumulated in float32, too.
@@ -162,7 +162,7 @@ def shaken(values: Any, dtype: DType, generator: Any) -> Any:  # noqa: ANN401
     return values + (torch.rand(values.shape, generator=generator) - 0.5) * apart
 
 
-def _hook(unit: Any, places: list[Any], read: Callable[[str, StoredTensor], Any]) -> None:  # noqa: ANN401
+def _hook(unit: Any, places: list[Any], read: Callable[[str, StoredTensor], Any]) -> None:
     def load(*_: object) -> None:
         for module, leaf, _parameter, (name, tensor) in places:
             module._parameters[leaf] = read(name, tensor)  # noqa: SLF001
@@ -175,11 +175,11 @@ def _hook(unit: Any, places: list[Any], read: Callable[[str, StoredTensor], Any]
     unit.register_forward_hook(drop, always_call=True)
 
 
-def _units(model: Any) -> Iterator[Any]:  # noqa: ANN401
+def _units(model: Any) -> Iterator[Any]:
     """Yield the modules whose weights are read together: decoder layers, PEFT's layers, whatever else owns weights."""
     layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
 
-    def walk(module: Any) -> Iterator[Any]:  # noqa: ANN401
+    def walk(module: Any) -> Iterator[Any]:
         whole = type(module).__name__ in layers or isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
         if (whole and not isinstance(module, PeftModel)) or any(True for _ in module.parameters(recurse=False)):
             yield module

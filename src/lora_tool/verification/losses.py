@@ -60,7 +60,7 @@ class _Reading(TextModels):
         self._batches = Batches(ids, pad=pad, most=max(self._window, _LOGITS // text.vocab_size))
         self._tokens = sum(len(window) - 1 for window in ids)
 
-    def _windows(self, tokenizer: Any, words: str) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    def _windows(self, tokenizer: Any, words: str) -> Iterator[torch.Tensor]:
         """Yield the token ids of a text in windows; a last token alone predicts nothing."""
         ids = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int32)
         return (window for window in torch.split(ids, self._window) if len(window) > 1)
@@ -82,13 +82,13 @@ class _Reading(TextModels):
             streamed=streamed,
         )
 
-    def _all(self, streamed: bool) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:  # noqa: FBT001
+    def _all(self, *, streamed: bool) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         alone, config = self._provenance.base, self._base_config()
         known = self._most < config.get_text_config().vocab_size
         base = self._plain(alone, config, streamed=streamed) if known else None
         return base, self._unmerged(None, streamed=streamed), self._merged(streamed=streamed)
 
-    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+    def _answers(self, model: Any) -> torch.Tensor:
         """Return the mean loss of all tokens that can be predicted."""
         total = torch.zeros((), dtype=torch.float64)
         for _, ids, mask in self._batches:

@@ -6,7 +6,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import ModelDir
@@ -43,6 +43,7 @@ except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _LANGUAGE_MODELS = {
     "AutoModelForCausalLM": frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
     "AutoModelForImageTextToText": frozenset(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()),
@@ -63,6 +64,13 @@ def asking(work: Callable[[], T], merged: Path, option: str) -> T:
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise UnsupportedAdapter(f"{merged} cannot be run for {option}: {reason}") from error
+
+
+class Streamed(Protocol[T_co]):
+    """Work that runs models: with a layer at a time in memory, or with each model whole."""
+
+    def __call__(self, *, streamed: bool) -> T_co:
+        """Return what the models answer."""
 
 
 class Models(ABC):
@@ -87,18 +95,18 @@ class Models(ABC):
         self._folders = [merged, *(adapter.root for adapter in provenance.adapters), provenance.base.root]
 
     @abstractmethod
-    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+    def _answers(self, model: Any) -> torch.Tensor:
         """Return what the model answers."""
 
-    def _run(self, runs: Callable[[bool], T]) -> tuple[T, bool]:
+    def _run(self, runs: Streamed[T]) -> tuple[T, bool]:
         """Return what `runs` returns, and whether a layer at a time was in memory, which it is told to try first."""
         streamed = self._can_stream()
         try:
-            return runs(streamed), streamed
+            return runs(streamed=streamed), streamed
         except (NotStreamable, NotImplementedError, RuntimeError):
             if not streamed:
                 raise
-            return runs(False), False  # noqa: FBT003 - the one argument
+            return runs(streamed=False), False
 
     def _unmerged(self, noise: Noise | None, *, streamed: bool) -> torch.Tensor:
         return self._streamed_unmerged(noise) if streamed else self._loaded_unmerged(noise)
@@ -134,7 +142,7 @@ class Models(ABC):
             stream(model, finder(self._provenance.base.tensors, self._provenance.adapters), files, noise=noise)
             return self._answers(model)
 
-    def _plain(self, which: ModelDir, config: Any, *, streamed: bool) -> torch.Tensor:  # noqa: ANN401
+    def _plain(self, which: ModelDir, config: Any, *, streamed: bool) -> torch.Tensor:
         """Return what a model without an adapter answers."""
         if not streamed:
             answers = self._answers(self._load(which.root, config))
@@ -161,7 +169,7 @@ class Models(ABC):
         gc.collect()
         return answers
 
-    def _load(self, folder: Path, config: Any) -> Any:  # noqa: ANN401
+    def _load(self, folder: Path, config: Any) -> Any:
         return self._auto.from_pretrained(
             folder,
             config=config,
@@ -171,7 +179,7 @@ class Models(ABC):
             use_safetensors=True,
         ).eval()
 
-    def _read_config(self, folder: Path) -> Any:  # noqa: ANN401
+    def _read_config(self, folder: Path) -> Any:
         """Return the config in the folder, the text model's where that alone is run."""
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self._text_class is None:
@@ -181,7 +189,7 @@ class Models(ABC):
             text.num_labels = config.num_labels
         return text
 
-    def _base_config(self) -> Any:  # noqa: ANN401
+    def _base_config(self) -> Any:
         """Return the base's config, with the labels and the pad token that the merged model was given."""
         config = self._read_config(self._provenance.base.root)
         if self._classifier:
@@ -225,13 +233,13 @@ class TextModels(Models):
         room = (longest, positions, tokenizer.model_max_length)
         return tokenizer, min(length for length in room if length and length > 0)
 
-    def _base_config(self) -> Any:  # noqa: ANN401
+    def _base_config(self) -> Any:
         config = super()._base_config()
         config.get_text_config().use_cache = False
         return config
 
 
-def _shake(model: Any, dtype: Any) -> None:  # noqa: ANN401
+def _shake(model: Any, dtype: Any) -> None:
     """Move the weights of adapted layers at random by up to half a unit in the last place of `dtype`."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

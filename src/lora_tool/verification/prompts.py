@@ -103,7 +103,7 @@ def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_s
     return Inputs(ids=ids, mask=mask, what=whose)
 
 
-def tokenizer_in(folders: Sequence[Path]) -> Any:  # noqa: ANN401 - transformers' own
+def tokenizer_in(folders: Sequence[Path]) -> Any:
     """Return the first tokenizer that is in one of the folders and can be loaded without its code; None without one."""
     for folder in folders:
         if not any(is_file(folder / name) for name in FILE_NAMES):

@@ -15,6 +15,7 @@ import numpy as np
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.stored import read_columns
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plan.core.ops import (
     BiasDelta,
@@ -41,8 +42,7 @@ Products = Callable[[Array, Array], Array]
 
 _MATRIX = 2
 _NORM_WEIGHTS = 1 << 20
-_STRIP = 1 << 10
-_PART_WEIGHTS = 1 << 16
+_STRIP = 1 << 11
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -171,36 +171,42 @@ class Recomputer:
                 for piece, place in zip(pieces, op.places, strict=True):
                     made[:, place] = piece
                 products = _no_products
+            case Mix(below=True):
+                made, products = self._turned_below(op, rows)
             case Mix():
-                left, right = self._mixed(op, rows)
-                made, products = (
-                    np.empty((len(left), right.shape[1])),
-                    Product(np.empty((0, 0)), ((left, right),)).norms,
-                )
-                for at in range(0, right.shape[1], _STRIP):
-                    made[:, at : at + _STRIP] = left @ right[:, at : at + _STRIP].astype(_DOUBLE, copy=False)
+                left = np.concatenate([self._files.matrix(part, rows, _DOUBLE) for part in op.parts], axis=1)
+                right = op.matrix.values
+                made, products = left @ right, Product(np.empty((0, 0)), ((left, right),)).norms
             case _:
                 return assert_never(op)
         return Recomputed(made.astype(wide, copy=False), np.zeros(made.shape, wide), products)
 
-    def _mixed(self, op: Mix, rows: Rows) -> tuple[Array, Array]:
-        """Return what the rows are the product of."""
-        if not op.below:
-            parts = [self._files.matrix(part, rows, _DOUBLE) for part in op.parts]
-            return np.concatenate(parts, axis=1), op.matrix.values
-        whole = self._kept("mixed", op.parts, 0, lambda: self._below(op.parts))
-        return np.concatenate([op.matrix.values[:, first:last] for first, last in rows], axis=1).T, whole
+    def _turned_below(self, op: Mix, rows: Rows) -> tuple[Array, Products]:
+        """Return rows of Xᵀ·[P₁; P₂; …], some of the parts' columns at a time: a row needs all of their rows."""
+        left = np.concatenate([op.matrix.values[:, first:last] for first, last in rows], axis=1).T
+        made = np.zeros((len(left), op.shape[1]))
+        begin = 0
+        for part in op.parts:
+            turned = left[:, begin : begin + part.shape[0]]
+            for at, columns in self._strips(part):
+                made[:, at : at + _STRIP] += turned @ columns
+            begin += part.shape[0]
 
-    def _below(self, parts: tuple[StoredTensor, ...]) -> Array:
-        """Return the parts one below the other, in float32 where that holds all of their values."""
-        exact = np.dtype(np.float64 if any(part.dtype is DType.F64 for part in parts) else np.float32)
-        whole, at = np.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), exact), 0
-        for part in parts:
-            for rows in row_blocks(part, _PART_WEIGHTS):
-                block = self._files.matrix(part, rows, exact)
-                whole[at : at + len(block)] = block
-                at += len(block)
-        return whole
+        def products(i: Array, j: Array) -> Array:
+            squares = np.zeros(op.shape[1])
+            for part in op.parts:
+                for at, columns in self._strips(part):
+                    squares[at : at + _STRIP] += np.square(columns).sum(axis=0)
+            return np.asarray(np.linalg.norm(left[i], axis=1) * np.sqrt(squares)[j])
+
+        return made, products
+
+    def _strips(self, part: StoredTensor) -> Iterator[tuple[int, Array]]:
+        """Yield the columns of a matrix in float64, `_STRIP` at a time, and where they begin."""
+        for at in range(0, part.shape[1], _STRIP):
+            stored = np.empty((part.shape[0], min(_STRIP, part.shape[1] - at)), FLOATS[part.dtype].bits)
+            read_columns(stored, part, at, self._files)
+            yield at, decode(stored.reshape(-1).view(np.uint8), part.dtype, _DOUBLE).reshape(stored.shape)
 
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""

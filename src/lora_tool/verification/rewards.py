@@ -65,7 +65,7 @@ class _Ranking(TextModels):
             text.pad_token_id = next((unused for unused in range(text.vocab_size) if unused not in ends), 0)
         self._batches = Batches(self._ids, pad=text.pad_token_id, most=_BATCH_TOKENS)
 
-    def _tokens(self, tokenizer: Any, pair: Pair, side: Text, vocabulary: int) -> torch.Tensor:  # noqa: ANN401
+    def _tokens(self, tokenizer: Any, pair: Pair, side: Text, vocabulary: int) -> torch.Tensor:
         """Return the token ids of a text, as TRL's `RewardTrainer` makes them, the last ones of a long text."""
         end = tokenizer.eos_token or ""
         try:
@@ -114,11 +114,11 @@ class _Ranking(TextModels):
             streamed=streamed,
         )
 
-    def _both(self, streamed: bool) -> tuple[torch.Tensor | None, torch.Tensor]:  # noqa: FBT001
+    def _both(self, *, streamed: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
         unmerged = self._unmerged(None, streamed=streamed) if self._provenance.adapters else None
         return unmerged, self._merged(streamed=streamed)
 
-    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+    def _answers(self, model: Any) -> torch.Tensor:
         """Return the rewards of all texts, chosen and rejected in turn, in float32."""
         rewards = torch.empty(len(self._ids))
         for at, ids, mask in self._batches:

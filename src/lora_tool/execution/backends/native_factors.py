@@ -14,12 +14,15 @@ from lora_tool.execution.native.library import kernel
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
+from lora_tool.formats.stored import read_columns
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix, SmallMatrix
-from lora_tool.plan.core.ops import Precision
-from lora_tool.tensors import DType
+from lora_tool.plan.core.ops import Precision, RowOp
+from lora_tool.tensors import DType, StoredTensor
 
 _STRIP = 1 << 9
 """Rows of B's, or columns of A's, that are packed at a time: what is packed stays in the second-level cache."""
+_READ = 4 * _STRIP
+"""Those that are read at a time: each row of columns of A's is a read of its own."""
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -34,6 +37,10 @@ class NativeFactors(NumpyBackend):
         if found is None:
             raise AssertionError("no kernel: `backend_for` should have chosen another backend")
         self._kernel = found
+
+    def _block_weights(self, op: RowOp) -> int:
+        """See `NumpyBackend`. All of A's are read for each block of what is turned below: there are fewer blocks."""
+        return super()._block_weights(op) << (isinstance(op, Mix) and op.below)
 
     def _factor(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
@@ -72,11 +79,15 @@ class NativeFactors(NumpyBackend):
     def _write_mixed(self, op: Mix, out: Array, dtype: DType, first: int, last: int) -> bool:
         right = self._packed_matrix(op.matrix, self._kernel.wide_columns, 0, op.matrix.columns)
         fine = True
+        held: list[Array] = []
         for at, end in _strips(first, last):
+            inside = (at - first) % _READ
+            if not inside:
+                held = [self._rows(part, at, min(at + _READ, last), f"rows {n}") for n, part in enumerate(op.parts)]
             left = self._panels("strip", end - at, op.matrix.rows, self._kernel.rows)
             deep = 0
-            for part in op.parts:
-                rows = self._rows(part, at, end, "factor").reshape(end - at, -1)
+            for part, stored in zip(op.parts, held, strict=True):
+                rows = stored[inside : inside + end - at]
                 self._pack(left, self._kernel.rows, (op.matrix.rows, deep), rows, part.dtype)
                 deep += rows.shape[1]
             place = out[at - first :].ctypes.data
@@ -89,11 +100,15 @@ class NativeFactors(NumpyBackend):
     def _write_below(self, op: Mix, out: Array, dtype: DType, first: int, last: int) -> bool:
         left = self._packed_matrix(op.matrix, self._kernel.rows, first, last)
         fine = True
+        held: list[Array] = []
         for at, end in _strips(0, out.shape[1]):
+            inside = at % _READ
+            if not inside:
+                held = [self._columns(part, at, f"columns {number}") for number, part in enumerate(op.parts)]
             right = self._panels("strip", end - at, op.matrix.rows, self._kernel.wide_columns)
             deep = 0
-            for part, stored in zip(op.parts, self._stacked(op.parts), strict=True):
-                columns = stored.reshape(len(stored), -1)[:, at:end].T
+            for part, stored in zip(op.parts, held, strict=True):
+                columns = stored[:, inside : inside + end - at].T
                 self._pack(right, self._kernel.wide_columns, (op.matrix.rows, deep), columns, part.dtype)
                 deep += columns.shape[1]
             place = out[:, at:].ctypes.data
@@ -102,6 +117,13 @@ class NativeFactors(NumpyBackend):
                 left.ctypes.data, right.ctypes.data, op.matrix.rows, place, dtype, out.shape[1], size
             )
         return fine
+
+    def _columns(self, tensor: StoredTensor, first: int, place: str) -> Array:
+        """Return `_READ` columns of a matrix as they are stored, or those that there are, in this worker's buffer."""
+        shape = tensor.shape[0], min(_READ, tensor.shape[1] - first)
+        columns = self._buffer(place, shape, kernels.STORAGE[tensor.dtype])
+        read_columns(columns, tensor, first, self._sources)
+        return columns
 
     def _packed_matrix(self, matrix: SmallMatrix, width: int, first: int, last: int) -> Array:
         """Return some columns of a small matrix in panels, as deep as it is high."""

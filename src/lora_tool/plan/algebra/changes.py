@@ -77,10 +77,11 @@ def changes_of(
     open_spool: OpenSpool | None,
     *,
     max_rank: int | None = None,
+    as_dora: bool = False,
 ) -> Changes:
     """Return what the adapter does to each module, for a server of the `form`, which has nothing in the way.
 
-    Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises
+    `as_dora` is whether DoRA stays DoRA, whose s·B·A is what is returned. Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises
     `UnsupportedAdapter` and `IncompatibleBase` where that gives no product of low rank.
     """
     _require_own_ends(view, form, base)
@@ -93,7 +94,7 @@ def changes_of(
         sums = [_without_init(each, layers[each.module], view, computing) for each in sums]
     for at, each in enumerate(sums):
         layer = layers[each.module]
-        if layer.magnitude is not None:
+        if layer.magnitude is not None and not as_dora:
             weight = base_weight(computing.model(), layer.target)
             rank = each.rank if max_rank is None else max_rank
             sums[at], figures = nearest_to_dora(each, layer.magnitude, weight, computing.spool(), rank=rank)

@@ -9,6 +9,7 @@ from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.plan.algebra.fused_experts import fused_experts
 from lora_tool.plan.algebra.peft_config import base_of
 
 
@@ -31,7 +32,7 @@ def require_sums(view: AdapterView) -> None:
             "base first, so B·A alone is not the change",
             hint=f"write it as plain LoRA first: lora-tool prepare {root} --for peft --base BASE -o PLAIN",
         )
-    if config.target_parameters:
+    if fused_experts(view):
         raise UnsupportedAdapter(
             f"{config.path}: `target_parameters`: the factors of fused experts lie interleaved in one tensor",
             hint=f"write the experts one by one first: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS; or {merge}",

@@ -120,6 +120,12 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
     for item in view.parts(Part.PLAIN, Part.SAVED_MODULE):
         if item.tensor.name in view.repeats or not is_end(item.module) or head_of(item.module):
             continue
+        if is_output(item.module) and is_tied(base) and f"{item.module}.weight" not in base.tensors:
+            raise UnsupportedAdapter(
+                f"{item.tensor.path}: `{item.tensor.name}` was trained whole, but {base.root} uses its embedding as its output "
+                "layer: there is no other matrix that it could be LoRA on",
+                hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
+            )
         weight = base_weight(base, item.module)
         if item.leaf != "weight" or item.tensor.shape[1:] != weight.shape[1:]:
             raise UnsupportedAdapter(f"{item.tensor.path}: `{item.tensor.name}` was trained whole, and is not LoRA")

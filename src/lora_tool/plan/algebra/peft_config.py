@@ -16,7 +16,7 @@ from lora_tool.plan.core.steps import SideFile
 
 _WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """The fields that say which modules have LoRA."""
-_MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out")
+_MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out", "target_parameters")
 _BIASES = ("none", "lora_only", "all")
 PLAIN: Mapping[str, Any] = {
     "use_rslora": False,
@@ -37,11 +37,12 @@ def config_of_sum(
     *,
     base: Path | None = None,
     head_of: AdapterView | None = None,
+    as_dora: bool = False,
 ) -> SideFile:
     """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
 
     PEFT scales by alpha / r, and alpha is r in every module. Trained tokens are those of `head_of` where several have
-    some. Raises `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
+    some. `as_dora`: the magnitudes of the first stand beside the factors, if it has some. Raises `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
     """
     first = views[0].config
     for name in _MUST_AGREE:
@@ -53,6 +54,7 @@ def config_of_sum(
                     hint="merge them into one model instead: lora-tool merge A B -o OUT",
                 )
     raw = {**read_json(first.path), **PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
+    raw["use_dora"] = as_dora and any(layer.magnitude is not None for layer in views[0].layers)
     saved = [name for view in views for name in view.config.modules_to_save]
     raw["modules_to_save"] = list(dict.fromkeys(saved)) or None
     raw["bias"] = max((view.config.bias for view in views), key=_BIASES.index)

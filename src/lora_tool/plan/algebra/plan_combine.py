@@ -107,7 +107,7 @@ def _planned(
     matrices = turned.matrices
     written = {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
     steps = (*(step for each in sums for step in factor_steps(each, out, matrices.get(each.module))), *whole.steps)
-    targets = {layer.module: layer.target for view in views for layer in view.layers}
+    targets = {layer.module: layer.path for view in views for layer in view.layers}
     named = {targets[module]: rank for module, rank in written.items()}
     return adapter_plan(
         adapters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.view import AdapterView, view_of
@@ -15,36 +15,23 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
-from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.factor_steps import exact_type
 from lora_tool.plan.algebra.fit import require_known
-from lora_tool.plan.algebra.mlx_form import (
-    common_scale,
-    is_of_expert,
-    mlx_config,
-    mlx_steps,
-    rope_notes,
-    stacked_steps,
-    unscaled,
-)
+from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
+from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
-from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.spool import OpenSpool
-from lora_tool.plan.algebra.terms import Factors
-from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
-from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import SideFile, Step
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
-
-_NOTHING_LOST = 1e-13
-"""A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
 
 
 def plan_prepare(
@@ -63,7 +50,8 @@ def plan_prepare(
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
     with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter
+    with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT stays
+    DoRA without it. The rules compare the adapter
     with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
@@ -71,66 +59,41 @@ def plan_prepare(
     that its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact
     form for.
     """
-    server = Server(server)
-    kind = None if dtype is None else float_type(dtype)
+    chosen = Server(server)
+    form, kind = FORMS[chosen], None if dtype is None else float_type(dtype)
     opened = opened_adapter(adapter)
     model = None if base is None else opened_model(base)
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
-    view, form = view_of(opened), FORMS[server]
-    _require_form(view, server, based=model is not None, approximate=approximate)
+    view = view_of(opened)
+    _require_form(view, chosen, based=model is not None, approximate=approximate)
     names = beginnings_of(view, model) if form.whole_models else SAME
-    changes = changes_of(view, form, None if model is None else names.base(model), spool, max_rank=max_rank)
-    targets = {layer.module: layer.target for layer in view.layers}
-    fused = frozenset(each.module for each in changes.sums if _is_fused(view, each, targets))
-    turned = _within(Ranks(rank=max_rank), changes.sums, fused, view, approximate=approximate)
-    ranks = {
-        each.module: view.config.rank(targets[each.module])
-        if each.module in fused
-        else turned.matrices[each.module][0].columns
-        if each.module in turned.matrices
-        else each.rank
-        for each in changes.sums
-    }
-    one = max(ranks.values()) if form.one_rank else None
-    _require_one_form_of_experts(view, ranks, fused, one)
-    # turning a module to a lower rank puts its scaling into the factors
-    scale = common_scale(changes.sums) if form.mlx and not turned.matrices else 1.0
-    sums = changes.sums if scale == 1 else tuple(unscaled(each, scale) for each in changes.sums)
-    out = kind or exact_type(sums, turned=bool(turned.matrices))
-    steps: list[Step] = []
-    for each in sums:
-        if form.mlx and is_of_expert(each.module):
-            continue
-        rank = each.rank if each.module in fused or one is None else one
-        matrices = turned.matrices.get(each.module)
-        rank = matrices[0].columns if matrices and one is None else rank
-        steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
-        steps += bias_steps(each, out)
-    steps += stacked_steps(sums, out, turned.matrices, one or 1) if form.mlx else ()
+    as_dora = form.dora and not (approximate and model is not None)
+    based = None if model is None else names.base(model)
+    changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
+    served = served_factors(view, form, changes.sums, max_rank=max_rank, approximate=approximate)
+    lowered = bool(served.turned.matrices)
+    out = kind or exact_type(served.sums, turned=lowered)
     whole = whole_tensors((view,))
-    settled = {(record.path, record.name) for record in changes.records}
-    named = {targets.get(each.module, each.module): one or ranks[each.module] for each in sums}
-    config = config_of_sum((view,), named, base=model.root if model else None)
-    plain = [targets.get(each.module, each.module) for each in sums if each.module not in fused]
+    in_products = {(record.path, record.name) for record in changes.records}
+    as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
+    ranks = (*changes.ranks, *served.turned.ranks)
     return adapter_plan(
         (opened,),
         (1.0,),
-        names.steps(
-            (*steps, *(step for step in whole.steps if (step.op.source.path, step.op.source.name) not in settled))
-        ),
-        mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
+        names.steps((*served_steps(served, form, out), *(magnitude_steps(view) if as_dora else ()), *as_they_are)),
+        _config(view, form, served, model, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
-        notes=_notes(view, form, sums, (*changes.ranks, *turned.ranks), one, scale, model),
-        ranks=(*changes.ranks, *turned.ranks),
+        notes=_notes(view, form, served, ranks, model),
+        ranks=ranks,
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
         computed=changes.spooled,
         manifest={
             "operation": "prepare",
-            "for": server.value,
-            "served_rank": one,
-            "rank": max_rank if turned.matrices else None,
+            "for": chosen.value,
+            "served_rank": served.one_rank,
+            "rank": max_rank if lowered else None,
             "keep": None,
             "dtype": out.value,
             **({} if names == SAME else {"renamed": names.as_json()}),
@@ -149,6 +112,8 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
             hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
             if all(each.options for each in found)
+            else found[0].hint
+            if all(each.hint for each in found)
             else f"merge it and serve the merged model: lora-tool merge {root}",
         )
     if not view.layers and (form.whole or not view.tokens):
@@ -156,54 +121,28 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
 
 
-def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
-    """Whether the factors hold those of several experts: more rows than the config's rank."""
-    return (
-        bool(view.config.target_parameters)
-        and factors.module in targets
-        and factors.rank != view.config.rank(targets[factors.module])
-    )
+def _config(
+    view: AdapterView, form: ServingForm, served: ServedFactors, base: ModelDir | None, *, as_dora: bool
+) -> SideFile:
+    """Return the config that the server reads: its own, or PEFT's with the new ranks."""
+    if form.mlx:
+        return mlx_config(served.sums, served.largest, served.scale)
+    layers = {layer.module: layer for layer in view.layers}
+    modules = [each.module for each in served.sums]
+    ranks = {layers[each].path if each in layers else each: served.rank(each) for each in modules}
+    config = config_of_sum((view,), ranks, base=base.root if base else None, as_dora=as_dora)
+    if form.whole:
+        return config
+    plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
+    return _served(config, view, served, plain)
 
 
-def _require_one_form_of_experts(
-    view: AdapterView, ranks: Mapping[str, int], fused: frozenset[str], one: int | None
-) -> None:
-    merge = f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}"
-    patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
-    if fused and patterns:
-        raise UnsupportedAdapter(
-            f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
-            hint=merge,
-        )
-    for module in sorted(fused):
-        if one is not None and ranks[module] != one:
-            raise UnsupportedAdapter(
-                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
-                "factors of fused experts lie interleaved and cannot be padded",
-                hint=merge,
-            )
-
-
-def _within(
-    asked: Ranks, sums: Sequence[Factors], fused: frozenset[str], view: AdapterView, *, approximate: bool
-) -> Turned:
-    """Return how the modules above the largest rank get to it. Raises `UnsupportedAdapter` where that loses something."""
-    high = [] if asked.rank is None else [each for each in sums if each.rank > asked.rank and each.module not in fused]
-    turned = turned_to(asked, high)
-    lost = [each for each in turned.ranks if each.discarded > _NOTHING_LOST * each.energy]
-    if lost and not approximate:
-        worst = min(lost, key=lambda each: each.kept)
-        raise UnsupportedAdapter(
-            f"{view.config.path}: `{worst.module}` has rank {worst.before} and would keep {worst.kept:.2%} of ‖ΔW‖² at rank "
-            f"{asked.rank}, the least of {counted(len(lost), 'module')}",
-            hint=f"--approximate writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
-        )
-    return turned
-
-
-def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequence[str]) -> SideFile:
-    """Return the config for a server: one rank, and targets by the last parts of their names."""
+def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
+    """Return the config for a server: one rank, targets by the last parts of their names, parameters of experts alone."""
     raw = parse_json(config.content or b"{}", view.config.path)
+    rank, paths = served.one_rank, [stack.path for stack in served.fused.values()]
+    parameters = view.config.target_parameters or ()
+    experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
     heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": rank,
@@ -211,6 +150,7 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequ
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "target_parameters": experts or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,
@@ -224,22 +164,17 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, targets: Sequ
 
 
 def _notes(
-    view: AdapterView,
-    form: ServingForm,
-    sums: Sequence[Factors],
-    ranks: Sequence[ModuleRank],
-    one: int | None,
-    scale: float,
-    base: ModelDir | None,
+    view: AdapterView, form: ServingForm, served: ServedFactors, ranks: Sequence[ModuleRank], base: ModelDir | None
 ) -> Iterator[str]:
-    scaling = f"scale {scale:g}" if form.mlx else f"alpha {one}"
-    shape = f"rank {one}, {scaling}" if one is not None else "scaling 1"
-    yield f"preparing {view.adapter.root} for {form.name}: {counted(len(sums), 'module')}, {shape}"
+    modules = [each.module for each in served.sums]
+    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.one_rank}"
+    shape = "scaling 1" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
+    yield f"preparing {view.adapter.root} for {form.name}: {counted(len(modules), 'module')}, {shape}"
     if ranks:
         yield from rank_lines(ranks)
     if form.mlx:
         yield from rope_notes(base)
-    ends = [each.module for each in sums if is_end(each.module)]
+    ends = [module for module in modules if is_end(module)]
     if form.one_end and ends and base is None:
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     if form is FORMS[Server.VLLM] and view.saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part
+from lora_tool.plan.algebra.fused_experts import fused_experts
 from lora_tool.rules.engine.subjects import Server
 
 
@@ -26,6 +28,8 @@ class ServingForm:
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
     """Whether it takes all modules that were saved whole."""
+    dora: bool = False
+    """Whether it computes DoRA with the magnitudes of the adapter."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
     whole_models: bool = False
@@ -37,7 +41,7 @@ class ServingForm:
 
 
 FORMS: Mapping[Server, ServingForm] = {
-    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, fused=True),
+    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang"),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp", one_end=True),
@@ -56,24 +60,26 @@ class Obstacle:
 
     text: str
     options: tuple[str, ...] = ()
-    """None where merging is the only way."""
+    """Empty where merging is the only way, or there is a `hint`."""
+    hint: str | None = None
+    """Another way to what the server reads."""
 
 
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
     """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
     options = {"--base MODEL": based, "--approximate": approximate}
-    for each in (*_no_products(view), *([] if form.whole else _no_place(view, form))):
+    for each in (*_no_products(view, form), *([] if form.whole else _no_place(view, form))):
         if not each.options or not all(options[name] for name in each.options):
             yield each
 
 
-def _no_products(view: AdapterView) -> Iterator[Obstacle]:
+def _no_products(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield what makes the change of a weight another than s·B·A."""
     config = view.config
     if config.init_lora_weights in INITS_RECOMPUTED:
         text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
         yield Obstacle(text=text, options=_WITH_BASE)
-    if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
+    if not form.dora and (config.use_dora or any(layer.magnitude is not None for layer in view.layers)):
         text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
         yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
     if config.target_parameters and config.expert_layout != ExpertLayout.RANK_MAJOR.value:
@@ -96,9 +102,12 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     if view.tokens or config.token_indices:
         text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
         yield Obstacle(text=text, options=_WITH_BASE)
-    if config.target_parameters and not form.fused:
+    if not form.fused and fused_experts(view):
+        root = shlex.quote(str(view.adapter.root))
+        one_by_one = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
         yield Obstacle(
-            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
+            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
+            hint=f"write the experts one by one first: {one_by_one}" if form.mlx else None,
         )
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")

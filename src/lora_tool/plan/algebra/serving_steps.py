@@ -10,23 +10,39 @@ from lora_tool.plan.algebra.factor_steps import factor_ops, part_names, step_of
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Op, row_ops
+from lora_tool.plan.core.ops import Assemble, Op, copied_as, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import DType, StoredTensor
 
 
 def padded_steps(
-    factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None, rank: int
+    factors: Factors,
+    dtype: DType,
+    turned: tuple[SmallMatrix, SmallMatrix] | None,
+    rank: int,
+    *,
+    experts: int = 1,
 ) -> Iterator[Step]:
-    """Yield the steps that write lora_A and lora_B of `rank`, of zeros beyond the rank that the factors have."""
+    """Yield the steps that write lora_A and lora_B of `rank`, of zeros beyond the rank that the factors have.
+
+    Those of fused `experts` have that rank each: one expert's rows of A follow the other's, and the columns of B are of
+    the experts in turn, so that those of zeros come last.
+    """
     above, across = factor_ops(factors, dtype, turned)
-    missing = rank - (turned[0].columns if turned else factors.rank)
-    if missing:
-        above = Assemble(parts=(*row_ops(above), *zero_rows(factors.a_parts[0], missing)))
-        across = _wider(factors, across, missing, turned)
+    own = (turned[0].columns if turned else factors.rank) // experts
+    if missing := rank - own:
+        first = factors.a_parts[0]
+        rows = (
+            row_ops(above)
+            if experts == 1
+            else (copied_as(dtype, rows_of(first, at * own, own)) for at in range(experts))
+        )
+        each = (tuple(rows),) if experts == 1 else tuple((row,) for row in rows)
+        above = Assemble(parts=tuple(part for some in each for part in (*some, *zero_rows(first, missing))))
+        across = _wider(factors, across, missing * experts, turned)
     a, b = part_names(factors)
-    yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank, *factors.inner), above)
-    yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank, *factors.outer), across)
+    yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank * experts, *factors.inner), above)
+    yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank * experts, *factors.outer), across)
 
 
 def zero_rows(like: StoredTensor, count: int) -> Iterator[Beside]:

@@ -24,8 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.inspection.factors import BLOCK, Matrix, row_blocks, values, widened
+from lora_tool.formats.files import opened_regular
+from lora_tool.formats.open_files import OpenFiles
+from lora_tool.inspection.factors import BLOCK, Matrix, column_blocks, row_blocks, widened
 from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.core.aside import Aside
 from lora_tool.plan.core.factor_ops import SmallMatrix
 from lora_tool.tensors import DType, StoredTensor
 
@@ -36,6 +39,8 @@ _CANCELLED_IF_DEPENDENT = 0.5
 """The same where columns of a factor are linearly dependent in a Gram matrix, which may be those that do not cancel."""
 _NEARLY_SINGULAR = 1e-10
 """An eigenvalue below this share of the largest has lost six digits in a Gram matrix."""
+_STEPS_READ = 4
+"""How many blocks are read together: a block stays in the second-level cache, and a read costs as much as a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +81,12 @@ def rank_for(singular_values: npt.NDArray[np.float64], share: float) -> int:
     return max(1, int(np.flatnonzero(left <= (1 - share) * total)[0]))
 
 
-def compressed(factors: Factors, *, rank: int | None = None, keep: float = 1.0) -> Compressed:
+def compressed(
+    factors: Factors, *, rank: int | None = None, keep: float = 1.0, aside: Aside | None = None
+) -> Compressed:
     """Return the best approximation of the module's ΔW at `rank`, or at the least that keeps `keep` of ‖ΔW‖².
 
-    Reads the factors in blocks, once; twice where terms nearly cancel. Raises `UnsupportedAdapter` where one holds NaN
+    The small matrices lie `aside` where that is given. Reads the factors in blocks, once; twice where terms nearly cancel. Raises `UnsupportedAdapter` where one holds NaN
     or infinity, `OSError` where a file cannot be read.
     """
     scales = np.repeat([term.scale for term in factors.terms], [term.rank for term in factors.terms])
@@ -114,8 +121,8 @@ def compressed(factors: Factors, *, rank: int | None = None, keep: float = 1.0) 
         module=factors.module,
         singular_values=found,
         rank=chosen,
-        left=SmallMatrix.of(np.pad(left, pad)),
-        right=SmallMatrix.of(np.pad(right, pad)),
+        left=SmallMatrix.of(np.pad(left, pad), aside),
+        right=SmallMatrix.of(np.pad(right, pad), aside),
     )
 
 
@@ -208,27 +215,27 @@ def stacked_blocks(parts: Sequence[StoredTensor], total: int, *, below: bool) ->
     height = parts[0].shape[1 if below else 0]
     step = max(total, BLOCK // (16 * max(1, total)))
     held = np.empty((total, min(step, height)) if below else (min(step, height), total))
-    stored = _columns(parts, step) if below else zip(*(row_blocks(part, step) for part in parts), strict=True)
-    for some in stored:
-        count = some[0].shape[1 if below else 0]
-        block = held[:, :count] if below else held[:count]
-        begin = 0
-        for part, stored_rows in zip(parts, some, strict=True):
-            own = slice(begin, begin + part.shape[0 if below else 1])
-            block[(own, slice(None)) if below else (slice(None), own)] = _wide(stored_rows, part.dtype)
-            begin = own.stop
-        yield block.T if below else block
+    with OpenFiles(opened_regular) as files:
+        for some in _stored(parts, step, files, below=below):
+            count = some[0].shape[1 if below else 0]
+            block = held[:, :count] if below else held[:count]
+            begin = 0
+            for part, stored in zip(parts, some, strict=True):
+                own = slice(begin, begin + part.shape[0 if below else 1])
+                block[(own, slice(None)) if below else (slice(None), own)] = _wide(stored, part.dtype)
+                begin = own.stop
+            yield block.T if below else block
 
 
-def _columns(parts: Sequence[StoredTensor], step: int) -> Iterator[Sequence[npt.NDArray[Any]]]:
-    """Yield `step` columns of every part at a time."""
-    stored = [_matrix(part) for part in parts]
-    for at in range(0, parts[0].shape[1], step):
-        yield [whole[:, at : at + step] for whole in stored]
-
-
-def _matrix(part: StoredTensor) -> npt.NDArray[Any]:
-    return values(part).reshape(part.shape)
+def _stored(
+    parts: Sequence[StoredTensor], step: int, files: OpenFiles, *, below: bool
+) -> Iterator[Sequence[npt.NDArray[Any]]]:
+    """Yield `step` rows of every part at a time, `below` as many columns; of a file more are read at once."""
+    read = column_blocks if below else row_blocks
+    for wide in zip(*(read(part, _STEPS_READ * step, files) for part in parts), strict=True):
+        for at in range(0, wide[0].shape[1 if below else 0], step):
+            some = slice(at, at + step)
+            yield [stored[:, some] if below else stored[some] for stored in wide]
 
 
 def _wide(some: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:

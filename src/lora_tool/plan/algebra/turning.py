@@ -12,6 +12,7 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.core.aside import Aside
 from lora_tool.plan.core.factor_ops import SmallMatrix
 from lora_tool.progress import told
 
@@ -61,8 +62,10 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
 
     told(f"computing the singular values of {counted(len(sums), 'module')}")
 
+    aside = Aside()
+
     def one(factors: Factors) -> Compressed:
-        return compressed(factors, rank=asked.rank, keep=asked.keep or 1.0)
+        return compressed(factors, rank=asked.rank, keep=asked.keep or 1.0, aside=aside)
 
     matrices, ranks = {}, []
     with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:

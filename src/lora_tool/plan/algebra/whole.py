@@ -47,17 +47,23 @@ def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None =
             why = "holds it with the same values" if same else "has the requested one"
             dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
     return WholeTensors(
-        steps=tuple(
-            Step(
-                out=replace(tensor.spec, name=name),
-                op=Copy(source=tensor),
-                action=TensorAction.COPIED,
-                reason=f"copied from {view.adapter.root}",
-            )
-            for name, (tensor, view) in kept.items()
-        ),
+        steps=tuple(_copied(name, tensor, view) for name, (tensor, view) in kept.items()),
         dropped=tuple(dropped),
     )
+
+
+def magnitude_steps(view: AdapterView) -> Iterator[Step]:
+    """Yield the steps that copy DoRA's magnitudes, each under the name that PEFT gives it."""
+    for layer in view.layers:
+        if layer.magnitude is not None:
+            key = view.adapter.keys[layer.magnitude.name]
+            yield _copied(replace(key, module=layer.module).canonical, layer.magnitude, view)
+
+
+def _copied(name: str, tensor: StoredTensor, view: AdapterView) -> Step:
+    reason = f"copied from {view.adapter.root}"
+    out = replace(tensor.spec, name=name)
+    return Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=reason)
 
 
 def _named(view: AdapterView, dropped: list[InputRecord]) -> Iterator[tuple[str, StoredTensor]]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
@@ -18,11 +17,11 @@ from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_s
 from lora_tool.choices import Choice, codes
 from lora_tool.display import and_more, counted
 from lora_tool.errors import UnsupportedCheckpoint
-from lora_tool.formats import generation_config, model_config, tokenizer
-from lora_tool.formats.files import inside, json_bytes, read_json
+from lora_tool.formats import model_config
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, adapter_config_of
+from lora_tool.plan.consolidate.side_files import model_files, tokenizer_files
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
@@ -34,7 +33,7 @@ from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.sharded.wrapped_names import wrapper_of
-from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec, float_type
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
 """Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
@@ -80,34 +79,29 @@ def plan_consolidate(
     `UnsupportedCheckpoint` and `CheckpointError` for a checkpoint that cannot be consolidated.
     """
     ignored = _rules(codes(ignore))
-    dtype = None if dtype is None else float_type(dtype)
+    cast = None if dtype is None else float_type(dtype)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
-    kept = refuse_errors(state.faults, ignored)
-    target, lora = What(what), has_lora(state.entries)
-    if target is What.AUTO:
-        target = What.ADAPTER if lora else What.MODEL
-        decided(f"what: {target}, because there are {'' if lora else 'no '}LoRA tensors")
+    of_checkpoint = refuse_errors(state.faults, ignored)
+    lora = has_lora(state.entries)
+    target = _target(What(what), lora=lora)
     _refuse_pipeline(state, target)
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
         if target is What.ADAPTER and lora
         else None
     )
-    selection = _choose(target, state, found, dtype)
-    kept += refuse_errors(selection.faults, ignored)
+    selection = _choose(target, state, found, cast)
+    findings = (*of_checkpoint, *refuse_errors(selection.faults, ignored))
     _require_shapes(state, selection)
     tensors = state.assemble(frozenset((*selection.names.values(), *selection.beside.values())))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
-    steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
-    shards = _shards(target, steps, max_shard_bytes)
+    shards = _shards(target, tuple(_steps(selection.names, tensors, state.entries, cast)), max_shard_bytes)
+    head = tuple(_steps(selection.beside, tensors, state.entries, cast))
     side_files = (*selection.side_files, *sharding.index_files(shards))
-    if selection.beside:
-        head = Shard(filename=VALUE_HEAD, steps=tuple(_steps(selection.beside, tensors, state.entries, dtype)))
-        shards = (*shards, head)
     return Plan(
-        shards=shards,
+        shards=(*shards, Shard(filename=VALUE_HEAD, steps=head)) if head else shards,
         side_files=side_files,
         leftovers=tuple(
             InputRecord(path=state.folder, name=name, action=TensorAction.DROPPED, reason=reason)
@@ -115,18 +109,18 @@ def plan_consolidate(
         ),
         inputs=_inputs(state, tensors.values(), side_files),
         precision=Precision.FLOAT32,
-        findings=kept,
+        findings=findings,
         warnings=selection.warnings,
         notes=(
             f"{target} from {state.title}",
-            *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
+            *(str(fault) for fault in findings if fault.severity < Severity.WARNING),
             *selection.notes,
-            *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
+            *([f"left in the checkpoint, beside the weights: {', '.join(state.beside[:8])}"] if state.beside else []),
         ),
         manifest={
             "operation": "consolidate",
             "what": target.value,
-            "dtype": dtype.value if dtype else "as saved",
+            "dtype": cast.value if cast else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,
             **({"adapter_config": dict(found.origins)} if found and found.origins else {}),
@@ -135,6 +129,15 @@ def plan_consolidate(
         },
         values=values,
     )
+
+
+def _target(asked: What, *, lora: bool) -> What:
+    """Return what is to be written: what was asked for, else an adapter where there is LoRA."""
+    if asked is not What.AUTO:
+        return asked
+    found = What.ADAPTER if lora else What.MODEL
+    decided(f"what: {found}, because there are {'' if lora else 'no '}LoRA tensors")
+    return found
 
 
 def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
@@ -153,7 +156,7 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
     if found is not None:
         selection = select_adapter(state, found)
-        return replace(selection, side_files=(*selection.side_files, *_tokenizer_files(state)))
+        return replace(selection, side_files=(*selection.side_files, *tokenizer_files(state)))
     if not state.entries:
         raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
     dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
@@ -165,7 +168,7 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
             f"{state.folder} holds a PEFT model, which is not a plain model",
             hint='consolidate the adapter with `what="adapter"`, then merge it; `what="state"` writes every tensor',
         )
-    files, warnings = _model_files(state, dtype or _usual_dtype(state))
+    files, warnings = model_files(state, dtype or _usual_dtype(state))
     return Selection(
         names=_plain_names(state.entries),
         leftovers=dropped,
@@ -209,6 +212,8 @@ def _require_shapes(state: TrainingState, selection: Selection) -> None:
         more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
         message = f"`{lost[0]}`{more} saved as {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
         hint = f"put the model's {model_config.FILE_NAME} beside the rank files: a head's shape follows from its hidden size"
+        if any((folder / model_config.FILE_NAME).is_file() for folder in state.near):
+            hint = 'no file tells their shapes; an adapter may do without them: `what="adapter"`'
         raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
 
 
@@ -239,49 +244,12 @@ def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:
     return {name.removeprefix(wrapper): saved for name, saved in names.items()}
 
 
-def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
-    path = _find(state, model_config.FILE_NAME)
-    tokenizers = tuple(_tokenizer_files(state))
-    if path is None:
-        places = ", ".join(map(str, state.near))
-        return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
-    raw: dict[str, Any] = dict(read_json(path))
-    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
-    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = FLOAT_NAMES[dtype]
-    reason = f"that of {path.parent}, with the dtype of the written weights"
-    config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
-    generation = _find(state, generation_config.FILE_NAME)
-    copied = (
-        [SideFile(filename=generation_config.FILE_NAME, source=generation, reason=f"copied from {generation.parent}")]
-        if generation
-        else []
-    )
-    return (config, *copied, *tokenizers), ()
-
-
 def _usual_dtype(state: TrainingState) -> DType:
     """Return the type of the module's first float tensor of the commonest sort: masters are float32."""
     if any(entry.role is Role.TRAINED for entry in state.entries.values()):
         return DType.F32
     found = Counter(tensor.dtype for tensor in state.assemble(state.entries).values() if tensor.dtype.is_float)
     return found.most_common(1)[0][0] if found else DType.F32
-
-
-def _find(state: TrainingState, name: str) -> Path | None:
-    return next((folder / name for folder in state.near if _is_own_file(folder, name)), None)
-
-
-def _is_own_file(folder: Path, name: str) -> bool:
-    return (folder / name).is_file() and inside(folder, folder / name)
-
-
-def _tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
-    for folder in state.near:
-        names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_own_file(folder, name)]
-        if names:
-            for name in names:
-                yield SideFile(filename=name, source=folder / name, reason=f"copied from {folder}")
-            return
 
 
 def _steps(

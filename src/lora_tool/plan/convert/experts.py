@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.experts import EXPERT, PROJECTIONS
+from lora_tool.adapter.experts import EXPERT, FUSED, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -33,8 +33,6 @@ from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.tensors import StoredTensor
 
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
-_PARAMETERS = ("gate_up_proj", "down_proj")
-"""What transformers 5 calls the matrices of all experts."""
 _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 """How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
 
@@ -83,7 +81,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
         steps += _each_expert(layer, names, wanted, sizes, layout_of(view.config, b))
         modules.append(layer.module)
         targets |= set(wanted)
-        parameter = _PARAMETERS[len(wanted) == 1]
+        parameter = FUSED[len(wanted) == 1]
         forms |= _forms(view.config.scaling(f"{layer.target}.{parameter}"), names, wanted, steps)
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 

@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lora_tool.plan.core.aside import Aside, Carried
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.tensors import StoredTensor
 
@@ -25,28 +26,29 @@ class SmallMatrix:
 
     rows: int
     columns: int
-    data: bytes = field(repr=False)
-    """The elements, little-endian, row by row."""
+    data: bytes | Carried = field(repr=False)
+    """The elements, little-endian, row by row; in a file where the plan carries many."""
 
     def __post_init__(self) -> None:
         if len(self.data) != 8 * self.rows * self.columns:
             raise ValueError(f"{len(self.data)} bytes are not a float64 matrix of {self.rows} x {self.columns}")
 
     @classmethod
-    def of(cls, values: npt.ArrayLike) -> SmallMatrix:
-        """Return the matrix of these numbers, [rows, columns]."""
+    def of(cls, values: npt.ArrayLike, aside: Aside | None = None) -> SmallMatrix:
+        """Return the matrix of these numbers, [rows, columns], whose elements lie `aside` where that is given."""
         import numpy as np  # noqa: PLC0415 - a plan of copies needs none
 
         array = np.asarray(values, "<f8")
         rows, columns = array.shape
-        return cls(rows=rows, columns=columns, data=array.tobytes())
+        data = array.tobytes()
+        return cls(rows=rows, columns=columns, data=data if aside is None else aside.put(data))
 
     @property
     def values(self) -> Values:
         """The elements, [rows, columns], not to be written to."""
         import numpy as np  # noqa: PLC0415 - as above
 
-        return np.frombuffer(self.data, "<f8").reshape(self.rows, self.columns)
+        return np.frombuffer(bytes(self.data), "<f8").reshape(self.rows, self.columns)
 
     def part(self, first: int, columns: int) -> SmallMatrix:
         """Return some of the columns."""
@@ -54,7 +56,7 @@ class SmallMatrix:
 
     def describe(self) -> dict[str, Any]:
         """Return its size and digest, as JSON data."""
-        return {"rows": self.rows, "columns": self.columns, "sha256": hashlib.sha256(self.data).hexdigest()}
+        return {"rows": self.rows, "columns": self.columns, "sha256": hashlib.sha256(bytes(self.data)).hexdigest()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

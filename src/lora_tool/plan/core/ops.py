@@ -376,7 +376,7 @@ def _described(
     op: Operation,
     source: StoredTensor,
     input_names: InputNames,
-    **details: Any,  # noqa: ANN401 - JSON data
+    **details: Any,  # JSON data
 ) -> dict[str, Any]:
     where = {"source": source.name, "file": source.path.name, **input_of(source, input_names)}
     encoding = encoding_of(source)

@@ -40,6 +40,11 @@ from lora_tool.plan.merge.context import MergeContext
 from lora_tool.sources import source_of
 from lora_tool.tensors import FileStamp
 
+_NO_PAD = (
+    "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only score one text at "
+    "a time; set pad_token in tokenizer_config.json and merge again"
+)
+
 
 def build_plan(
     merge: MergeContext,
@@ -108,46 +113,58 @@ def build_plan(
 
 def _side_files(merge: MergeContext, base: ModelDir) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
-    changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
-    if merge.facts is not None:
-        changes["architectures"] = [merge.facts.class_name]
-    if merge.ends.untied:
-        changes["tie_word_embeddings"] = False
-    if merge.head is None and merge.labels is not None:
-        changes |= label_changes(merge.base, merge.labels)
     adapters = [part.adapter for part in merge.adapted]
     generation = generation_of(adapters, merge.base) if _generates(merge) else Generation()
-    vocabulary = merge.ends.vocabulary
-    changes = joined_changes(
-        changes, vocabulary_changes(merge.base, vocabulary.size) if vocabulary else {}, generation.config
-    )
-    warnings = [] if merge.dtype else list(another_dtype(merge.base))
-    warnings += [
-        f"`{name}` was tied to `{of}` and no longer is. Like PEFT, the merge does not write it, so transformers "
-        "re-initialises it at every load; --untie writes it"
-        for name, of in merge.ends.untied_unsaved.items()
-    ]
-    if merge.head is not None:
-        pad = pad_token(adapters, merge.base)
-        pad_id = pad.id if pad else merge.base.whole_config.pad_token_id
-        if pad_id is None:
-            warnings.append(
-                "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only "
-                "score one text at a time; set pad_token in tokenizer_config.json and merge again"
-            )
-        class_name = merge.arch.sequence_classification or ""
-        changes = joined_changes(changes, classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id))
+    pad_id = None if merge.head is None else _pad_id(adapters, merge.base)
     modules = module_files(owners(adapters, merge.base), merge.task)
     files = (
-        config_file(merge.base, changes),
+        config_file(merge.base, _config_changes(merge, generation, pad_id)),
         *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
         *([generation.file] if generation.file else []),
         *modules.files,
         *quantisation_file(base, merge.base.whole_config),
     )
-    warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
+    warnings = (
+        *([] if merge.dtype else another_dtype(merge.base)),
+        *_untied_warnings(merge),
+        *([_NO_PAD] if merge.head is not None and pad_id is None else []),
+        *not_merged_beside(adapters),
+        *other_tokenizers(adapters),
+        *modules.warnings,
+        *code_named(files),
+    )
     left = left_out(merge.base, {file.filename for file in files})
-    return files, (*generation.notes, *left, *modules.notes), tuple(warnings)
+    return files, (*generation.notes, *left, *modules.notes), warnings
+
+
+def _config_changes(merge: MergeContext, generation: Generation, pad_id: int | None) -> dict[str, Any]:
+    """Return what the merged model's config says otherwise than the base's; `pad_id` is a classifier's pad token."""
+    base, vocabulary = merge.base, merge.ends.vocabulary
+    return joined_changes(
+        dtype_changes(base, merge.dtype),
+        {} if merge.facts is None else {"architectures": [merge.facts.class_name]},
+        {"tie_word_embeddings": False} if merge.ends.untied else {},
+        {} if merge.head is not None or merge.labels is None else label_changes(base, merge.labels),
+        {} if vocabulary is None else vocabulary_changes(base, vocabulary.size),
+        generation.config,
+        {}
+        if merge.head is None
+        else classifier_changes(base, merge.arch.sequence_classification or "", merge.head.num_labels, pad_id),
+    )
+
+
+def _pad_id(adapters: Sequence[AdapterDir], base: ModelDir) -> int | None:
+    """Return the id of the pad token: the tokenizer's, else the base config's."""
+    pad = pad_token(adapters, base)
+    return pad.id if pad else base.whole_config.pad_token_id
+
+
+def _untied_warnings(merge: MergeContext) -> Iterator[str]:
+    for name, of in merge.ends.untied_unsaved.items():
+        yield (
+            f"`{name}` was tied to `{of}` and no longer is. Like PEFT, the merge does not write it, so transformers "
+            "re-initialises it at every load; --untie writes it"
+        )
 
 
 def _generates(merge: MergeContext) -> bool:

@@ -22,6 +22,7 @@ from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import Head, MergeContext, count_labels
 from lora_tool.plan.merge.read_base import read_base
@@ -101,35 +102,34 @@ def ask_in_memory(
     if view.task not in CLASSIFIERS:
         require_no_lora_on_tied_ends_in_memory(view)
     wanted = 1 if view.task is Task.REWARD and num_labels is None else num_labels
+    return InMemory(
+        base=base,
+        adapters=tuple(adapters),
+        arch=view.arch,
+        task=view.task,
+        num_labels=_labels(view, wanted),
+        dtype=None if dtype is None else float_type(dtype),
+        facts=None if view.task in CLASSIFIERS else view.facts,
+        findings=report.findings,
+    )
+
+
+def _labels(view: BaseView, wanted: int | None) -> int | None:
+    """Return how many labels the model has by its tensors; for a classifier without a head, how many are `wanted`."""
     whole = {
         key.tensor: adapter.tensors[name]
         for adapter in reversed(view.adapters)
         for name, key in adapter.keys.items()
         if key.part in (Part.PLAIN, Part.SAVED_MODULE)
     }
-    rows, facts = None, None
     if view.task in CLASSIFIERS:
-        held = [
-            place[name]
-            for place in (whole, view.base.tensors)
-            for name in last_weights(view.arch.head or "")
-            if name in place
-        ]
-        rows = held[0].shape[0] if held else wanted
-    elif view.facts is not None:
-        facts = view.facts
-        if view.task is not Task.CAUSAL_LM:
-            rows = count_labels(facts, whole, view.base)
-    return InMemory(
-        base=base,
-        adapters=tuple(adapters),
-        arch=view.arch,
-        task=view.task,
-        num_labels=rows,
-        dtype=None if dtype is None else float_type(dtype),
-        facts=facts,
-        findings=report.findings,
-    )
+        names = tuple(last_weights(view.arch.head or ""))
+        held = (place[name] for place in (whole, view.base.tensors) for name in names if name in place)
+        weight = next(held, None)
+        return wanted if weight is None else weight.shape[0]
+    if view.facts is None or view.task is Task.CAUSAL_LM:
+        return None
+    return count_labels(view.facts, whole, view.base)
 
 
 def plan_in_memory(

@@ -10,28 +10,28 @@ from typing import TypeVar
 from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import end_names
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first, without_delta
-from lora_tool.plan.adapter.modules import adapter_modules
+from lora_tool.plan.adapter.modules import AdapterModules, adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.quantise import Quantise
-from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.base_view import BaseView
+from lora_tool.plan.core.steps import Step
+from lora_tool.plan.merge.asked import Asked
+from lora_tool.plan.merge.base_view import BaseView, PerExpert
 from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import MergeContext, merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
-from lora_tool.plan.merge.steps import added_steps, base_steps, kept_step
+from lora_tool.plan.merge.steps import added_steps, base_steps
 from lora_tool.plan.merge.storages import Storage
 from lora_tool.plan.merge.trained_as import as_trained, rounded_note, trained_on_quantised
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
+from lora_tool.plan.merge.written import Written
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.merging import MergeJudge
@@ -87,110 +87,106 @@ def plan_merge(
     `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase` where transformers has no place
     for a tensor.
     """
-    base = opened_model(base)
+    stored = opened_model(base)
     names, factors = all_weighted(adapter, weights)
     adapters = tuple(map(opened_adapter, names))
-    task, precision = Task(task), Precision(precision)
-    store, base_as = _chosen(Storage, store), _chosen(TrainedAs, base_as)
-    dtype = None if dtype is None else float_type(dtype)
-    expert_layout = _chosen(ExpertLayout, expert_layout)
+    asked = Asked(
+        task=Task(task),
+        precision=Precision(precision),
+        store=_chosen(Storage, store),
+        base_as=_chosen(TrainedAs, base_as),
+        dtype=None if dtype is None else float_type(dtype),
+        expert_layout=_chosen(ExpertLayout, expert_layout),
+        num_labels=num_labels,
+        untie=untie,
+        text_only=text_only,
+        head_alone=head_alone,
+        allow_loss=allow_loss,
+    )
     judge = MergeJudge(
-        task=task.expected,
+        task=asked.task.expected,
         num_labels=num_labels,
         untie=untie,
         select=tuple(select),
         ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
-    report = judge.as_stored(adapters, base)
+    on_disk = judge.as_stored(adapters, stored)
     for each in adapters:
         require_mergeable(view_of(each))
     require_weightable(adapters, factors)
-    plain = in_full_precision(base, source_of(base.root).hub_id)
-    plain = as_trained(plain, adapters, base_as) if base_as else plain
-    with judge.reading(base):
-        view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
-    if (match := view.in_memory()) is not None:
-        report = joined([report, judge.in_memory(view.adapters, match)])
-    adapted, modules = join(
-        [_adapted(each, view, expert_layout, weight) for each, weight in zip(view.adapters, factors, strict=True)]
-    )
-    if head_alone:
-        adapted, modules = join([without_delta(each) for each in adapted])
-    if precision is Precision.PEFT:
-        require_saved_in_first(adapted)
-    modules, per_expert = view.parts_of_fused(modules, precision)
-    merge = merge_context(view, adapted, modules, num_labels=num_labels, dtype=dtype, untie=untie)
-    require_no_lora_on_tied_ends(merge)
+    full = in_full_precision(stored, source_of(stored.root).hub_id)
+    plain = as_trained(full, adapters, asked.base_as) if asked.base_as else full
+    exact = untie or asked.precision is Precision.PEFT
+    with judge.reading(stored):
+        view = read_base(plain, adapters, asked.task, exact=exact, text_only=text_only)
+    match = view.in_memory()
+    report = on_disk if match is None else joined([on_disk, judge.in_memory(view.adapters, match)])
+    merge, per_expert = _merge(view, factors, asked)
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
-    dropped, left = tuple(dropped_from_base(merge)), view.leftovers
-    options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
-    options |= {name: True for name, is_asked in (("text_only", text_only), ("head_alone", head_alone)) if is_asked}
-    options |= {"base_as": base_as.value} if base_as else {}
-    rounded = (rounded_note(plain, base_as),) if base_as else ()
-    notes = tuple(trained_on_quantised(adapters, base)) if plain is base else rounded
-    whole = _original(original, base, is_quantised=plain is not base and base_as is None)
-    if plain is not base and base_as is None:
+    is_quantised = full is not stored and asked.base_as is None
+    whole = _original(original, stored, is_quantised=is_quantised)
+    if is_quantised:
         from lora_tool.plan.merge.storage import QuantisedBase  # noqa: PLC0415 - for quantised bases alone
+        from lora_tool.plan.merge.written_of_quantised import written_of_quantised  # noqa: PLC0415 - see above
 
-        steps, left = (steps, left) if text_only else _with_what_no_class_has(steps, view, merge, plain)
-        without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
-        cast = dtype not in (None, plain.dtype) or text_only
-        stored = QuantisedBase(stored=base, plain=plain, original=whole).settle(
-            steps, store, without, cast=cast, allow_loss=allow_loss
-        )
-        _require_numbers(stored.steps, precision)
-        steps, notes = stored.steps, (stored.note,)
-        # what the class computes stays with the rest
-        left = left if stored.storage is Storage.ALL_16BIT or merge.head is not None else ()
-        left, options = (*left, *stored.leftovers), {**options, "store": stored.storage.value}
-        options |= {"requantised": stored.kept} if stored.kept else {}
-        merge = replace(merge, base=replace(merge.base, config=stored.config))
-    leftovers = (*dropped, *left, *adapter_leftovers(merge))
-    require_all_consumed(merge, steps, leftovers)
-    _require_same_everywhere(steps, precision)
+        quantised = QuantisedBase(stored=stored, plain=plain, original=whole)
+        written = written_of_quantised(view, merge, steps, quantised, asked)
+    else:
+        notes = (rounded_note(plain, asked.base_as),) if asked.base_as else trained_on_quantised(adapters, stored)
+        left = (*dropped_from_base(merge), *view.leftovers)
+        written = Written(merge=merge, steps=steps, leftovers=left, notes=tuple(notes))
+    leftovers = (*written.leftovers, *adapter_leftovers(merge))
+    require_all_consumed(merge, written.steps, leftovers)
+    _require_same_everywhere(written.steps, asked.precision)
     plan = build_plan(
-        merge,
-        steps,
+        written.merge,
+        written.steps,
         leftovers,
-        base,
+        stored,
         original=whole,
-        precision=precision,
+        precision=asked.precision,
         max_shard_bytes=max_shard_bytes,
-        options=options,
+        options={**asked.recorded(), **written.options},
     )
-    return replace(plan, findings=report.findings, notes=(*plan.notes, *notes))
-
-
-def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
-    inits = [step.op.taken_out for step in steps if step.op.taken_out]
-    if inits and precision is Precision.FLOAT64:
-        raise UnsupportedAdapter(
-            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine, "
-            'but `precision="float64"` promises the same bytes on every machine',
-            hint='`precision="peft"` gives the bits of PEFT on this machine',
-        )
-
-
-def _with_what_no_class_has(
-    steps: tuple[Step, ...], view: BaseView, merge: MergeContext, plain: ModelDir
-) -> tuple[tuple[Step, ...], tuple[InputRecord, ...]]:
-    """Return the steps and one for each weight of a quantised base that its class has no place for, in the base's order,
-    and what is left out still: of a classifier, all of these.
-
-    Servers use such weights: the layers that predict further tokens.
-    """
-    names = view.of_no_class
-    if not names or merge.head is not None:
-        return steps, view.leftovers
-    beside = (kept_step(merge, tensor) for name, tensor in plain.tensors.items() if name in names)
-    places = {name: at for at, name in enumerate(plain.tensors)}
-    ordered = sorted((*steps, *beside), key=lambda step: places.get(step.out.name, len(places)))
-    return tuple(ordered), tuple(item for item in view.leftovers if item.name not in names)
+    return replace(plan, findings=report.findings, notes=(*plan.notes, *written.notes))
 
 
 def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:
     return None if asked is None else kind(asked)
+
+
+def _merge(view: BaseView, weights: Sequence[float], asked: Asked) -> tuple[MergeContext, PerExpert]:
+    """Return everything that the steps are made from, and the deltas on parts of fused parameters.
+
+    Raises `UnsupportedAdapter` for what cannot be merged exactly.
+    """
+    adapted, all_modules = _adapted(view, weights, asked)
+    if asked.precision is Precision.PEFT:
+        require_saved_in_first(adapted)
+    modules, per_expert = view.parts_of_fused(all_modules, asked.precision)
+    merge = merge_context(view, adapted, modules, num_labels=asked.num_labels, dtype=asked.dtype, untie=asked.untie)
+    require_no_lora_on_tied_ends(merge)
+    return merge, per_expert
+
+
+def _adapted(view: BaseView, weights: Sequence[float], asked: Asked) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return each adapter with what it does, without its ΔW if that was asked for, and what all of them do together."""
+    ends = end_names(view.base, view.arch)
+    apart = []
+    for adapter, weight in zip(view.adapters, weights, strict=True):
+        own = view_of(adapter)
+        modules = adapter_modules(
+            own,
+            facts=view.facts,
+            expert_layout=asked.expert_layout,
+            ends=ends,
+            base=view.base.tensors,
+            weight=weight,
+        )
+        apart.append(Adapted(view=own, modules=modules, weight=weight))
+    together = join(apart)
+    return join([without_delta(each) for each in together[0]]) if asked.head_alone else together
 
 
 def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) -> ModelDir | None:
@@ -204,18 +200,12 @@ def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) ->
     return opened_model(given)
 
 
-def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
-    """Raise `UnsupportedAdapter` where quantised weights are to be written with PEFT's arithmetic."""
-    if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
+def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
+    """Raise `UnsupportedAdapter` where torch computes a part of what is to be the same on every machine."""
+    inits = [step.op.taken_out for step in steps if step.op.taken_out]
+    if inits and precision is Precision.FLOAT64:
         raise UnsupportedAdapter(
-            '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
-            hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
+            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine, "
+            'but `precision="float64"` promises the same bytes on every machine',
+            hint='`precision="peft"` gives the bits of PEFT on this machine',
         )
-
-
-def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | None, weight: float) -> Adapted:
-    own, ends = view_of(adapter), end_names(view.base, view.arch)
-    modules = adapter_modules(
-        own, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors, weight=weight
-    )
-    return Adapted(view=own, modules=modules, weight=weight)

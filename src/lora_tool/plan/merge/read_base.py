@@ -45,7 +45,7 @@ def read_base(
     class, `MissingDependency` where transformers must be asked and is not installed.
     """
     if text_only:
-        require_transformers()
+        _require_transformers()
         from lora_tool.plan.merge.model_class import text_base  # noqa: PLC0415 - imports torch
 
         base = text_base(base)
@@ -69,7 +69,7 @@ def read_base(
         )
         arch = class_row(base.whole_config, mixture.facts, None)
         return converted_base(base, adapters, mixture, arch, decide_task(asked, adapters, base, None))
-    require_transformers()
+    _require_transformers()
     from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
 
     try:
@@ -134,7 +134,7 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) 
     return found
 
 
-def require_transformers() -> None:
+def _require_transformers() -> None:
     """Return if torch and transformers are there to be asked for names. Raises `MissingDependency`."""
     require_packages(_MAPPERS, extra="merge")
 
@@ -184,7 +184,11 @@ def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool
     name = arch.sequence_classification if classifier else arch.causal_lm
     if name not in base.whole_config.architectures and any(map(_is_of_pooler, tensors)):
         return False  # another class may be without it
-    return all(map(_is_parameter, tensors)) and _same_layers(base, tensors) and _same_roots(arch, tensors, classifier)
+    return (
+        all(map(_is_parameter, tensors))
+        and _same_layers(base, tensors)
+        and _same_roots(arch, tensors, classifier=classifier)
+    )
 
 
 def _is_of_pooler(tensor: StoredTensor) -> bool:
@@ -213,7 +217,7 @@ def _same_layers(base: ModelDir, tensors: list[StoredTensor]) -> bool:
     )
 
 
-def _same_roots(arch: Architecture, tensors: list[StoredTensor], classifier: bool) -> bool:  # noqa: FBT001
+def _same_roots(arch: Architecture, tensors: list[StoredTensor], *, classifier: bool) -> bool:
     """Return whether a tensor is the trunk's, of the output layer, or, in a classifier's base, of its head."""
     trunk = {tensor.name.partition(".")[0] for tensor in tensors if keys.split_layer(tensor.name)[0] is not None}
     allowed = trunk | {name.partition(".")[0] for name in arch.causal_only}

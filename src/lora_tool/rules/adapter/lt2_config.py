@@ -265,7 +265,7 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
     root = shlex.quote(str(subject.checkpoint.root))
-    in_memory = f"lora-tool merge --allow-in-memory {root} lets PEFT merge it, with the whole model in memory"
+    in_memory = f"let PEFT merge it, with the whole model in memory: lora-tool merge --allow-in-memory {root}"
     for refusal in refusals(subject.view):
         hint = in_memory if refusal.in_memory else refusal.hint
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=hint)

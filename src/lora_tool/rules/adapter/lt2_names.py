@@ -17,6 +17,7 @@ from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
+from lora_tool.rules.shared.absent_modules import is_decoder
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"
@@ -132,7 +133,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
                 yield Fault(subject=name, message=message, severity=severity)
         elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
-            expected = is_end(item.module) or item.module in embeddings
+            expected = is_end(item.module) or is_decoder(item.module) or item.module in embeddings
             severity = Severity.INFO if expected else None
             message = f"a frozen weight of the base, {held} that the base has already"
             hint = _KEPT_ON_PURPOSE if severity else None

@@ -209,8 +209,9 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     task = subject.config.task_type
     heads = _heads_present(subject)
     wrong = _not_as_asked(subject, has_head=bool(heads))
-    if wrong:
-        yield Fault(subject="task_type", message=wrong, path=subject.config_path)
+    if wrong is not None:
+        message, hint = wrong
+        yield Fault(subject="task_type", message=message, path=subject.config_path, hint=hint)
     if task not in ("CAUSAL_LM", None) or (task is None and _was_trained_with_head(subject)):
         return
     for head, tensor in heads.items():
@@ -232,21 +233,31 @@ _TASK_TYPES = {
 """What may be asked for → PEFT's word for it."""
 
 
-def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> str | None:
-    """Return what `task_type` contradicts: what was asked for, or the class of the base; None where nothing."""
+_AS_IT_IS = "leave out --task, or --rm: the adapter says what it is"
+
+
+def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> tuple[str, str | None] | None:
+    """Return what `task_type` contradicts, what was asked for or the class of the base, and what to do; None where
+    nothing. The page's hint is for the base's class.
+    """
     task, wanted = subject.config.task_type, _TASK_TYPES.get(subject.task or "")
     if task == "CAUSAL_LM" and subject.is_reward():
-        return (
-            None if has_head else "a reward model was requested, but this is the adapter of a causal LM and has no head"
-        )
+        way = _where_the_head_is(subject) or 'train again with task_type="SEQ_CLS"'
+        hint = f"leave out --rm; if a reward model was trained, its head was not saved: {way}"
+        message = "a reward model was requested, but this is the adapter of a causal LM and has no head"
+        return None if has_head else (message, hint)
     if task == "SEQ_CLS" and subject.task == "causal-lm":
-        return "a causal LM was requested, but this is the adapter of a sequence classifier"
+        return "a causal LM was requested, but this is the adapter of a sequence classifier", _AS_IT_IS
     if task is not None and wanted not in (None, task):
-        return f"is {task}, but {subject.task} was requested"
+        return f"is {task}, but {subject.task} was requested", _AS_IT_IS
+    trained = trained_for(subject.config)
+    if task is None and trained in CLASSIFICATION_TASKS and wanted not in (None, trained):
+        name = subject.config.trained_class
+        return f"is not set, but the adapter was trained on a {name}, and {subject.task} was requested", _AS_IT_IS
     base = subject.base.config if subject.base else None
     classifier = next((name for name in base.architectures if name.endswith(CLASSIFYING[0])), None) if base else None
     if classifier and "CAUSAL_LM" in (task, wanted if task is None else None):
-        return f"{'is CAUSAL_LM' if task else 'a causal LM was requested'}, but the base is a {classifier}"
+        return f"{'is CAUSAL_LM' if task else 'a causal LM was requested'}, but the base is a {classifier}", None
     return None
 
 

@@ -91,7 +91,8 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
         return
     if not _is_same_model(found.path, base):
-        message = f"is {named} ({found.path}), but the base is {given.hub_id or base.root}, whose weights differ"
+        there = f" ({found.path})" if str(found.path) != named else ""
+        message = f"is {named}{there}, but the base is {given.hub_id or base.root}, whose weights differ"
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,12 +42,30 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
         path, second = str(one.adapter.root), str(other.adapter.root)
         tasks = (_task_of(one, other), _task_of(other, one))
         if None not in tasks and tasks[0] != tasks[1]:
-            yield Fault(message=f"is {tasks[0]}, but that of {second} is {tasks[1]}", subject="task_type", path=path)
+            message = f"is {tasks[0]}, but that of {second} is {tasks[1]}"
+            hint = f"make a model of each: lora-tool merge --each {shlex.join([path, second])} -o OUT"
+            yield Fault(message=message, subject="task_type", path=path, hint=hint)
+            continue
         if _are_the_same(one, other):
-            yield Fault(message=f"holds the same weights as {second}: the merge would apply them twice", path=path)
+            message = f"holds the same weights as {second}: the merge would apply them twice"
+            yield Fault(message=message, path=path, hint="give each adapter once")
             continue
         for name, what in _clashes(one, other):
-            yield Fault(message=f"{what}; the other adapter is {second}", subject=name, path=path)
+            yield Fault(
+                message=f"{what}; the other adapter is {second}",
+                subject=name,
+                path=path,
+                hint=_one_by_one(path, second),
+            )
+
+
+def _one_by_one(one: str, other: str) -> str:
+    """Return the commands that merge two adapters after each other, or keep the head of the first."""
+    first, second = shlex.quote(one), shlex.quote(other)
+    return (
+        f"merge one, then the other into the result: lora-tool merge {first} -o MERGED, then lora-tool merge {second} "
+        f"--base MERGED; to keep one adapter's head: lora-tool combine {first} {second} --head-of {first} -o OUT"
+    )
 
 
 def _task_of(view: AdapterView, other: AdapterView) -> str | None:

@@ -176,9 +176,10 @@ def _page_in_source(check: Callable[..., object]) -> str:
     import ast  # noqa: PLC0415 - for that alone
 
     try:
-        return ast.get_docstring(ast.parse(inspect.getsource(check)).body[0]) or ""  # type: ignore[arg-type]
+        [function] = ast.parse(inspect.getsource(check)).body
     except (OSError, SyntaxError):
         return ""
+    return (ast.get_docstring(function) if isinstance(function, ast.FunctionDef) else None) or ""
 
 
 def expand(codes: Iterable[str]) -> frozenset[str]:

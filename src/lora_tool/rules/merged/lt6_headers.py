@@ -365,4 +365,8 @@ def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
                 f"this {name} is not the one that was merged: its fingerprint is {found[:12]}, but "
                 f"{recorded[:12]} was recorded"
             )
-            yield Fault(subject=f"inputs.{name}", message=message, path=str(manifest.path) if manifest else None)
+            root = shlex.quote(str(subject.checkpoint.root))
+            hint = f"compare it with the recorded {name}: lora-tool verify {root}; or merge again with this one"
+            yield Fault(
+                subject=f"inputs.{name}", message=message, path=str(manifest.path) if manifest else None, hint=hint
+            )

@@ -56,8 +56,10 @@ class MergedSubject(ModelSubject):
     def named(self) -> Mapping[str, str]:
         """See `Subject`."""
         adapters = {"ADAPTER": shlex.join(self.adapter_names)} if self.adapter_names else {}
-        base = {} if self.base_name is None else dict.fromkeys(("BASE", "QUANTISED"), shlex.quote(self.base_name))
-        return {**super().named, **adapters, **base}
+        if self.base_name is None:  # just written, and still under another name
+            return adapters
+        base = dict.fromkeys(("BASE", "QUANTISED"), shlex.quote(self.base_name))
+        return {**super().named, "MERGED": shlex.quote(str(self.checkpoint.root)), **base, **adapters}
 
     def why_not(self, needs: frozenset[Need]) -> str | None:
         """Return why a rule with these needs would say nothing true; None if it can run."""

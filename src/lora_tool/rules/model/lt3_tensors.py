@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures.heads import head_of
-from lora_tool.keys import split_layer
+from lora_tool.keys import split_layer, unwrapped
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -17,6 +17,8 @@ _SCORE = "score.weight"
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 """What configs call the width of the hidden states, which is that of the embeddings."""
 _SUB_BYTE = 8
+_DISTRIBUTED = "module."
+"""What DistributedDataParallel puts before every name."""
 
 
 @rule("LT317", Severity.ERROR, on=ModelSubject, needs=_CLASS)
@@ -92,7 +94,7 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     the same tensors on disk and in memory: tensors that every config has, and tensors that come together, such as the
     biases of one attention. A tied output layer may be absent. For other types it looks for tensors that one layer
     lacks and otherwise similar layers have, for embeddings, an output layer and the last norm, and for a projection
-    that is missing in every layer beside its companions.
+    that is missing in every layer beside its companions. It also looks for names that are all those of a wrapper.
 
     Why it matters: transformers re-initialises missing tensors at random on every load, with only a log line.
 
@@ -104,7 +106,7 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     if any("lora_" in name or ".base_layer." in name for name in subject.tensors):
         return  # of an adapter beside the weights LT601 tells
     if known is None:
-        yield from _lost_of_an_unknown_class(subject)
+        yield from _wrapped(subject) or _lost_of_an_unknown_class(subject)
         return
     said = {*(subject.expected or {}), *_head_of_the_class(subject)}
     what = known.class_name or "every class of this model type"
@@ -113,6 +115,30 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
             subject=name,
             message=f"is not in the weights{more}, but {what} has it: transformers would initialise it at random",
         )
+
+
+_SAVE_UNWRAPPED = "save the unwrapped model: accelerator.unwrap_model(model).save_pretrained(FOLDER)"
+
+
+def _wrapped(subject: ModelSubject) -> list[Fault]:
+    """Return the fault of weights that are all called as a wrapper around the model calls them."""
+    names = [*subject.tensors]
+    if not names or not all(map(is_wrapped, names)):
+        return []
+    message = (
+        f"has the name that a wrapper gives it (torch.compile, FSDP or DistributedDataParallel), as have {len(names) - 1} "
+        f"more: transformers looks for `{_unwrapped(names[0])}` and would initialise all of them at random"
+    )
+    return [Fault(subject=names[0], message=message, hint=_SAVE_UNWRAPPED)]
+
+
+def is_wrapped(name: str) -> bool:
+    """Return whether torch.compile, FSDP or DistributedDataParallel put a part into the name."""
+    return _unwrapped(name) != name
+
+
+def _unwrapped(name: str) -> str:
+    return unwrapped(name.removeprefix(_DISTRIBUTED))
 
 
 def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:

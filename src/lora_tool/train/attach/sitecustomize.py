@@ -40,7 +40,7 @@ class _Finder(PathFinder):
 
 def _attach(trainer: Any) -> None:
     try:
-        from lora_tool.train.guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
+        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
     except ImportError as error:
         sys.stderr.write(
             f"lora-tool guard: {sys.executable} cannot import lora-tool, so its processes are not guarded: {error}\n"

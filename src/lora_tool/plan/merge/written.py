@@ -1,0 +1,23 @@
+"""What a merge writes, once it is decided how its base is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.merge.context import MergeContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The tensors of the merged model on disk, and what the plan says of the base that they come from."""
+
+    merge: MergeContext
+    """With the config that is written."""
+    steps: tuple[Step, ...]
+    leftovers: tuple[InputRecord, ...]
+    """Tensors of the base that are not written."""
+    notes: tuple[str, ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+    """What the manifest records of the storage."""

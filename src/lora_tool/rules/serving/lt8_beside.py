@@ -1,0 +1,152 @@
+"""LT801, LT802, LT804, LT805 and LT811: what an adapter holds beside plain LoRA, and few servers take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.display import named
+from lora_tool.keys import Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.servers import (
+    NAMES,
+    SERVERS,
+    WHOLE,
+    asked,
+    fault,
+    merged,
+    prepared,
+    with_base,
+)
+from lora_tool.rules.shared.heads import head_weight, saved_heads
+
+_WHOLE_MODULES = {
+    Server.VLLM: "vLLM refuses",
+    Server.SGLANG: "SGLang does not apply",
+    Server.LLAMA_CPP: "llama.cpp's converter stops at, or its loader ignores,",
+    Server.MLX: "MLX-LM does not load",
+}
+
+
+@rule("LT801", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
+    """Modules saved whole, which servers do not load from an adapter.
+
+    What it does: Looks at `modules_to_save` and at tensors other than LoRA. vLLM refuses them, except for the heads
+    `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply them. The
+    converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
+
+    Why it matters: Every reward adapter has such a head. Without it there are no rewards.
+
+    Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
+
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For
+    vLLM, `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that
+    it needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER
+    --base BASE -o OUT`.
+    """
+    saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
+    if not saved:
+        return
+    heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
+    for server in asked(subject, *SERVERS):
+        if server is Server.VLLM and heads_only:
+            message = f"vLLM before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
+            hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
+            yield fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
+        else:
+            message = f"{_WHOLE_MODULES[server]} modules saved whole: {named(sorted(saved))}"
+            hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
+            yield fault(subject, "modules_to_save", message, hint=hint)
+
+
+@rule("LT802", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
+    """DoRA, which servers do not support.
+
+    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse DoRA, llama.cpp's converter
+    stops at them, and MLX-LM stores DoRA in another form.
+
+    Why it matters: The server does not start, or refuses the adapter at the first request.
+
+    Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
+
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
+    --for SERVER --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
+    """
+    if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
+        for server in asked(subject, *SERVERS):
+            near = prepared(subject, server, " --base BASE --approximate").partition(": ")[2]
+            hint = f"{merged(subject)}; or write the nearest LoRA: {near}"
+            yield fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
+
+
+@rule("LT804", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
+    """Trained tokens or LoRA on embeddings, which few servers support.
+
+    What it does: Looks for single trained tokens (`trainable_token_indices`), which all servers refuse because they do
+    not know the names of these tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang support
+    only for some models.
+
+    Why it matters: The server refuses the adapter, or it ignores the training of the new tokens.
+
+    Example: `"trainable_token_indices": [128256]` for one new special token.
+
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
+    --for SERVER --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an
+    output layer that is not tied to it.
+    """
+    tokens = subject.view.tokens or subject.config.token_indices
+    ends = {layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)}
+    for server in asked(subject, *SERVERS):
+        if tokens:
+            message = f"{NAMES[server]} refuses single trained tokens"
+            yield fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
+        if ends and server in (Server.VLLM, Server.SGLANG):
+            message = f"{NAMES[server]} supports LoRA on {named(sorted(ends))} only for some models"
+            yield fault(subject, "target_modules", message, severity=Severity.WARNING)
+
+
+@rule("LT805", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
+    """Trained biases, which servers refuse or ignore.
+
+    What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), llama.cpp's
+    converter stops at them, SGLang and MLX-LM ignore them.
+
+    Why it matters: Without the trained biases the server runs a different model.
+
+    Example: `"bias": "all"`.
+
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
+    """
+    config = subject.config
+    fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
+    for server in asked(subject, *SERVERS):
+        for name in fields:
+            verb = "refuses" if server in (Server.VLLM, Server.LLAMA_CPP) else "leaves out"
+            yield fault(subject, name, f"{NAMES[server]} {verb} trained biases")
+
+
+@rule("LT811", Severity.INFO, on=AdapterSubject, needs=WHOLE)
+def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
+    """A head that PEFT loads only onto a base of the right class.
+
+    What it does: Reports, for PEFT, the class and the number of labels that the base must be loaded with.
+
+    Why it matters: On a causal LM, PEFT silently drops the head; with two labels, a reward model does not load.
+
+    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)` fails: [1, 4096] against [2, 4096].
+
+    What to do: Load the base as the message says, or merge the adapter: `lora-tool merge ADAPTER`.
+    """
+    weight = head_weight(saved_heads(subject))
+    if weight is None or not weight.shape:
+        return
+    for _ in asked(subject, Server.PEFT):
+        message = f"PEFT needs AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={weight.shape[0]})"
+        yield fault(subject, weight.name, message)

@@ -1,0 +1,247 @@
+"""LT803, LT806 to LT810, LT812 and LT813: LoRA in a form that a server does not read as PEFT does."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.servers import (
+    NAMES,
+    NEEDS,
+    SERVERS,
+    WHOLE,
+    asked,
+    fault,
+    merged,
+    one_by_one,
+    prepared,
+    with_base,
+)
+
+_DEFAULT_MAX_RANK = 16
+_LARGEST_RANK = 512
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@rule("LT803", Severity.WARNING, on=AdapterSubject, needs=WHOLE)
+def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
+    """A rank above the server's default limit.
+
+    What it does: Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 by default and 512 at most.
+    SGLang takes the rank from the adapters that it starts with.
+
+    Why it matters: vLLM refuses the adapter: "LoRA rank 64 is greater than max_lora_rank 16".
+
+    Example: `vllm serve BASE --enable-lora --lora-modules name=ADAPTER` with an adapter of `"r": 64`.
+
+    What to do: Start the server with the rank that the message names, or lower the ranks: `lora-tool prepare ADAPTER
+    --for vllm --max-rank 16 -o OUT`, with `--approximate` if that loses a part of ΔW.
+    """
+    # LoRA on the parameter of several experts has rows for each of them
+    config = subject.config
+    ranks = [config.rank(each.path) if each.path != each.target else each.rank for each in subject.layers if each.rank]
+    rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
+    for _ in asked(subject, Server.VLLM):
+        if rank > _LARGEST_RANK:
+            message = f"vLLM refuses ranks above {_LARGEST_RANK}, but the adapter's largest is {rank}"
+            hint = prepared(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
+            yield fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
+        elif rank > _DEFAULT_MAX_RANK:
+            needed = next(known for known in _VLLM_RANKS if known >= rank)
+            path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
+            lower = prepared(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
+            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}, or {lower}"
+            message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
+            yield fault(subject, "r", message, hint=hint)
+
+
+@rule("LT806", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
+    """Ranks or alphas per module, which servers refuse or ignore.
+
+    What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
+    refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r. llama.cpp
+    ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
+
+    Why it matters: With wrong scalings the server silently runs a different model from the trained one.
+
+    Example: `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
+
+    What to do: Write the same ΔW with one rank and one alpha: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
+    """
+    config = subject.config
+    differ = {
+        "rank_pattern": any(rank != config.r for rank in config.rank_pattern.values()),
+        "alpha_pattern": any(alpha != config.lora_alpha for alpha in config.alpha_pattern.values()),
+    }
+    for server in asked(subject, *SERVERS):
+        for name in (name for name, there in differ.items() if there):
+            hint = prepared(subject, server)
+            if server is Server.SGLANG:
+                yield fault(subject, name, f"SGLang refuses `{name}`; older releases ignore it", hint=hint)
+            elif server is Server.VLLM:
+                message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
+                yield fault(subject, name, message, severity=Severity.WARNING, hint=hint)
+            elif server is Server.MLX or name == "alpha_pattern":
+                # llama.cpp scales by alpha over the rank of each tensor, as PEFT does
+                message = f"{NAMES[server]} ignores `{name}` and scales every module alike"
+                yield fault(subject, name, message, hint=hint)
+
+
+@rule("LT807", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
+    """rsLoRA, whose scaling the server does not apply.
+
+    What it does: Looks at `use_rslora` for SGLang and llama.cpp, which always scale by lora_alpha / r.
+
+    Why it matters: The server silently applies the adapter √r times weaker than it was trained.
+
+    Example: With `"use_rslora": true` and `"r": 64` the server applies an eighth of the trained change.
+
+    What to do: Write the same ΔW with the scaling multiplied into B: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
+    """
+    config = subject.config
+    if config.use_rslora and config.r > 1:
+        scaling, applied = f"{config.scaling(''):.3g}", f"{config.lora_alpha / config.r:.3g}"
+        for server in asked(subject, Server.SGLANG, Server.LLAMA_CPP):
+            message = f"{NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
+            yield fault(subject, "use_rslora", message, hint=prepared(subject, server))
+
+
+@rule("LT808", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_init(subject: AdapterSubject) -> Iterator[Fault]:
+    """An initialisation that changed the base.
+
+    What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and other initialisations that changed the
+    base's weights before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats
+    them on every load; those with `niter` give random results each time, CorDA does not load, and LoRA-GA is loaded
+    onto the unchanged base.
+
+    Why it matters: The adapter was trained on the changed base. The original base still holds the part that the
+    initialisation took out, so the result is wrong by that part.
+
+    Example: `"init_lora_weights": "pissa_niter_16"`.
+
+    What to do: Write PiSSA and OLoRA as a plain LoRA of twice the rank: `lora-tool prepare ADAPTER --for SERVER --base
+    BASE -o OUT`. Save others as a plain LoRA with the initial adapter of the run: `model.save_pretrained(OUT,
+    path_initial_model_for_weight_conversion=INITIAL)`.
+    """
+    init = subject.config.init_lora_weights
+    if init in INITS_THAT_KEEP_THE_BASE:
+        return
+    hint = "save it as a plain LoRA: model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL)"
+    for server in asked(subject, Server.PEFT, *SERVERS):
+        if init == "lora_ga":
+            message = f"lora_ga subtracted its initial factors from the base, but {NAMES[server]} loads the adapter onto the unchanged base"
+            yield fault(subject, "init_lora_weights", message, hint=hint)
+        elif server is not Server.PEFT:
+            verb = "refuses" if server is Server.VLLM else "ignores"
+            message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
+            known = init in INITS_RECOMPUTED
+            yield fault(subject, "init_lora_weights", message, hint=with_base(subject, server) if known else hint)
+        elif init == "corda":
+            message = "PEFT cannot load the initialisation corda again without the covariances of the training data"
+            yield fault(subject, "init_lora_weights", message, hint=hint)
+        elif "niter" in init:
+            message = f"PEFT repeats the random initialisation {init}, so the base is different on every load"
+            yield fault(subject, "init_lora_weights", message, severity=Severity.WARNING, hint=hint)
+
+
+@rule("LT809", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
+    """Targets in a form that the server cannot read.
+
+    What it does: Looks for `target_modules` that is a string, of which SGLang accepts only `all` and `all-linear` and
+    no regular expression; and for `target_parameters` (fused experts), which vLLM and SGLang support only for some
+    models, and llama.cpp and MLX-LM do not read as PEFT packs them.
+
+    Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
+
+    Example: `"target_modules": ".*language_model.*proj"`.
+
+    What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
+    for vLLM and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then `lora-tool prepare
+    EXPERTS --for SERVER -o OUT`; for other servers, merge the adapter and serve the merged model: `lora-tool merge
+    ADAPTER`.
+    """
+    config = subject.config
+    for server in asked(subject, *SERVERS):
+        pattern = isinstance(config.target_modules, str) and config.target_modules not in ("all", "all-linear")
+        if server is Server.SGLANG and pattern:
+            hint = prepared(subject, server)
+            yield fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
+        if config.target_parameters:
+            some = server in (Server.VLLM, Server.SGLANG)
+            how = (
+                "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
+            )
+            severity = Severity.WARNING if some else None
+            single = server in (Server.VLLM, Server.MLX)
+            hint = one_by_one(subject, server) if single else merged(subject)
+            yield fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
+
+
+@rule("LT810", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_features(subject: AdapterSubject) -> Iterator[Fault]:
+    """A PEFT feature that the server does not support.
+
+    What it does: Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and other features that change what an
+    adapter computes. vLLM refuses those that it knows, SGLang ignores them.
+
+    Why it matters: A server that does not refuse the adapter runs a different model from the trained one.
+
+    Example: `"alora_invocation_tokens": [128000, 271]`.
+
+    What to do: Serve it with PEFT; `lora-tool merge` also refuses these features.
+    """
+    hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
+    for server in asked(subject, *SERVERS):
+        for name in subject.config.refused:
+            yield fault(subject, name, f"{NAMES[server]} does not support `{name}`", hint=hint)
+
+
+@rule("LT812", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.NAMES})
+def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter of the text model, on a server that loads the whole model.
+
+    What it does: For vLLM, which loads the whole model, looks for an adapter with the names of the text class that
+    `AutoModelForCausalLM` builds from a multimodal base (Qwen3.5, Llama 4, Mllama).
+
+    Why it matters: vLLM finds none of the adapter's modules under their names and silently serves the base.
+
+    Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.language_model.layers.0.mlp.up_proj`.
+
+    What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
+    merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
+    """
+    base = subject.base
+    text = subject.text_class if Server.VLLM in subject.servers else None
+    if text is None or base is None:
+        return
+    moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
+    message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
+    message += ": it finds none of the adapter's modules and silently serves the base"
+    yield fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
+
+
+@rule("LT813", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
+def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter in PEFT's format, for a program that reads another format.
+
+    What it does: Reports that MLX-LM reads `adapters.safetensors`, with transposed factors and different names.
+
+    Why it matters: `mlx_lm.generate --adapter-path ADAPTER` does not find the file.
+
+    Example: Any adapter that PEFT saved.
+
+    What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`.
+    """
+    for server in asked(subject, Server.MLX):
+        message = (
+            "MLX-LM does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
+        )
+        yield fault(subject, None, message, hint=prepared(subject, server))

@@ -1,0 +1,159 @@
+"""LT1xx: the files themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests import checkpoint_edits as edit
+from tests.checkpoint_edits import CONFIG, INDEX, WEIGHTS, fields
+from tests.mutations import places
+from tests.mutations.registry import CAUSAL, REWARD, RUN, SHARDED, breaks
+
+
+@breaks("LT101", CAUSAL)
+def _truncated(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+
+
+@breaks("LT102", CAUSAL)
+def _pointer(folder: Path) -> None:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n")
+
+
+@breaks("LT103", CAUSAL)
+def _hole(folder: Path) -> None:
+    header, data = edit.read_parts(folder / WEIGHTS)
+    del header[f"{places.Q_PROJ}.lora_B.weight"]
+    edit.write_parts(folder / WEIGHTS, header, data)
+
+
+@breaks("LT104", CAUSAL)
+def _overlap(folder: Path) -> None:
+    header, data = edit.read_parts(folder / WEIGHTS)
+    table = sorted((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"])
+    for entry in table[1:]:
+        entry["data_offsets"] = [at - 8 for at in entry["data_offsets"]]
+    edit.write_parts(folder / WEIGHTS, header, data[:-8])
+
+
+@breaks("LT105", CAUSAL)
+def _duplicate_tensor(folder: Path) -> None:
+    header, data = edit.read_parts(folder / WEIGHTS)
+    text = json.dumps(header)
+    name = f"{places.Q_PROJ}.lora_A.weight"
+    entry = json.dumps({name: header[name]})[1:-1]
+    edit.write_parts(folder / WEIGHTS, text[:-1] + ", " + entry + "}", data)
+
+
+@breaks("LT105 in the config", CAUSAL)
+def _duplicate_field(folder: Path) -> None:
+    text = (folder / CONFIG).read_text()
+    (folder / CONFIG).write_text(text.replace("{", '{"r": 8,', 1))
+
+
+@breaks("LT106", CAUSAL)
+def _wrong_size(folder: Path) -> None:
+    header, data = edit.read_parts(folder / WEIGHTS)
+    header[f"{places.Q_PROJ}.lora_A.weight"]["dtype"] = "BF16"
+    edit.write_parts(folder / WEIGHTS, header, data)
+
+
+@breaks("LT107", SHARDED)
+def _shard_missing(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+@breaks("LT108", SHARDED)
+def _shard_outside(folder: Path) -> None:
+    with fields(folder, INDEX) as index:
+        index["weight_map"]["lm_head.weight"] = "../other/model.safetensors"
+
+
+@breaks("LT109", SHARDED)
+def _not_in_index(folder: Path) -> None:
+    with fields(folder, INDEX) as index:
+        del index["weight_map"]["model.norm.weight"]
+
+
+@breaks("LT109 in another shard", SHARDED)
+def _elsewhere(folder: Path) -> None:
+    with fields(folder, INDEX) as index:
+        index["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+
+
+@breaks("LT110", CAUSAL)
+def _pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x02}q\x00.")
+
+
+@breaks("LT110 readable", CAUSAL)
+def _torch_file(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+@breaks("LT111", SHARDED)
+def _total_size(folder: Path) -> None:
+    with fields(folder, INDEX) as index:
+        index["metadata"]["total_size"] = len(index["weight_map"])
+
+
+@breaks("LT112", CAUSAL)
+def _link_out(folder: Path) -> None:
+    outside = folder.parent / "elsewhere.safetensors"
+    (folder / WEIGHTS).rename(outside)
+    (folder / WEIGHTS).symlink_to(outside)
+
+
+@breaks("LT113", CAUSAL)
+def _empty_config(folder: Path) -> None:
+    (folder / CONFIG).write_bytes(b"")
+
+
+@breaks("LT113 trainer state", RUN)
+def _cut_trainer_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text('{"global_step": 2, "log_hist')
+
+
+@breaks("LT114", SHARDED)
+def _stray(folder: Path) -> None:
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors")
+
+
+@breaks("LT115", CAUSAL)
+def _no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+@breaks("LT113 tokenizer", REWARD)
+def _cut_tokenizer(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
+
+
+@breaks("LT113 large tokenizer", CAUSAL)
+def _cut_large_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": "' + "x" * 2_000_000)
+
+
+@breaks("LT113 tokenizer's config", SHARDED)
+def _empty_tokenizer_config(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("")
+
+
+@breaks("LT115 shards", CAUSAL)
+def _adapter_in_shards(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
+
+
+@breaks("LT113 of the base", CAUSAL, with_base=True)
+def _cut_generation_config(folder: Path) -> None:
+    (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": ')

@@ -1,0 +1,111 @@
+"""LT2xx and LT311: the values of an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests import checkpoint_edits as edit
+from tests.checkpoint_edits import raw, tensors
+from tests.mutations import places
+from tests.mutations.registry import CAUSAL, REWARD, breaks
+
+
+@breaks("LT208", CAUSAL)
+def _never_moved(folder: Path) -> None:
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            if ".lora_B." in name:
+                table[name] = raw(*tensor.shape, value=0.0)
+
+
+def _keep_rows_of(rank: int, folder: Path) -> None:
+    """Leave of every lora_B the rows that one of four ranks gathered, the others zero."""
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            if ".lora_B." in name:
+                each = -(-tensor.shape[0] // 4)
+                columns = len(tensor.data) // tensor.shape[0]
+                kept = tensor.data[rank * each * columns : (rank + 1) * each * columns]
+                before = bytes(rank * each * columns)
+                table[name] = replace(tensor, data=(before + kept).ljust(len(tensor.data), b"\0"))
+
+
+@breaks("LT227", CAUSAL)
+def _rows_of_the_first_rank(folder: Path) -> None:
+    _keep_rows_of(0, folder)
+
+
+@breaks("LT227 another rank", REWARD)
+def _rows_of_the_third_rank(folder: Path) -> None:
+    _keep_rows_of(2, folder)
+
+
+@breaks("LT208 reward", REWARD)
+def _only_the_head_was_trained(folder: Path) -> None:
+    _never_moved(folder)
+
+
+@breaks("LT311", REWARD)
+def _head_of_zeros(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[places.SCORE] = raw(*table[places.SCORE].shape, value=0.0)
+
+
+@breaks("LT209", CAUSAL)
+def _nan(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{places.Q_PROJ}.lora_A.weight"] = raw(4, 16, value=float("nan"))
+
+
+@breaks("LT209 in the head", REWARD)
+def _infinite_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[places.SCORE] = raw(1, 16, dtype="BF16", value=float("inf"))
+
+
+@breaks("LT219", CAUSAL)
+def _constant(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{places.Q_PROJ}.lora_A.weight"] = edit.filled(0.25, 4, 16)
+
+
+@breaks("LT219 zero A", REWARD)
+def _zero_a(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{places.Q_PROJ}.lora_A.weight"] = edit.filled(0.0, 4, 16)
+
+
+@breaks("LT219 B", REWARD)
+def _constant_b(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{places.Q_PROJ}.lora_B.weight"] = edit.filled(1.0, 16, 4)
+
+
+@breaks("LT220", CAUSAL)
+def _exploded(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{places.Q_PROJ}.lora_B.weight"
+        table[name] = edit.scaled(table[name], 2.0**30)
+
+
+@breaks("LT220 one bit", REWARD)
+def _flipped_bit(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{places.Q_PROJ}.lora_B.weight"
+        data = bytearray(table[name].data)
+        data[43] ^= 0x40  # the highest bit of an exponent
+        table[name] = edit.Raw("F32", (16, 4), bytes(data))
+
+
+@breaks("LT220 large", REWARD)
+def _large(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{places.Q_PROJ}.lora_B.weight"
+        table[name] = edit.scaled(table[name], 2.0**20)
+
+
+@breaks("LT220 in the head", REWARD)
+def _large_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[places.SCORE] = raw(1, 16, dtype="BF16", value=1024.0)

@@ -1,0 +1,38 @@
+"""LT621 to LT624: a model folder against its base, whoever made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint_edits import raw
+from tests.mutations.merged_models import NORM, base_of, weights, without_manifest
+from tests.mutations.registry import CAUSAL_MERGED, breaks
+
+
+@breaks("LT621", CAUSAL_MERGED, with_base=True, adapters=())
+def _lost_beside_the_base(folder: Path) -> None:
+    without_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        del table[NORM]
+
+
+@breaks("LT622", CAUSAL_MERGED, with_base=True, adapters=())
+def _new_bias(folder: Path) -> None:
+    without_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        table["model.layers.0.self_attn.q_proj.bias"] = raw(16)
+
+
+@breaks("LT623", CAUSAL_MERGED, with_base=True, adapters=())
+def _turned(folder: Path) -> None:
+    without_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        tensor = table["model.layers.0.mlp.down_proj.weight"]
+        table["model.layers.0.mlp.down_proj.weight"] = raw(*reversed(tensor.shape), dtype=tensor.dtype)
+
+
+@breaks("LT624", CAUSAL_MERGED, with_base=True, adapters=(), deep=True)
+def _renamed_base(folder: Path) -> None:
+    without_manifest(folder)
+    with weights(folder) as table:
+        table.update(base_of(folder))

@@ -1,0 +1,194 @@
+"""LT605 to LT612, LT614, LT618 to LT620, LT625 to LT627: values of a merged model, and what it answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tests.checkpoint_edits import PREFIX, Raw, fields, raw, tensors
+from tests.mutations.merged_models import (
+    F64,
+    NORM,
+    PAIRS,
+    Q_PROJ,
+    SCORE,
+    base_of,
+    deltas,
+    flipped,
+    numbers,
+    quantised,
+    remerged,
+    stored,
+    weights,
+)
+from tests.mutations.registry import CAUSAL_MERGED, MERGED, breaks, merged_in
+
+
+@breaks("LT605", MERGED, verified=True)
+def _one_bit(folder: Path) -> None:
+    with weights(folder) as table:
+        table[NORM] = flipped(table[NORM])
+
+
+@breaks("LT606", MERGED, verified=True)
+def _one_forgotten(folder: Path) -> None:
+    base = base_of(folder)
+    with weights(folder) as table:
+        table[f"{Q_PROJ}.weight"] = base[f"{Q_PROJ}.weight"]
+
+
+@breaks("LT607", MERGED, verified=True)
+def _nothing_merged(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: 0 * delta)
+
+
+@breaks("LT607 without a head", CAUSAL_MERGED, verified=True)
+def _the_base(folder: Path) -> None:
+    base = base_of(folder)
+    with weights(folder) as table:
+        table.update(base)
+
+
+@breaks("LT608", MERGED, verified=True)
+def _rows_of_zeros(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        values = numbers(tensor)
+        values[8:12] = 0
+        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
+
+
+@breaks("LT626", "causal-llama/resized", verified=True)
+def _a_row_of_a_factor(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{PREFIX}{Q_PROJ}.lora_B.weight"
+        values = numbers(table[name])
+        values[3] = 0
+        table[name] = stored(values, table[name])
+
+
+@breaks("LT608 one bit", MERGED, verified=True)
+def _one_bit_of_a_sum(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        data = bytearray(tensor.data)
+        data[100] ^= 2  # two units in the last place
+        table[f"{Q_PROJ}.weight"] = Raw(tensor.dtype, tensor.shape, bytes(data))
+
+
+@breaks("LT608 not a number", MERGED, verified=True)
+def _not_a_number(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        values = numbers(tensor)
+        values[3, 4] = np.nan
+        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
+
+
+@breaks("LT609", MERGED, verified=True)
+def _twice(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: 2 * delta)
+
+
+@breaks("LT610", MERGED, verified=True)
+def _scaling_left_out(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: delta / 2)
+
+
+@breaks("LT610 one tensor", MERGED, verified=True)
+def _one_other_scaling(folder: Path) -> None:
+    remerged(folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta)
+
+
+@breaks("LT610 subtracted", CAUSAL_MERGED, verified=True)
+def _subtracted(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: -delta)
+
+
+@breaks("LT611", MERGED, verified=True)
+def _transposed(folder: Path) -> None:
+    remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta)
+
+
+@breaks("LT612", MERGED, verified=True)
+def _of_another_run(folder: Path) -> None:
+    noise = np.random.default_rng(5)
+
+    def other(_name: str, delta: F64) -> F64:
+        return np.asarray(noise.standard_normal(delta.shape) * np.abs(delta).mean())
+
+    remerged(folder, other)
+
+
+@breaks("LT614", MERGED, verified=True)
+def _random_head(folder: Path) -> None:
+    with weights(folder) as table:
+        table[SCORE] = raw(*table[SCORE].shape, dtype="BF16")
+
+
+@breaks("LT605 by its bytes", MERGED, with_base=True)
+def _one_bit_by_bytes(folder: Path) -> None:
+    _one_bit(folder)
+
+
+@breaks("LT606 by its bytes", MERGED, with_base=True)
+def _one_forgotten_by_bytes(folder: Path) -> None:
+    _one_forgotten(folder)
+
+
+@breaks("LT607 by its bytes", MERGED, with_base=True)
+def _nothing_merged_by_bytes(folder: Path) -> None:
+    _nothing_merged(folder)
+
+
+@breaks("LT614 by its bytes", CAUSAL_MERGED, with_base=True)
+def _other_saved_by_bytes(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        table[f"{PREFIX}model.norm.weight"] = raw(16, dtype="BF16")
+    with fields(folder.parent / "adapter") as config:
+        config["modules_to_save"] = ["model.norm"]
+    merged_in(folder.parent)
+    base = base_of(folder)
+    with weights(folder) as table:
+        table["model.norm.weight"] = base["model.norm.weight"]
+
+
+@breaks("LT618", MERGED, verified=True)
+def _into_another_base(folder: Path) -> None:
+    merged = set(deltas(folder)) | {SCORE}
+    with weights(folder) as table:
+        for name in table.keys() - merged:
+            table[name] = flipped(table[name])
+
+
+@breaks("LT619", MERGED, verified=True)
+def _tiny(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        for name, tensor in table.items():
+            if "lora_B" in name:
+                table[name] = stored(numbers(tensor) * 1e-4, tensor)
+    merged_in(folder.parent)
+
+
+@breaks("LT620", MERGED, verified=True, logits=True)
+def _sees_two_tokens(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config.update(use_sliding_window=True, sliding_window=2, layer_types=["sliding_attention"] * 2)
+
+
+@breaks("LT627", CAUSAL_MERGED, verified=True)
+def _added_to_the_codes(folder: Path) -> None:
+    name = f"{Q_PROJ}.weight"
+    codes = quantised(folder.parent / "base", name)
+    merged_in(folder.parent)
+    with weights(folder) as table:
+        table[name] = stored(codes + deltas(folder)[name], table[name])
+
+
+@breaks("LT625", MERGED, verified=True, pairs=PAIRS, min_accuracy=0.9)
+def _trained_on_swapped_columns(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        name = next(name for name in table if name.endswith("score.weight"))
+        table[name] = stored(-numbers(table[name]), table[name])
+    merged_in(folder.parent)

@@ -1,0 +1,90 @@
+"""LT803, LT806 to LT810, LT812 and LT813: a good adapter in a form that the server does not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint_edits import fields, raw, tensors
+from tests.mutations.registry import CAUSAL, breaks
+from tests.mutations.served import plain, with_fields
+
+
+@breaks("LT813", CAUSAL, servers=["mlx"])
+def _served_by_mlx(folder: Path) -> None:
+    plain(folder)  # whatever PEFT saves
+
+
+@breaks("LT803", CAUSAL, servers=["vllm"])
+def _served_rank(folder: Path) -> None:
+    rank = 1024
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            at = 0 if ".lora_A." in name else 1
+            table[name] = raw(*(rank if index == at else side for index, side in enumerate(tensor.shape)))
+    with_fields(folder, rank_pattern={}, alpha_pattern={}, use_rslora=False, r=rank)
+
+
+@breaks("LT806", CAUSAL, servers=["vllm"])
+@breaks("LT806 for SGLang", CAUSAL, servers=["sglang"])
+def _served_patterns(folder: Path) -> None:
+    with_fields(folder, use_rslora=False)  # it has ranks per module
+
+
+@breaks("LT807", CAUSAL, servers=["sglang"])
+@breaks("LT807 for llama.cpp", CAUSAL, servers=["llama.cpp"])
+def _served_rslora(folder: Path) -> None:
+    plain(folder)
+    with_fields(folder, use_rslora=True)
+
+
+@breaks("LT808", CAUSAL, servers=["vllm"])
+@breaks("LT808 for SGLang", CAUSAL, servers=["sglang"])
+@breaks("LT808 for PEFT", CAUSAL, servers=["peft"])
+def _served_init(folder: Path) -> None:
+    plain(folder)
+    with_fields(folder, init_lora_weights="pissa_niter_4")
+
+
+@breaks("LT808 for LoRA-GA", CAUSAL, servers=["peft"])
+def _served_lora_ga(folder: Path) -> None:
+    plain(folder)
+    with_fields(folder, init_lora_weights="lora_ga")
+
+
+@breaks("LT808 for CorDA", CAUSAL, servers=["peft"])
+def _served_corda(folder: Path) -> None:
+    plain(folder)
+    with_fields(folder, init_lora_weights="corda")
+
+
+@breaks("LT809", CAUSAL, servers=["sglang"])
+def _served_regex(folder: Path) -> None:
+    plain(folder)
+    with fields(folder) as config:
+        config["target_modules"] = rf".*\.({'|'.join(config['target_modules'])})"
+
+
+@breaks("LT810", CAUSAL, servers=["vllm"])
+@breaks("LT810 for SGLang", CAUSAL, servers=["sglang"])
+def _served_alora(folder: Path) -> None:
+    plain(folder)
+    with_fields(folder, alora_invocation_tokens=[1, 2])
+
+
+@breaks("LT812", CAUSAL, servers=["vllm"], with_base=True)
+def _served_text_names(folder: Path) -> None:
+    plain(folder)
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        text = {**config, "model_type": "llama4_text"}
+        config.update(model_type="llama4", architectures=["Llama4ForConditionalGeneration"], text_config=text)
+    with fields(base, "model.safetensors.index.json") as index:
+        index["weight_map"] = {f"language_model.{name}": file for name, file in index["weight_map"].items()}
+        index["weight_map"]["vision_model.norm.weight"] = next(iter(index["weight_map"].values()))
+    for path in base.glob("*.safetensors"):
+        with tensors(base, path.name) as table:
+            held = {f"language_model.{name}": tensor for name, tensor in table.items()}
+            table.clear()
+            table.update(held)
+            if path.name == index["weight_map"]["vision_model.norm.weight"]:
+                table["vision_model.norm.weight"] = raw(16)
