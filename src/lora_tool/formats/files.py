@@ -180,6 +180,29 @@ def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False
         return f"{json.dumps(table, indent=indent, sort_keys=sort_keys)}\n".encode()
 
 
+def json_records(table: Mapping[str, Any]) -> bytes:
+    """Return the table as `json_bytes` does with an indent of one, but each object of a list in a line of its own.
+
+    json indents in Python, which takes ten times as long as its compiled encoder.
+    """
+    try:
+        return _records(table, ascii_only=False).encode()
+    except UnicodeEncodeError:
+        return _records(table, ascii_only=True).encode()
+
+
+def _records(table: Mapping[str, Any], *, ascii_only: bool) -> str:
+    line = json.JSONEncoder(ensure_ascii=ascii_only).encode
+    entries = []
+    for name, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            text = "[\n  " + ",\n  ".join(map(line, value)) + "\n ]"
+        else:  # no text has a line break of its own, which JSON escapes
+            text = json.dumps(value, indent=1, ensure_ascii=ascii_only).replace("\n", "\n ")
+        entries.append(f"{line(name)}: {text}")
+    return "{\n " + ",\n ".join(entries) + "\n}\n"
+
+
 def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
     """Return `data`, found in `path`, as parsed JSON. Raises `CorruptFile`, with `subject` the repeated key if any."""
     repeated: list[str] = []
