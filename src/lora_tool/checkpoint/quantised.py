@@ -48,7 +48,7 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
             tensors[by_place[name].name] = by_place[name]
         elif name not in beside:
             tensors[name] = tensor
-    plain = replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
+    plain = replace(model, config=_plain_config(config), weights=replace(model.weights, tensors=tensors))
     model.read[_PLAIN] = plain
     return plain
 
@@ -72,7 +72,7 @@ def as_matrices(model: ModelDir) -> ModelDir:
     return found
 
 
-def plain_config(config: ModelConfig) -> ModelConfig:
+def _plain_config(config: ModelConfig) -> ModelConfig:
     """Return the config without its quantisation fields, also those of the configs inside it."""
     return replace(with_table(config, None), quantization=None)
 

@@ -26,7 +26,7 @@ class Configured(Timed):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         """Run the command with the options of its table. Raises `click.UsageError` for a table that is wrong."""
-        apply_table(ctx, configured(ctx))
+        _apply_table(ctx, configured(ctx))
         return super().invoke(ctx)
 
 
@@ -46,7 +46,7 @@ def _checked(ctx: click.Context) -> Iterator[str]:
             yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
-def apply_table(ctx: click.Context, configured: Configuration) -> None:
+def _apply_table(ctx: click.Context, configured: Configuration) -> None:
     """Set the parameters of the command that its table has, and neither command line nor environment.
 
     Relative paths in the table begin at its file. Raises `click.UsageError` naming file, key, what was expected and

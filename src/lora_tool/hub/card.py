@@ -76,7 +76,7 @@ def merge_card(
     # keys that only the folder's README has are added to the Hub's; a form that nobody filled in has none of its own
     ours = here.metadata if here is not None and not here.by_machine else {}
     added = {key: value for key, value in ours.items() if key not in source.metadata}
-    changes, more = metadata_changes({**source.metadata, **added}, origin, licence, by_machine=source.by_machine)
+    changes, more = _metadata_changes({**source.metadata, **added}, origin, licence, by_machine=source.by_machine)
     changes = {**added, **changes}
     card = changed(source.card, changes, source.where)
     made_from = _NONE if here is None else _digest(here.card)
@@ -136,7 +136,7 @@ def _choose(here: _Source | None, there: _Source | None, readme: Readme) -> tupl
     return there, (warning,)
 
 
-def metadata_changes(
+def _metadata_changes(
     have: Mapping[str, Any], origin: Origin, licence: Licence, *, by_machine: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys that the card lacks, or may not keep, and warnings. What the user wrote stays otherwise."""

@@ -95,7 +95,7 @@ def plan_push(
         kind=kind,
         remote=remote,
         private=None if remote.exists else private is not False,
-        files=(*files, *orphans(checkpoint, contents, remote.files)),
+        files=(*files, *_orphans(checkpoint, contents, remote.files)),
         left_out=tuple(left_out),
         message=message or f"Upload {kind} with lora-tool",
         create_pr=create_pr,
@@ -115,7 +115,7 @@ def file_changes(
     return in_parallel(lambda each, read: _file_change(each, there.get(each.name), read), tuple(contents), progress)
 
 
-def orphans(
+def _orphans(
     checkpoint: AdapterDir | ModelDir, contents: Iterable[PushContent], there: Mapping[str, RepoFile]
 ) -> tuple[PushFile, ...]:
     """Return the weight files of an older push that this one does not replace: transformers could load them instead."""

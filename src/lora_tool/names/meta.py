@@ -59,7 +59,7 @@ def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
     own = [
         name
         for name in config.architectures
-        if (name in known or (ending and name.endswith(ending))) and is_of_type(name, config)
+        if (name in known or (ending and name.endswith(ending))) and _is_of_type(name, config)
     ]
     yield from dict.fromkeys([*own, *(name for table in tables for name in _of_type(table, config)[:1])])
 
@@ -72,7 +72,7 @@ def _names(found: str | tuple[str, ...]) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def is_of_type(class_name: str, config: ModelConfig) -> bool:
+def _is_of_type(class_name: str, config: ModelConfig) -> bool:
     """Return whether the class is for configs of this model type: an auto class would take another one."""
     config_class = getattr(getattr(transformers, class_name, None), "config_class", None)
     return getattr(config_class, "model_type", None) == config.model_type
@@ -83,7 +83,7 @@ def belongs(class_name: str, config: ModelConfig) -> bool:
     type's class.
     """
     tables = (table for tables in _TABLES.values() for table in tables)
-    return is_of_type(class_name, config) or any(class_name in _of_type(table, config) for table in tables)
+    return _is_of_type(class_name, config) or any(class_name in _of_type(table, config) for table in tables)
 
 
 def text_class(config: ModelConfig, auto_class: str = "AutoModelForCausalLM") -> str | None:

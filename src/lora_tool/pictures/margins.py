@@ -39,7 +39,7 @@ def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
 
     It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
     """
-    drawn: tuple[Drawn, ...] = ((_HEADING, _SENTENCE, partial(draw_histogram, found=found)),)
+    drawn: tuple[Drawn, ...] = ((_HEADING, _SENTENCE, partial(_draw_histogram, found=found)),)
     facts, footer = _facts(found), f"lora-tool {__version__}"
     with themed():
         if path.suffix == ".html":
@@ -62,7 +62,7 @@ def _facts(found: PairEvidence) -> list[tuple[str, str]]:
     return listed
 
 
-def draw_histogram(axes: Axes, found: PairEvidence) -> None:
+def _draw_histogram(axes: Axes, found: PairEvidence) -> None:
     """Draw the margins before the merge filled and after it as a line; one that is no number has no place."""
     drawn = {"base + adapter": found.unmerged, "merged": found.merged}
     shown = {

@@ -126,7 +126,7 @@ class Judge:
 
     def unreadable(self, checkpoint: AdapterDir | ModelDir) -> Report:
         """Return what keeps a folder's config and weights from being believed, and nothing else about it."""
-        wrong = fatal_problems(checkpoint)
+        wrong = _fatal_problems(checkpoint)
         if not wrong:
             return Report()
         of_files = tuple(rule for rule in self.rules if rule.code.startswith("LT1") or rule.code == "LT214")
@@ -231,7 +231,7 @@ class Judge:
         return None
 
 
-def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
+def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
     beside = checkpoint.folder.problems
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)

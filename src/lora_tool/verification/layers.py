@@ -97,7 +97,7 @@ def _parsed(name: str) -> keys.AdapterKey:
     return keys.parse(name)
 
 
-def merged_name(name: str) -> str:
+def _merged_name(name: str) -> str:
     """Return what the merged model calls the tensor that a parameter of the adapted model goes into."""
     key = _parsed(name)
     return f"{key.module}.{key.leaf}" if key.part in (Part.BASE_LAYER, Part.SAVED_MODULE) else key.tensor
@@ -147,7 +147,7 @@ class _Source:
         """Return the values as a float32 parameter, moved at random where that was asked for."""
         raw = torch.from_numpy(self._files.read(tensor, 0, tensor.nbytes))
         values = raw.view(_TORCH[tensor.dtype]).reshape(tensor.shape).to(torch.float32)
-        dtype = self._noise.get(merged_name(name))
+        dtype = self._noise.get(_merged_name(name))
         values = values if dtype is None else shaken(values, dtype, self._generator)
         return torch.nn.Parameter(values, requires_grad=False)
 

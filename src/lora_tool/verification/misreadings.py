@@ -154,10 +154,10 @@ def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
         )
     if encoding.transposed and encoding.spec.name.endswith("gate_up_proj"):
         what = "gate and up were put one after the other, but are interleaved"
-        yield Misreading(what=what, encoding=encoding, columns=one_after_the_other)
+        yield Misreading(what=what, encoding=encoding, columns=_one_after_the_other)
 
 
-def one_after_the_other(values: Array) -> Array:
+def _one_after_the_other(values: Array) -> Array:
     """Return columns that alternate between gate and up as all of the one and then all of the other."""
     return np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1)
 

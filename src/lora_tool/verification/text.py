@@ -38,14 +38,14 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
         of_it = [found for found in verification.evidence.values() if found.action is action]
         yield "  " + _action_line(action, of_it, kept.get(action, "are as planned"))
     if verification.outputs is not None:
-        yield from (f"  {line}" for line in output_lines(verification.outputs))
+        yield from (f"  {line}" for line in _output_lines(verification.outputs))
     if verification.pairs is not None:
-        yield from (f"  {line}" for line in pair_lines(verification.pairs))
+        yield from (f"  {line}" for line in _pair_lines(verification.pairs))
     if verification.loss is not None:
-        yield from (f"  {line}" for line in loss_lines(verification.loss))
+        yield from (f"  {line}" for line in _loss_lines(verification.loss))
     if tensors:
         width = max((len(printable(name)) for name in verification.evidence), default=0)
-        yield from (f"  {tensor_line(found, width)}" for found in verification.evidence.values())
+        yield from (f"  {_tensor_line(found, width)}" for found in verification.evidence.values())
 
 
 def _action_line(action: TensorAction, found: list[TensorEvidence], kept: str) -> str:
@@ -63,7 +63,7 @@ def _action_line(action: TensorAction, found: list[TensorEvidence], kept: str) -
     return f"{count} merged are W + ΔW, max error {ulps:.3f} ulp{rounded}{direction}"
 
 
-def output_lines(found: OutputEvidence) -> Iterator[str]:
+def _output_lines(found: OutputEvidence) -> Iterator[str]:
     """Yield what both models answered."""
     how = "a layer at a time" if found.streamed else "each model loaded whole"
     yield f"{found.what} in float32 on {printable(found.inputs)}, {how}:"
@@ -84,7 +84,7 @@ def output_lines(found: OutputEvidence) -> Iterator[str]:
         yield "  " + ", ".join(agreement)
 
 
-def pair_lines(found: PairEvidence) -> Iterator[str]:
+def _pair_lines(found: PairEvidence) -> Iterator[str]:
     """Yield how the models ranked the pairs of a file."""
     how = "a layer at a time" if found.streamed else "each model loaded whole"
     yield printable(f"rewards in float32 of {counted(len(found.lines), 'pair')} in {found.source}, {how}:")
@@ -107,7 +107,7 @@ def _ranking_line(ranking: Ranking) -> str:
     return f"accuracy {ranking.accuracy:.3f} (95% {low:.3f} to {high:.3f}), {margin}{ties}{lost}"
 
 
-def loss_lines(found: LossEvidence) -> Iterator[str]:
+def _loss_lines(found: LossEvidence) -> Iterator[str]:
     """Yield what was measured on a text."""
     how = "a layer at a time" if found.streamed else "each model loaded whole"
     yield printable(f"loss per token in nats, in float32 on {counted(found.tokens, 'token')} of {found.source}, {how}:")
@@ -115,7 +115,7 @@ def loss_lines(found: LossEvidence) -> Iterator[str]:
     yield f"  {base}base + adapter {found.unmerged:.4f}, merged {found.merged:.4f} ({found.difference:+.2g})"
 
 
-def tensor_line(found: TensorEvidence, width: int = 0) -> str:
+def _tensor_line(found: TensorEvidence, width: int = 0) -> str:
     """Return one tensor's evidence in a line, its name in `width` columns."""
     figures = [f"{text:<17}" for text in _figures(_distances(found))] if found.action is TensorAction.MERGED else []
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []

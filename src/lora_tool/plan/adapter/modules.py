@@ -74,7 +74,7 @@ def adapter_modules(
     layers = {layer.module: layer for layer in view.layers}
     wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
     parameters = {
-        name: (weighted_term(parameter_term(view, name, facts, layers.pop(module), expert_layout), weight),)
+        name: (_weighted_term(parameter_term(view, name, facts, layers.pop(module), expert_layout), weight),)
         for module, name in wrapped.items()
         if facts and module in layers
     }
@@ -85,7 +85,7 @@ def adapter_modules(
     }
     originals = (item.tensor.name for item in view.parts(Part.ORIGINAL_MODULE))
     return AdapterModules(
-        lora={module: (weighted_term(_term(layer), weight),) for module, layer in layers.items()},
+        lora={module: (_weighted_term(_term(layer), weight),) for module, layer in layers.items()},
         lora_bias={
             module: (BiasTerm(bias=layer.bias, scaling=weight * _term(layer).scaling),)
             for module, layer in layers.items()
@@ -105,7 +105,7 @@ def adapter_modules(
     )
 
 
-def weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
+def _weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
     """Return the term times the weight of its adapter."""
     return term if weight == 1 else replace(term, scaling=weight * term.scaling)
 

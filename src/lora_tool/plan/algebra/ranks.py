@@ -74,7 +74,7 @@ def enough() -> float:
     return _ENOUGH
 
 
-def total_kept(modules: Sequence[ModuleRank]) -> float:
+def _total_kept(modules: Sequence[ModuleRank]) -> float:
     """Return the share of the sum of all ‖ΔW‖² that is kept."""
     energy = math.fsum(each.energy for each in modules)
     return 1 - math.fsum(each.discarded for each in modules) / energy if energy else 1.0
@@ -82,7 +82,7 @@ def total_kept(modules: Sequence[ModuleRank]) -> float:
 
 def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
     """Yield the summary: how much is kept, where the least is, and which rank would do."""
-    yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
+    yield f"kept {_total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
     ranks = [each.enough for each in modules]
     yield (
         f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {sorted(ranks)[len(ranks) // 2]} in the median of "

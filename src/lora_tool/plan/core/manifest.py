@@ -29,7 +29,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def hub_sha256(path: Path) -> str | None:
+def _hub_sha256(path: Path) -> str | None:
     """Return the sha256 that the Hub cache knows a file by (its blob is named so), or None outside the cache."""
     blob = Path(os.path.realpath(path))
     known = blob.parent.name == "blobs" and len(blob.name) == hashlib.sha256().digest_size * 2
@@ -44,7 +44,7 @@ def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[s
         "revision": source.revision,
         "fingerprint": fingerprint,
         "files": [
-            {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}
+            {"name": file.path.name, "bytes": file.stamp.size, "sha256": _hub_sha256(file.path)}
             for file in weights.files
         ],
     }

@@ -45,7 +45,7 @@ def read_base(
     class, `MissingDependency` where transformers must be asked and is not installed.
     """
     if text_only:
-        require_transformers()
+        _require_transformers()
         from lora_tool.plan.merge.model_class import text_base  # noqa: PLC0415 - imports torch
 
         base = text_base(base)
@@ -69,7 +69,7 @@ def read_base(
         )
         arch = class_row(base.whole_config, mixture.facts, None)
         return converted_base(base, adapters, mixture, arch, decide_task(asked, adapters, base, None))
-    require_transformers()
+    _require_transformers()
     from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
 
     try:
@@ -134,7 +134,7 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) 
     return found
 
 
-def require_transformers() -> None:
+def _require_transformers() -> None:
     """Return if torch and transformers are there to be asked for names. Raises `MissingDependency`."""
     require_packages(_MAPPERS, extra="merge")
 

@@ -95,15 +95,15 @@ def settled_ends(
     copies = tied_copies(base, arch, facts) if facts is not None or not classifies else {}
     tied = None if classifies else tied_ends(base, arch, facts, copies)
     if facts is not None:
-        adapted, modules = with_tied_names(facts, adapted, modules)
+        adapted, modules = _with_tied_names(facts, adapted, modules)
     untied = tied is None and not classifies and _differ_in_the_base(view)
     as_one = False
     others: dict[str, str] = {}
-    if tied is not None and (untie or trained_apart(tied, adapted)):
+    if tied is not None and (untie or _trained_apart(tied, adapted)):
         untied, others = True, _tied_to_others(view, tied, modules)
     elif tied is not None:
         as_one = trained_as_one(tied, adapted)
-        adapted, modules = without_tied_repeats(tied, adapted, modules, as_one=as_one)
+        adapted, modules = _without_tied_repeats(tied, adapted, modules, as_one=as_one)
     ends = ModelEnds(
         tied=tied,
         copies=copies,
@@ -169,7 +169,7 @@ def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
     return output in base.tensors and bool(others) and others.isdisjoint(base.tensors)
 
 
-def trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
+def _trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
     return any(
         part.config.saves(name.removesuffix(".weight")) and not part.config.ensure_weight_tying
@@ -188,7 +188,7 @@ def trained_as_one(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     return all(add_the_same(part.view, *both) for part in touching)
 
 
-def without_tied_repeats(
+def _without_tied_repeats(
     ends: TiedEmbeddings, adapted: Sequence[Adapted], modules: AdapterModules, *, as_one: bool
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return adapters and modules without what they hold a second time for the tied output layer.
@@ -218,7 +218,7 @@ def without_tied_repeats(
     return adapted, modules
 
 
-def with_tied_names(
+def _with_tied_names(
     facts: ModelFacts, adapted: Sequence[Adapted], modules: AdapterModules
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return adapters and modules with a whole tensor that is tied to another under the other's name, once.

@@ -61,7 +61,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
         if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B has shape {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
-        elif swapped_rank(subject.config, layer) is None:
+        elif _swapped_rank(subject.config, layer) is None:
             ranks = (
                 f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), but lora_B has rank {b.shape[1]} (shape "
                 f"{list(b.shape)})"
@@ -70,7 +70,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     def of_other_lengths(layer: LoraLayer) -> Iterator[Fault]:
         beside = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
-        if beside and layer.rank is not None and swapped_rank(subject.config, layer) is None:
+        if beside and layer.rank is not None and _swapped_rank(subject.config, layer) is None:
             yield from _of_other_length(layer, beside)
 
     yield from subject.view.found(of_other_ranks)
@@ -105,7 +105,7 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     def of_another_rank(layer: LoraLayer) -> Iterator[Fault]:
         expected = ranks_of(subject.config, layer)
         found = layer.rank
-        if found is None or found in expected or swapped_rank(subject.config, layer) is not None:
+        if found is None or found in expected or _swapped_rank(subject.config, layer) is not None:
             return
         if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
             return
@@ -136,7 +136,7 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """
 
     def swapped(layer: LoraLayer) -> Iterator[Fault]:
-        rank = swapped_rank(subject.config, layer)
+        rank = _swapped_rank(subject.config, layer)
         if rank is not None and layer.a and layer.b:
             shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
             message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
@@ -145,7 +145,7 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     yield from subject.view.found(swapped)
 
 
-def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
+def _swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
     """Return the layer's rank where each factor has it in the other's place, None where they are not swapped.
 
     Those of a square weight fit together either way: then the smaller of the two sizes is the rank.

@@ -35,11 +35,11 @@ def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
     """Yield the folder's problems of one kind as faults."""
     for problem in subject.problems:
         if problem.defect is defect:
-            hint = way_to_read(problem.path, problem.message)
+            hint = _way_to_read(problem.path, problem.message)
             yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
 
 
-def way_to_read(path: str, message: str) -> str | None:
+def _way_to_read(path: str, message: str) -> str | None:
     """Return the command that makes a file readable which the user may not read, or whose beginning nobody reads; None
     for what else is wrong with one.
     """
@@ -274,7 +274,7 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
             wrong = broken_json(folder.root / name)
             if wrong:
                 path = str(folder.root / name)
-                yield Fault(message=wrong, path=path, hint=way_to_read(path, wrong))
+                yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
 
 
 @rule("LT114", Severity.WARNING, on=Subject)
