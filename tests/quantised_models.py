@@ -215,9 +215,49 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 """Forms that are stored as those above are, with other scales."""
 
 
+def _stack(name: str, weight: torch.Tensor, scales: torch.Tensor, stored: torch.Tensor, end: str) -> Made:
+    codes = (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}{end}": stored}, codes.float() * scales
+
+
+def stack_fbgemm(name: str, weight: torch.Tensor) -> Made:
+    """Return a stack [experts, in, out] of Llama 4 with a scale for each output, as transformers lays them out."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 448
+    return _stack(name, weight, scales, scales.transpose(1, 2) if name.endswith("down_proj") else scales, "_scale")
+
+
+def stack_fp8(name: str, weight: torch.Tensor) -> Made:
+    """Return a stack with one scale, as modelopt stores it."""
+    scale = weight.float().abs().amax() / 448
+    made, values = _stack(name, weight, scale, scale, "_weight_scale")
+    return {**made, f"{name}_input_scale": torch.ones(())}, values
+
+
+def stack_nvfp4(name: str, weight: torch.Tensor) -> Made:
+    """Return a stack in four bits, quantised along its inputs, as modelopt stores it."""
+    turned = weight.float().transpose(1, 2).reshape(-1, weight.shape[1])
+    overall = turned.abs().max() / 2688
+    scales = (_tiles(turned, 1, 16) / 6 / overall).to(torch.float8_e4m3fn)
+    wide = _spread(scales.float() * overall, 1, 16, turned.shape)
+    codes = (turned / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
+    parts = {name: codes[:, 0::2] | (codes[:, 1::2] << 4), f"{name}_weight_scale": scales}
+    stored = {each: part.reshape(len(weight), -1, part.shape[1]).transpose(1, 2) for each, part in parts.items()}
+    values = (_E2M1[codes.long()] * wide).reshape(len(weight), -1, turned.shape[1]).transpose(1, 2)
+    return {**stored, f"{name}_weight_scale_2": overall, f"{name}_input_scale": torch.ones(())}, values.contiguous()
+
+
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*self_attn*", "*router"]}
+STACKS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "stack-fbgemm": (stack_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head", "self_attn"]}),
+    "stack-fp8": (stack_fp8, _MODELOPT),
+    "stack-nvfp4": (stack_nvfp4, _MODELOPT | {"quant_algo": "NVFP4"}),
+}
+"""Forms of Llama 4's experts, which lie in two stacks, [experts, in, out]."""
+
+
 def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
     """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
-    make, table = (FORMS | EIGHT_BITS)[form]
+    make, table = (FORMS | EIGHT_BITS | STACKS)[form]
     tensors: Table = {}
     for file in sorted(base.glob("*.safetensors")):
         tensors |= load_file(file)

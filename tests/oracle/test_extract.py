@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import ViTConfig, ViTForImageClassification
 
 from lora_tool import extract, merge, validate, verify
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
@@ -100,6 +101,40 @@ def test_a_full_reward_model_and_its_causal_base_give_a_reward_adapter(tmp_path:
     assert torch.allclose(found, expected, atol=1e-5)
     assert not validate(out, base=base, task="reward").findings
     assert not verify(out).report.findings
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "distilbert"])
+@pytest.mark.parametrize("everything", [True, False])
+def test_peft_loads_a_head_of_several_layers_whole(model_type: str, everything: bool, tmp_path: Path) -> None:
+    """PEFT saves what is called `classifier`, also as the end of `pre_classifier`, and misses what is not in the file."""
+    base = save_base(tmp_path / "base", model_type, "seq-cls", torch.float32)
+    model = tiny_model(model_type, "seq-cls")
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if everything or "classifier" not in name or name.endswith(("out_proj.weight", ".classifier.weight")):
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    model.save_pretrained(tmp_path / "tuned")
+    out = extract(tmp_path / "tuned", base, rank=64, out=tmp_path / "out").path
+    loaded = PeftModel.from_pretrained(load_model(base, "seq-cls"), out).merge_and_unload().state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(loaded[name], tensor, rtol=0, atol=1e-5), name
+    assert not validate(out, base=base).findings
+    assert not verify(out).report.findings
+
+
+def test_names_that_peft_does_not_find_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model: Any = ViTForImageClassification(ViTConfig(**sizes, image_size=56, patch_size=14, num_labels=3))
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in (each for name, each in model.named_parameters() if "attention" in name):
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    model.save_pretrained(tmp_path / "tuned")
+    with pytest.raises(UnsupportedAdapter, match="transformers has another name for `vit.encoder.layer.0") as refused:
+        extract(tmp_path / "tuned", tmp_path / "base", rank=4, out=tmp_path / "out")
+    assert refused.value.hint
 
 
 def test_changed_biases_embeddings_and_saved_modules_are_exact(tmp_path: Path) -> None:

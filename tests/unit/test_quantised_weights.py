@@ -258,6 +258,41 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_tiles_of_every_kind_of_scale(
     shape: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, int], dtype: str, tmp_path: Path
 ) -> None:
+    names = ("experts.up_proj", "experts.up_proj_scale_inv") if len(shape) > 2 else ("m.weight", "m.weight_scale_inv")
+    said = {"quant_method": "fp8", "weight_block_size": [*tile]}
+    compare_tiles(shape, grid, tile, dtype, names, said, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "end", "shape", "grid", "tile"),
+    [
+        ("fbgemm_fp8", "_scale", (3, 20, 50), (3, 1, 50), (20, 1)),  # Llama 4's gate_up_proj
+        ("fbgemm_fp8", "_scale", (3, 20, 50), (3, 50, 1), (20, 1)),  # and its down_proj
+        ("fbgemm_fp8", "_scale", (3, 20, 20), (3, 20, 1), (20, 1)),
+        ("modelopt", ".weight_scale", (150, 300), (2, 1, 3, 1), (128, 128)),
+        ("modelopt", "_weight_scale", (3, 20, 50), (), (20, 50)),  # one for all experts
+        ("modelopt", "_weight_scale", (3, 20, 50), (1,), (20, 50)),
+        ("mxfp8", ".weight_scale_inv", (20, 64), (20, 2), (1, 32)),
+    ],
+)
+def test_scales_as_each_method_lays_them_out(
+    method: str, end: str, shape: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, int], tmp_path: Path
+) -> None:
+    names = ("m.weight", f"m{end}") if len(shape) == 2 else ("experts.down_proj", f"experts.down_proj{end}")
+    said = {"quant_method": method, **({"weight_block_size": [1, 32]} if method == "mxfp8" else {})}
+    compare_tiles(shape, grid, tile, "U8" if method == "mxfp8" else "F32", names, said, tmp_path)
+
+
+def compare_tiles(
+    shape: tuple[int, ...],
+    grid: tuple[int, ...],
+    tile: tuple[int, int],
+    dtype: str,
+    names: tuple[str, str],
+    said: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Write FP8 codes with scales, and compare what both formulas make of them with codes times scales."""
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 127, shape, dtype=np.uint8) | (rng.integers(0, 2, shape, dtype=np.uint8) << 7)
     numbers = {"F32": "<f4", "BF16": ml_dtypes.bfloat16, "F16": "<f2", "F8_E8M0": "u1", "U8": "u1"}[dtype]
@@ -265,17 +300,16 @@ def test_tiles_of_every_kind_of_scale(
     stored_scales = (rng.integers(110, 130, count) if numbers == "u1" else rng.random(count)).astype(numbers)
     scales = np.exp2(stored_scales.astype(np.float32) - 127) if numbers == "u1" else stored_scales.astype(np.float32)
     lead, (rows, columns) = shape[:-2], shape[-2:]
-    tiles = scales.reshape(*lead, -(-rows // tile[0]), -(-columns // tile[1]))
-    wide = tiles.repeat(tile[0], axis=-2).repeat(tile[1], axis=-1)[..., :rows, :columns]
+    tiles = (*lead, -(-rows // tile[0]), -(-columns // tile[1]))
+    spread = np.broadcast_to(scales, tiles) if count == 1 else scales.reshape(tiles)
+    wide = spread.repeat(tile[0], axis=-2).repeat(tile[1], axis=-1)[..., :rows, :columns]
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
-    names = ("experts.up_proj", "experts.up_proj_scale_inv") if lead else ("m.weight", "m.weight_scale_inv")
     table = {
         names[0]: edit.Raw("F8_E4M3", shape, codes.tobytes()),
         names[1]: edit.Raw(dtype, grid, stored_scales.tobytes()),
     }
-    edit.write(tmp_path / "w.safetensors", table)
-    said = {"quant_method": "fp8", "weight_block_size": [*tile]}
-    found = read_quantised(scan_file(tmp_path / "w.safetensors").tensors, said).weights[names[0]]
+    edit.write(folder / "w.safetensors", table)
+    found = read_quantised(scan_file(folder / "w.safetensors").tensors, said).weights[names[0]]
     tensor = dequantised(found)
     assert (tensor.shape, tensor.dtype) == (shape, DType.F32)
     assert read_part(tensor, 0, tensor.nbytes) == values.astype("<f4").tobytes()
@@ -283,6 +317,55 @@ def test_tiles_of_every_kind_of_scale(
     assert read_part(tensor, 17 * row, 2 * row) == values.reshape(-1, columns)[17:19].astype("<f4").tobytes()
     with Files() as files:
         assert files.read(tensor, 0, tensor.nbytes).tobytes() == values.astype("<f4").tobytes()
+
+
+def test_stacks_of_modelopt_are_quantised_along_the_inputs_of_turned_matrices(tmp_path: Path) -> None:
+    sample = stored("modelopt-nvfp4@float32")
+    codes, scales = (
+        np.frombuffer(read_part(sample[name], 0, sample[name].nbytes), np.uint8).reshape(sample[name].shape)
+        for name in ("m.weight", "m.weight_scale")
+    )
+    two = [np.stack([part.T, np.roll(part, 1, axis=0).T]) for part in (codes, scales)]
+    overall = sample["m.weight_scale_2"]
+    name = "experts.down_proj"
+    table = {
+        name: edit.Raw("U8", two[0].shape, two[0].tobytes()),
+        f"{name}_weight_scale": edit.Raw("F8_E4M3", two[1].shape, two[1].tobytes()),
+        f"{name}_weight_scale_2": edit.Raw("F32", (), read_part(overall, 0, 4)),
+        f"{name}_input_scale": edit.Raw("F32", (), read_part(overall, 0, 4)),
+    }
+    edit.write(tmp_path / "w.safetensors", table)
+    found = read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "modelopt"})
+    tensor, wanted = dequantised(found.weights[name]), expected("modelopt-nvfp4@float32")
+    assert found.calibrated == (f"{name}_input_scale",)
+    library = np.frombuffer(read_part(wanted, 0, wanted.nbytes), "<f4").reshape(wanted.shape)
+    values = np.stack([library.T, np.roll(library, 1, axis=0).T])
+    assert tensor.shape == values.shape
+    row = values.shape[-1] * 4
+    with Files() as files:
+        for first, last in ((0, 2 * wanted.shape[1]), (3, 8), (90, 101), (15, 16)):
+            some = values.reshape(-1, values.shape[-1])[first:last]
+            for raw in (
+                read_part(tensor, first * row, len(some) * row),
+                files.read(tensor, first * row, len(some) * row).tobytes(),
+            ):
+                assert (np.frombuffer(raw, "<f4") + np.float32(0)).tobytes() == (some + np.float32(0)).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "words"),
+    [
+        ("m.pre_quant_scale", {}, "scales what its layer reads: lora-tool does not read modelopt's AWQ"),
+        ("m.bitmask", {}, "lora-tool does not read sparse weights"),
+        ("other", {"transform_config": {"config_groups": {"u": {}}}}, r"\(`transform_config`\)"),
+    ],
+)
+def test_what_is_only_a_part_of_a_weight_is_refused_by_name(name: str, said: dict[str, Any], words: str) -> None:
+    found = stored("fp8-channel")
+    found[name] = replace(found["m.weight"], spec=replace(found["m.weight"].spec, name=name, dtype=DType.U8))
+    with pytest.raises(LayoutError, match=words) as error:
+        read_quantised(found, config_of("fp8-channel") | said)
+    assert not error.value.is_fault
 
 
 @pytest.mark.parametrize("form", ["gptq", "gpt-oss"])

@@ -62,6 +62,10 @@ class Numbers:
             at += height
         return None
 
+    def write(self, op: Coded, codes: Array, out: int, offset: int) -> None:
+        """Write codes of what `op` makes to the descriptor `out` at `offset`, as its arithmetic writes numbers."""
+        self._backend(row_ops(op)[0]).write(codes, out, offset)
+
     def stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return elements `first` to `last` of a tensor, flat; of a quantised one the numbers."""
         values = np.empty(last - first, STORAGE[tensor.dtype])

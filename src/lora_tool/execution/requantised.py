@@ -21,8 +21,8 @@ from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.requantise import QuantisedPart
 from lora_tool.tensors import DType
 
-_BLOCK_WEIGHTS = 1 << 20
-"""Weights that are read and written together, where a row of tiles has no more."""
+_AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
+"""Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""
 _SAMPLED_WEIGHTS = 1 << 14
 """Weights of a unit on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
@@ -42,7 +42,7 @@ class Requantiser:
         Raises as `Backend.run` does.
         """
         retained = None
-        stretches = grid_of(unit.op.encoding).stretches(unit.first, unit.last, _BLOCK_WEIGHTS)
+        stretches = grid_of(unit.op.encoding).stretches(unit.first, unit.last, _AT_ONCE)
         with ieee_arithmetic(), np.errstate(all="ignore"):
             for first, last in stretches:
                 if self._numbers.stopped():
@@ -60,11 +60,14 @@ class Requantiser:
         some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
         made = self._numbers.stored_again(unit.out.name, unit.op, top, bottom, encoding, some)
         if made is None:
-            return self._in_steps(unit, of, out, some)
+            retained = None
+            for each in grid.stretches(*of, _BLOCK_WEIGHTS):
+                retained = self._in_steps(unit, each, out, some if each[0] == of[0] else 0) or retained
+            return retained
         stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
         if self._write_scales(unit, of, stored, out):
             return None
-        write_exactly(out, bytes_of(made.codes), unit.place(*of)[0])
+        self._numbers.write(unit.op, made.codes, out, unit.place(*of)[0])
         codes = made.codes[:some].view(STORED[encoding.codes.dtype])
         return self._retention(encoding, made.meant, codes, stored, (top, of[0])) if some else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -171,11 +172,35 @@ def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False
 
     JSON has such a half as an escape, and Python has it in paths that are no UTF-8 (`os.fsdecode`).
     """
+    text = io.StringIO()  # `json.dumps` holds every piece of it until the last
+    text.writelines(json.JSONEncoder(indent=indent, sort_keys=sort_keys, ensure_ascii=False).iterencode(table))
     try:
-        text = json.dumps(table, indent=indent, sort_keys=sort_keys, ensure_ascii=False)
-        return f"{text}\n".encode()
+        return f"{text.getvalue()}\n".encode()
     except UnicodeEncodeError:
         return f"{json.dumps(table, indent=indent, sort_keys=sort_keys)}\n".encode()
+
+
+def json_records(table: Mapping[str, Any]) -> bytes:
+    """Return the table as `json_bytes` does with an indent of one, but each object of a list in a line of its own.
+
+    json indents in Python, which takes ten times as long as its compiled encoder.
+    """
+    try:
+        return _records(table, ascii_only=False).encode()
+    except UnicodeEncodeError:
+        return _records(table, ascii_only=True).encode()
+
+
+def _records(table: Mapping[str, Any], *, ascii_only: bool) -> str:
+    line = json.JSONEncoder(ensure_ascii=ascii_only).encode
+    entries = []
+    for name, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            text = "[\n  " + ",\n  ".join(map(line, value)) + "\n ]"
+        else:  # no text has a line break of its own, which JSON escapes
+            text = json.dumps(value, indent=1, ensure_ascii=ascii_only).replace("\n", "\n ")
+        entries.append(f"{line(name)}: {text}")
+    return "{\n " + ",\n ".join(entries) + "\n}\n"
 
 
 def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed

@@ -44,7 +44,7 @@ class ModelConfig:
     num_hidden_layers: int | None = None
     tie_word_embeddings: bool | None = None
     quantization: str | None = None
-    """`quant_method` of the quantization config, or "unknown"; None for plain weights."""
+    """`quant_method` of the quantization config, also of one inside (`text_config`), or "unknown"; None for plain weights."""
     custom_code: bool = False
     """Whether `auto_map` asks for Python code from the checkpoint."""
     edited: bool = False
@@ -119,7 +119,8 @@ def _layers(text: Fields) -> int | None:
 
 
 def _quantization(fields: Fields) -> str | None:
-    value = fields.table.get("quantization_config")
+    inner = (each.get("quantization_config") for each in fields.table.values() if isinstance(each, dict))
+    value = fields.table.get("quantization_config") or next(filter(None, inner), None)
     if not value:
         return "mlx" if isinstance(fields.table.get("quantization"), dict) else None
     method = value.get("quant_method") if isinstance(value, dict) else None

@@ -169,12 +169,16 @@ def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -
     codes = _from_stream(encoding.codes, rows * words, columns, 1, bits, read)
     one = math.prod(encoding.scales.shape) == 1
     groups = encoding.spec.shape[-1] // encoding.group
-    place = np.zeros_like(rows + columns) if one else rows * groups + columns // encoding.group
+    group = columns // encoding.group
+    if encoding.groups is not None:
+        said = read(encoding.groups, 0, encoding.groups.nbytes).view("<i4")
+        group = group if -1 in said else said[columns].astype(np.int64)
+    place = np.zeros_like(rows + columns) if one else rows * groups + group
     zeros = np.zeros(1)
     if encoding.zeros is not None and encoding.zeros.dtype is DType.I8:
-        zeros = _signed(_elements(encoding.zeros, rows * groups + columns // encoding.group, 1, read))
+        zeros = _signed(_elements(encoding.zeros, rows * groups + group, 1, read))
     elif encoding.zeros is not None:
-        zeros = _from_stream(encoding.zeros, columns // encoding.group, rows, groups, bits, read)
+        zeros = _from_stream(encoding.zeros, group, rows, groups, bits, read)
     return (codes - zeros) * _floats(encoding.scales, place, read)
 
 
@@ -217,6 +221,8 @@ class _Turned:
 
 
 def _fp4(encoding: Fp4, rows: Array, columns: Array, turned: _Turned) -> Array:
+    if encoding.below:
+        return _fp4_below(encoding, rows, columns, turned.read)
     if encoding.transposed:
         inside, outputs = encoding.spec.shape[-2:]
         matrix, column = np.divmod(rows, inside)
@@ -229,10 +235,23 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, turned: _Turned) -> Array:
     each, size = encoding.group, encoding.scales.dtype.bits // 8
     stored = turned.elements(encoding.scales, width // each, size, (rows, columns // each), each)
     scales = _as_floats(encoding.scales, stored)
-    if encoding.overall is not None:
-        overall = _floats(encoding.overall, np.zeros(1, np.int64), turned.read)
-        scales = _single(scales / overall if encoding.divides else scales * overall)
-    return codes * scales
+    return codes * _with_overall(encoding, scales, turned.read)
+
+
+def _fp4_below(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
+    width = encoding.spec.shape[-1]
+    byte = _elements(encoding.codes, rows // 2 * width + columns, 1, read)
+    codes = small_floats(np.where(rows % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
+    scales = _floats(encoding.scales, rows // encoding.group * width + columns, read)
+    return np.asarray(codes * _with_overall(encoding, scales, read))
+
+
+def _with_overall(encoding: Fp4, scales: Array, read: Read) -> Array:
+    """Return scales with the one that all of them have, rounded to float32."""
+    if encoding.overall is None:
+        return scales
+    overall = _floats(encoding.overall, np.zeros(1, np.int64), read)
+    return _single(scales / overall if encoding.divides else scales * overall)
 
 
 def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, turned: _Turned) -> Array:

@@ -31,7 +31,7 @@ SAMPLED_EVERY = 1 << 20
 """Of copied tensors, one stretch of `SAMPLED_BYTES` in every so many bytes is compared, besides both ends."""
 _WHOLE_WEIGHTS = 1 << 14
 """Tensors up to this size are looked at whole, also where samples are asked for."""
-_ROW_EVERY, _CODED_ROW_EVERY = 1 << 19, 1 << 20
+_ROW_EVERY, _CODED_ROW_EVERY = 1 << 19, 1 << 22
 """Weights of a merged tensor, and of one that is stored as codes, of which one row is recomputed: no more than the writer
 computes at a time."""
 

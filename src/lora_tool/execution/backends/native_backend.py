@@ -69,7 +69,7 @@ class NativeBackend(NativeFactors):
         np.copyto(wide, single)
         return wide
 
-    def _write(self, result: Array, out: int, offset: int) -> None:
+    def write(self, result: Array, out: int, offset: int) -> None:
         """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
         done = 0
         if not isinstance(out, PastCache):

@@ -16,7 +16,7 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.stored import read_columns
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix, SmallMatrix
-from lora_tool.plan.core.ops import Precision, RowOp
+from lora_tool.plan.core.ops import Precision
 from lora_tool.tensors import DType, StoredTensor
 
 _STRIP = 1 << 9
@@ -37,10 +37,6 @@ class NativeFactors(NumpyBackend):
         if found is None:
             raise AssertionError("no kernel: `backend_for` should have chosen another backend")
         self._kernel = found
-
-    def _block_weights(self, op: RowOp) -> int:
-        """See `NumpyBackend`. All of A's are read for each block of what is turned below: there are fewer blocks."""
-        return super()._block_weights(op) << (isinstance(op, Mix) and op.below)
 
     def _factor(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
@@ -83,7 +79,9 @@ class NativeFactors(NumpyBackend):
         for at, end in _strips(first, last):
             inside = (at - first) % _READ
             if not inside:
-                held = [self._rows(part, at, min(at + _READ, last), f"rows {n}") for n, part in enumerate(op.parts)]
+                held = [
+                    self._rows(part, at, min(at + _READ, last), f"part {n} of some") for n, part in enumerate(op.parts)
+                ]
             left = self._panels("strip", end - at, op.matrix.rows, self._kernel.rows)
             deep = 0
             for part, stored in zip(op.parts, held, strict=True):
@@ -104,7 +102,7 @@ class NativeFactors(NumpyBackend):
         for at, end in _strips(0, out.shape[1]):
             inside = at % _READ
             if not inside:
-                held = [self._columns(part, at, f"columns {number}") for number, part in enumerate(op.parts)]
+                held = [self._columns(part, at, f"part {number} of some") for number, part in enumerate(op.parts)]
             right = self._panels("strip", end - at, op.matrix.rows, self._kernel.wide_columns)
             deep = 0
             for part, stored in zip(op.parts, held, strict=True):

@@ -94,11 +94,11 @@ class NumpyBackend:
                     break
                 offset = unit.at + first * unit.row_bytes
                 self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
-                self._write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
+                self.write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
         return self._retained
 
-    def _write(self, result: Array, out: int, offset: int) -> None:
-        """Write a block to the descriptor `out` at `offset`."""
+    def write(self, result: Array, out: int, offset: int) -> None:
+        """Write an array, whose elements lie one after the other, to the descriptor `out` at `offset`."""
         write_exactly(out, bytes_of(result), offset)
 
     def numbers(self, unit: ComputeUnit) -> Array:

@@ -84,9 +84,9 @@ def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled
             return (Scaled(codes=codes, table=int8(), scales=largest, group=width, columns=width, again=INT8_STEP),)
         case Bnb4() if encoding.spec.shape[-1] % encoding.block == 0:
             return (_bnb4(encoding, first, last, read),)
-        case PackedIntegers(bits=4, zeros=None):
+        case PackedIntegers(bits=4, zeros=None, groups=None):
             return _packed(encoding, first, last, read)
-        case Fp4(transposed=False):
+        case Fp4(transposed=False, below=False):
             return (_fp4(encoding, first, last, read),)
         case _:
             return None
@@ -163,12 +163,18 @@ def scales_of_rows(tensor: StoredTensor, first: int, last: int, read: Read) -> F
 
 def _fp4(encoding: Fp4, first: int, last: int, read: Read) -> Scaled:
     width = encoding.spec.shape[-1]
-    scales = widened(bytes_of(encoding.scales, width // encoding.group, first, last, read), encoding.scales.dtype)
-    if encoding.overall is not None:
-        overall = numbers(encoding.overall, 0, 1, read)[0]
-        scales = scales / overall if encoding.divides else scales * overall
+    scales = fp4_scales(encoding, width // encoding.group, first, last, read)
     codes = bytes_of(encoding.codes, width // 2, first, last, read)
     return Scaled(codes=codes, table=e2m1(), scales=scales, group=encoding.group, columns=width)
+
+
+def fp4_scales(encoding: Fp4, across: int, first: int, last: int, read: Read) -> F32:
+    """Return rows of scales, [rows, across], times what all of them are multiplied with."""
+    scales = widened(bytes_of(encoding.scales, across, first, last, read), encoding.scales.dtype)
+    if encoding.overall is None:
+        return scales
+    overall = numbers(encoding.overall, 0, 1, read)[0]
+    return np.asarray(scales / overall if encoding.divides else scales * overall)
 
 
 @cache

@@ -7,13 +7,11 @@ AWQ is that of AutoAWQ's `WQLinear_GEMM`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding
-from lora_tool.formats.quantised.parts import LayoutError, Parts
-from lora_tool.formats.stored import read_part
+from lora_tool.formats.quantised.parts import LayoutError, Parts, groups_of_inputs
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _WORD = 32
@@ -51,12 +49,6 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
             f"is {list(codes.shape)}, with scales of {list(scales.shape)} and zeros of {list(zeros.shape)}; expected "
             f"[groups, {outputs}] and [groups, {-(-outputs // each)}]",
         )
-    groups = parts.tensors.get(f"{module}.g_idx")
-    if groups is not None:
-        parts.needed(groups.name, codes, (DType.I32,), inside)
-        numbers = array("i", read_part(groups, 0, groups.nbytes))
-        if not 0 <= min(numbers) <= max(numbers) < count:
-            raise LayoutError(groups, f"names groups {min(numbers)} to {max(numbers)}; there are {count}")
     return ColumnIntegers(
         spec=TensorSpec(name=f"{module}.weight", dtype=scales.dtype, shape=(outputs, inside)),
         codes=codes,
@@ -65,7 +57,7 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
         zeros=zeros,
         bits=bits,
         group=-(-inside // count),
-        groups=groups,
+        groups=groups_of_inputs(parts, f"{module}.g_idx", codes, inside, count),
         across=is_awq,
         added=0 if is_awq else _ADDED[kind] * sum(1 << at for at in range(0, _WORD, bits)),
     )

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_tool.exhaustive import assert_never
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, rows_of, widened
-from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, levels_of, scales_of_rows
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, rows_of, widened
+from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows
 from lora_tool.formats.quantised.encodings import (
     ORDER,
     Bnb4,
@@ -94,7 +94,7 @@ def _otherwise(
         case PackedIntegers():
             return _packed(encoding, first, last, read)
         case Fp4():
-            return _fp4_turned(encoding, first, last, read, arithmetic, strips)
+            return _fp4(encoding, first, last, read, arithmetic, strips)
         case ColumnIntegers():
             return _columns(encoding, first, last, read, strips)
         case RoundedAs():
@@ -125,10 +125,20 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> F32:
     scales = scales_of_rows(encoding.scales, first, last, read)
     codes = _unpacked(rows_of(encoding.codes, first, last, read), encoding.bits, width).astype(np.float32)
     codes -= np.float32(1 << (encoding.bits - 1))
+    group = _groups(encoding, read)
     if encoding.zeros is not None:
-        zeros = _zeros(encoding.zeros, encoding.bits, first, last, scales.shape[1], read)
-        codes -= np.repeat(zeros, encoding.group, axis=1)[:, :width]
-    return np.asarray(codes * np.repeat(scales, encoding.group, axis=1)[:, :width])
+        codes -= _zeros(encoding.zeros, encoding.bits, first, last, scales.shape[1], read)[:, group]
+    return np.asarray(codes * scales[:, group])
+
+
+def _groups(encoding: PackedIntegers, read: Read) -> Array:
+    """Return the group of each input."""
+    width = encoding.spec.shape[-1]
+    if encoding.groups is not None:
+        found = read(encoding.groups, 0, encoding.groups.nbytes).view("<i4")
+        if found.min() >= 0:
+            return found
+    return np.arange(width) // encoding.group
 
 
 def _zeros(zeros: StoredTensor, bits: int, first: int, last: int, groups: int, read: Read) -> F32:
@@ -150,6 +160,22 @@ def _unpacked(words: Array, bits: int, count: int) -> Array:
     stream = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : count * bits]
     weights = (1 << np.arange(bits)).astype(np.uint32)
     return np.asarray(stream.reshape(len(words), count, bits) @ weights)
+
+
+def _fp4(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
+    if encoding.below:
+        return _fp4_below(encoding, first, last, read)
+    return _fp4_turned(encoding, first, last, read, arithmetic, strips)
+
+
+def _fp4_below(encoding: Fp4, first: int, last: int, read: Read) -> F32:
+    """Return rows of which two are in a row of bytes, and several have one row of scales."""
+    width, group = encoding.spec.shape[-1], encoding.group
+    raw = bytes_of(encoding.codes, width, first // 2, -(-last // 2), read)
+    scales = fp4_scales(encoding, width, first // group, -(-last // group), read)
+    both = np.ascontiguousarray(e2m1().numbers[raw].transpose(0, 2, 1)).reshape(-1, width)
+    values, spread = both[first % 2 :], np.repeat(scales, group, axis=0)[first % group :]
+    return np.asarray(values[: last - first] * spread[: last - first])
 
 
 def _fp4_turned(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:

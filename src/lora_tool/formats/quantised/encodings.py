@@ -76,6 +76,7 @@ class PackedIntegers(_Stored):
     """`pack-quantized` of compressed-tensors: value = (code - zero) · scale, rounded to the scale's type.
 
     Each row is a stream of `bits` per code in words of 32, the lowest bits first; a code is stored plus 2^(bits - 1).
+    `groups` says the group of each input where they are not in order; where it has a -1, they are.
     """
 
     scales: StoredTensor
@@ -84,6 +85,7 @@ class PackedIntegers(_Stored):
     """[out, groups] as int8, or packed as the codes are, along the first dimension."""
     bits: int
     group: int
+    groups: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,8 @@ class Fp4(_Stored):
     """Floats of four bits (E2M1), the first of two in the low half of a byte, with a scale for each `group` of a row.
 
     Scales are E4M3 (NVFP4) or powers of two (MX); with `overall` each is first multiplied with it, or divided by it, in
-    float32. `transposed` where the matrices in memory are those on disk turned: GPT-OSS's experts.
+    float32. `transposed` where the matrices in memory are those on disk turned: GPT-OSS's experts. `below` where the two
+    values of a byte, and those with one scale, lie below each other: modelopt's stacks of experts.
     """
 
     scales: StoredTensor
@@ -99,6 +102,7 @@ class Fp4(_Stored):
     overall: StoredTensor | None = None
     divides: bool = False
     transposed: bool = False
+    below: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

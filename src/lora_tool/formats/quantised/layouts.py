@@ -14,9 +14,9 @@ from typing import Any
 
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
 from lora_tool.formats.quantised.columns import columns
-from lora_tool.formats.quantised.encodings import Encoding, Fp4, PackedIntegers, Tiled, parts
+from lora_tool.formats.quantised.encodings import Encoding, Fp4, Tiled, parts
+from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import LayoutError, Parts
-from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
@@ -39,8 +39,11 @@ _CALIBRATED = (
     ".v_scale",
     ".q_scale",
     ".kv_scale",
+    "_proj_activation_scale",
+    "_proj_input_scale",
 )
-"""Ends of the names of what was measured on the quantised model, for inputs and caches: no part of a weight."""
+"""Ends of the names of what was measured on the quantised model, for inputs and caches: no part of a weight. A stack of
+experts is no module, so that its scales have its name."""
 _PARTS = (
     ".absmax",
     ".quant_map",
@@ -53,6 +56,8 @@ _PARTS = (
     ".qscale_weight",
     ".weight_scale",
     ".weight_scale_2",
+    "_proj_weight_scale",
+    "_proj_weight_scale_2",
     ".weight_global_scale",
     ".weight_packed",
     ".weight_shape",
@@ -63,6 +68,11 @@ _PARTS = (
     ".g_idx",
 )
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
+_BESIDE = {
+    "pre_quant_scale": "scales what its layer reads: lora-tool does not read modelopt's AWQ",
+    ".bitmask": "says where a weight is not zero: lora-tool does not read sparse weights",
+}
+"""Ends of the names of what a weight has beside codes and scales, and why it is not read."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks")
 """Those of them that nothing else is called."""
 _NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_", "F4"))
@@ -83,6 +93,7 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
 
     Reads headers, and a few bytes where a format keeps shapes as tensors. Raises `LayoutError`, OSError.
     """
+    _require_whole(tensors, table)
     found = {each.spec.name: each for each in _Layouts(tensors, table).found()}
     used = {part.name for each in found.values() for part in parts(each)}
     calibrated = tuple(name for name in tensors if name not in used and name.endswith(_CALIBRATED))
@@ -99,6 +110,25 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
         if tensor.name.endswith(_PARTS):
             raise LayoutError(tensor, "is a part of a quantised weight whose other parts are missing")
     return QuantisedWeights(weights=found, calibrated=calibrated)
+
+
+def _require_whole(tensors: TensorTable, table: Mapping[str, Any]) -> None:
+    """Raise `LayoutError` where codes and scales are not all of a weight: layers change what they read, or leave zeros out."""
+    beside = next((each for name, each in tensors.items() if name.endswith(tuple(_BESIDE))), None)
+    if beside is not None:
+        why = next(why for end, why in _BESIDE.items() if beside.name.endswith(end))
+        raise LayoutError(beside, why, is_fault=False)
+    transforms = table.get("transform_config")
+    if tensors and isinstance(transforms, dict) and transforms.get("config_groups"):
+        why = "is in a model whose layers turn what they read (`transform_config`), which lora-tool does not read"
+        raise LayoutError(next(iter(tensors.values())), why, is_fault=False)
+
+
+def measured_for(name: str) -> str:
+    """Return the module, or the stack of experts, for which a scale of inputs was measured, by the scale's name."""
+    above, _, leaf = name.rpartition(".")
+    stack = next((leaf.removesuffix(end) for end in ("_activation_scale", "_input_scale") if leaf.endswith(end)), None)
+    return f"{above}.{stack}" if stack else above
 
 
 def is_of_cache(name: str) -> bool:
@@ -123,7 +153,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozen
     named = (group.get("weights") for group in listed if isinstance(group, dict))
     weights = [each for each in named if isinstance(each, dict)]
     tiles = [each.get("block_structure") for each in weights]
-    if table.get("quant_method") == "fp8":
+    if table.get("quant_method") in ("fp8", "modelopt", "mxfp8"):  # modelopt has no other tiles, and does not say it
         tiles.append(table.get("weight_block_size", [128, 128]))
     pairs = (tuple(tile) for tile in tiles if isinstance(tile, list))
     bits = (each.get("num_bits") for each in weights)
@@ -153,7 +183,7 @@ class _Layouts(Parts):
         """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
         if STATE in name:
             return partial(four_bits, self)
-        if tensor.dtype is DType.I8 and self._scales_of_halves(name, tensor):
+        if tensor.dtype in (DType.I8, DType.U8) and self._scales_of_halves(name, tensor):
             return self._fp4_of_integers
         of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
@@ -165,10 +195,12 @@ class _Layouts(Parts):
         """Return what reads the weight of which the tensor is the sign by the end of its name."""
         if tensor.dtype is DType.U8 and name.endswith("_blocks"):
             return self._gpt_oss
-        if tensor.dtype is DType.U8 and name.endswith(".weight") and f"{name}_scale_2" in self.tensors:
+        if tensor.dtype is DType.U8 and name.endswith(".weight") and f"{name}_scale" in self.tensors:
             return self._fp4_modelopt
+        if tensor.dtype is DType.U8 and f"{name}_weight_scale_2" in self.tensors:
+            return self._fp4_of_stack
         if name.endswith(".weight_packed"):
-            return self._packed if tensor.dtype is DType.I32 else self._fp4_packed
+            return partial(packed, self, self._bits) if tensor.dtype is DType.I32 else self._fp4_packed
         if name.endswith(".qweight"):
             return partial(columns, self, self._table)
         return partial(int8, self) if name.endswith(".SCB") else None
@@ -176,7 +208,7 @@ class _Layouts(Parts):
     def _tiled(self, name: str, codes: StoredTensor) -> Encoding:
         module = name.removesuffix(".weight")
         names = [f"{name}_scale_inv", f"{name}_scale"]
-        names += [f"{module}.scale", f"{module}.qscale_weight"] if module != name else []
+        names += [f"{module}.scale", f"{module}.qscale_weight"] if module != name else [f"{name}_weight_scale"]
         scales = next((self.tensors[each] for each in names if each in self.tensors), None)
         if scales is None:
             raise LayoutError(codes, f"is {codes.dtype}, but has no scale `{names[0]}`")
@@ -188,6 +220,8 @@ class _Layouts(Parts):
             )
         if scales.dtype not in (*_SCALES, *_POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
+        if math.prod(scales.shape) == 1 < math.prod(codes.shape[:-2]):
+            scales = _one_for_each(scales, math.prod(codes.shape[:-2]))
         form = codes.shape, scales.shape, scales.dtype  # of which a model with many thousand weights has a dozen
         if form not in self._known_tiles:
             self._known_tiles[form] = self._tile(codes, scales)
@@ -223,50 +257,16 @@ class _Layouts(Parts):
         }
         if math.prod(lead) == 1:
             others |= {(): (rows, columns), (1,): (rows, columns)}
-        found = grids.get(scales.shape) or others.get(scales.shape)
+        if lead and self._table.get("quant_method") == "fbgemm_fp8":  # stacks lie turned, with a scale for each output
+            others[(*lead, columns, 1)] = (rows, 1)
+        grid = scales.shape[::2] if scales.shape[1::2] == (1, 1) else scales.shape  # [down, 1, across, 1], modelopt's
+        found = grids.get(grid) or others.get(grid)
         if found is None:
             expected = " or ".join(str(list(grid)) for grid in grids) or f"one scale, or one for each of {rows} rows"
             raise LayoutError(
                 scales, f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected {expected}"
             )
         return found
-
-    def _packed(self, name: str, codes: StoredTensor) -> Encoding:
-        weight = name.removesuffix("_packed")
-        if f"{weight}_g_idx" in self.tensors:
-            raise LayoutError(
-                codes,
-                f"has `{weight}_g_idx`: lora-tool does not read weights in the order of their activations",
-                is_fault=False,
-            )
-        said = self.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), _MATRIX)
-        shape = _integers(said)
-        fitting = [bits for bits in self._bits if codes.shape == (shape[0], -(-shape[1] * bits // 32))]
-        if len(fitting) != 1 or min(shape) < 1:
-            raise LayoutError(
-                codes,
-                f"is {list(codes.shape)} for a weight of {list(shape)}; the config names "
-                f"{', '.join(map(str, sorted(self._bits))) or 'no'} bits",
-            )
-        (bits,) = fitting
-        scales = self.needed(f"{weight}_scale", codes, _SCALES)
-        groups = 1 if math.prod(scales.shape) == 1 or scales.shape == shape[:1] else scales.shape[-1]
-        if scales.shape not in {(), (1,), shape[:1], (1, 1), (shape[0], groups)} or shape[1] % groups:
-            raise LayoutError(scales, f"is {list(scales.shape)} for a weight of {list(shape)}")
-        zeros = self.tensors.get(f"{weight}_zero_point")
-        allowed = {DType.I8: (shape[0], groups), DType.I32: (-(-shape[0] * bits // 32), groups)}
-        if zeros is not None and allowed.get(zeros.dtype) != zeros.shape:
-            raise LayoutError(zeros, f"is {zeros.dtype} {list(zeros.shape)} for {list(shape)}")
-        return PackedIntegers(
-            spec=TensorSpec(name=weight, dtype=scales.dtype, shape=shape),
-            codes=codes,
-            label=f"int{bits} in groups of {shape[1] // groups}",
-            scales=scales,
-            zeros=zeros,
-            bits=bits,
-            group=shape[1] // groups,
-            record=said,
-        )
 
     def _fp4_packed(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_packed")
@@ -275,8 +275,35 @@ class _Layouts(Parts):
         return self._fp4(weight, self._of_bytes(codes), f"{weight}_scale", kind, DType.BF16, overall, divides=True)
 
     def _fp4_modelopt(self, name: str, codes: StoredTensor) -> Encoding:
-        overall = self.tensors[f"{name}_scale_2"]
+        scales = self.tensors[f"{name}_scale"]
+        if scales.dtype in _SCALES:  # of AWQ, in four bits
+            raise LayoutError(
+                codes,
+                f"has codes of {codes.dtype} with scales of {scales.dtype}, which lora-tool does not read",
+                is_fault=False,
+            )
+        overall = self.needed(f"{name}_scale_2", codes, (DType.F32,), 1)
         return self._fp4(name, codes, f"{name}_scale", (DType.F8_E4M3,), DType.F32, overall, divides=False)
+
+    def _fp4_of_stack(self, name: str, codes: StoredTensor) -> Encoding:
+        """Return a stack of matrices [in, out] as modelopt stores it: quantised along its inputs, as in a turned matrix."""
+        scales = self.needed(f"{name}_weight_scale", codes, (DType.F8_E4M3,))
+        overall = self.needed(f"{name}_weight_scale_2", codes, (DType.F32,), 1)
+        lead, shape = codes.shape[:-2], codes.shape[-2:]
+        if len(codes.shape) != _STACK or scales.shape != (*lead, 2 * shape[0] // _NV, shape[1]) or 2 * shape[0] % _NV:
+            raise LayoutError(
+                scales,
+                f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected one scale for each {_NV} inputs",
+            )
+        return Fp4(
+            spec=TensorSpec(name=name, dtype=DType.F32, shape=(*lead, 2 * shape[0], shape[1])),
+            codes=codes,
+            label="nvfp4",
+            scales=scales,
+            group=_NV,
+            overall=overall,
+            below=True,
+        )
 
     def _scales_of_halves(self, name: str, codes: StoredTensor) -> str | None:
         """Return the powers of two that are scales where a byte is two values, one for each 32 of a row: DeepSeek-V4's."""
@@ -349,6 +376,7 @@ class _Layouts(Parts):
         )
 
 
-def _integers(tensor: StoredTensor) -> Shape:
-    data, size = read_part(tensor, 0, tensor.nbytes), tensor.dtype.bits // 8
-    return tuple(int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size))
+def _one_for_each(scale: StoredTensor, count: int) -> StoredTensor:
+    """Return a scale that a whole stack of matrices has as that of each of them."""
+    spec = TensorSpec(name=scale.name, dtype=scale.dtype, shape=(count,))
+    return StoredTensor(spec=spec, spans=scale.spans * count)

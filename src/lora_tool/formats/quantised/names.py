@@ -17,7 +17,7 @@ _BITS = (
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
 READ_METHODS = frozenset(
-    {None, "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"}
+    {None, "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"}
 )
 """What `quant_method` may say of a model whose weights are decoded; None where the files alone say it."""
 # patterns as text: hardly a command needs them, and compiling takes a while
@@ -43,7 +43,7 @@ def quantised_as(config: ModelConfig) -> str | None:
     """Return how the config says that the weights are quantised, as `4-bit gptq`; None for plain weights."""
     if config.quantization is None:
         return None
-    table = config.raw.get("quantization_config") or config.raw["quantization"]
+    table = config.raw.get("quantization_config") or config.raw.get("quantization")
     given = table if isinstance(table, dict) else {}
     in_words = {"load_in_4bit": 4, "load_in_8bit": 8}
     bits = next((count for name, count in in_words.items() if given.get(name) is True), given.get("bits"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+
+from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 
 
@@ -34,3 +37,20 @@ class Parts:
         if size is not None and tensor.spec.numel != size:
             raise LayoutError(tensor, f"is {list(tensor.shape)}; expected {size} elements")
         return tensor
+
+
+def groups_of_inputs(
+    parts: Parts, name: str, codes: StoredTensor, inside: int, count: int, *, least: int = 0
+) -> StoredTensor | None:
+    """Return the tensor that says in which of `count` groups each of a weight's inputs is; None where they are in order.
+
+    `least` is the least number that it may hold. Raises `LayoutError`, OSError.
+    """
+    groups = parts.tensors.get(name)
+    if groups is None:
+        return None
+    parts.needed(name, codes, (DType.I32,), inside)
+    numbers = array("i", read_part(groups, 0, groups.nbytes))
+    if not least <= min(numbers) <= max(numbers) < count:
+        raise LayoutError(groups, f"names groups {min(numbers)} to {max(numbers)}; there are {count}")
+    return groups

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import MATRIX, is_end, is_input, output_name
-from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of, head_path
 from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -19,6 +19,10 @@ from lora_tool.tensors import StoredTensor
 
 _NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$", re.IGNORECASE)
 """Last parts of the names of modules that hold a matrix but may not be linear layers: they are saved whole."""
+
+
+_TASKS = {"ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS"}
+"""How the names of classes with a head end, and PEFT's task types; any other has the labels of a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,17 @@ class Differing:
     task_type: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedWhole:
+    """The modules that PEFT saves and loads whole: those of these names, and all whose paths end with one as text does."""
+
+    names: tuple[str, ...]
+
+    def has(self, tensor: str) -> bool:
+        """Return whether the tensor is in one of them; see `AdapterConfig.saves`."""
+        return any(f"{name}." in tensor for name in self.names)
+
+
 def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differing:
     """Return where `tuned` differs from `base`; `save` are modules that are saved whole though LoRA could have them.
 
@@ -59,17 +74,20 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             left.append((tensor, "the base has the same values"))
         else:
             changed[name] = tensor
+    heads = {head_path(module) for module in (name.rpartition(".")[0] for name in changed) if head_of(module)}
+    task = _task(tuned, classifies=bool(heads))
+    saved = _SavedWhole((*sorted(heads), *sorted(ADDED_BY_PEFT.get(task or "", ()))))
     linear = {
         name.removesuffix(".weight")
         for name, tensor in changed.items()
-        if name in base.tensors and _is_linear(name, tensor, base.tensors[name], save)
+        if name in base.tensors and not saved.has(name) and _is_linear(name, tensor, base.tensors[name], save)
     }
     whole: dict[str, str] = {}
     modules: dict[str, None] = {}
     biases = False
     for name, tensor in changed.items():
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and module in linear:
+        if saved.has(name) or (leaf == "weight" and module in linear):
             continue
         if leaf == "bias" and module in linear:
             whole[name], biases = f"{module}.base_layer.bias", True
@@ -83,19 +101,19 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             modules[module] = None
     for module in modules:
         whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
+    whole |= {name: name for name in tuned.tensors if saved.has(name)}  # PEFT loads all of such a module, or nothing
     names = {tensor.name for tensor, _ in left} & whole.keys()
     tied = _tied(tuned, arch, modules)
-    head = next((found for found in map(head_of, modules) if found), None)
     return Differing(
         low_rank=tuple(sorted(linear)),
         transposed=frozenset(module for module in linear if module.rpartition(".")[2] in conv1d),
         whole=whole,
-        saved_modules=(*modules, *(name.removesuffix(".weight") for name in tied)),
+        saved_modules=(*sorted(heads), *modules, *(name.removesuffix(".weight") for name in tied)),
         tied=tied,
         biases=biases,
         left=tuple(item for item in left if item[0].name not in names),
         targets=_targets(linear, base),
-        task_type="SEQ_CLS" if head else "CAUSAL_LM" if _writes(tuned) else None,
+        task_type=task,
     )
 
 
@@ -164,6 +182,9 @@ def _targets(linear: Iterable[str], base: ModelDir) -> tuple[str, ...]:
     return tuple(sorted(leaves if meant == wanted else wanted))
 
 
-def _writes(model: ModelDir) -> bool:
-    named = model.whole_config.architectures
-    return bool(named) and str(named[0]).endswith(("ForCausalLM", "LMHeadModel"))
+def _task(tuned: ModelDir, *, classifies: bool) -> str | None:
+    """Return PEFT's task type of the model, by its class; None for one that PEFT has no class for."""
+    named = str(next(iter(tuned.whole_config.architectures), ""))
+    if not classifies:
+        return "CAUSAL_LM" if named.endswith(("ForCausalLM", "LMHeadModel")) else None
+    return next((task for ending, task in _TASKS.items() if named.endswith(ending)), "SEQ_CLS")

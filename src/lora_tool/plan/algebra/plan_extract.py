@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from lora_tool.actions import TensorAction
+from lora_tool.architectures.module_names import module_names
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
 from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.formats.adapter_config import FILE_NAME
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.differing import Differing, differing
@@ -21,6 +23,7 @@ from lora_tool.plan.algebra.ranks import keeping_little, least_kept
 from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.algebra.turning import Ranks
 from lora_tool.plan.algebra.whole_plan import described, stamps_of, tokenizer_files
+from lora_tool.plan.base.task import auto_class_for
 from lora_tool.plan.core.ops import Copy, Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
@@ -91,6 +94,7 @@ def plan_extract(
             f"{tuned.root} against {first.root}: {what}, and none of it is a matrix that LoRA can change: there is no adapter to write",
             hint="give the model that was trained, and the base that it was trained from",
         )
+    _require_names(first, found)
     told(f"comparing {len(found.low_rank)} changed matrices with the base's, in four passes")
     steps: list[Step] = []
     modules: list[Extracted] = []
@@ -121,6 +125,30 @@ def plan_extract(
             "modules": [each.as_json() for each in modules],
         },
     )
+
+
+def _require_names(base: ModelDir, found: Differing) -> None:
+    """Return if PEFT finds the modules by the names that they have on disk, as far as tables or transformers tell.
+
+    Raises `UnsupportedAdapter` where transformers has another name for one in memory.
+    """
+    config = base.config
+    if config is None or config.custom_code:
+        return
+    asked = AdapterConfig(path=base.root / FILE_NAME, task_type=found.task_type)
+    known = module_names(config, base.tensors, asked)
+    if known is None and all(map(find_spec, ("torch", "transformers"))):
+        from lora_tool.names.modules import built_modules  # noqa: PLC0415 - imports torch
+
+        known = built_modules(base, next(iter(config.architectures), None), auto_class_for(found.task_type))
+    names = frozenset() if known is None else known.headed if found.task_type else known.headed | known.bare
+    strange = [module for module in found.low_rank if module not in names]
+    if names and strange:
+        raise UnsupportedAdapter(
+            f"{base.root}: transformers has another name for `{strange[0]}` in memory, where PEFT looks for it, and extract "
+            "writes the names of the checkpoint",
+            hint="keep the model itself, or publish it: lora-tool push",
+        )
 
 
 def _factors(

@@ -39,7 +39,7 @@ _CANCELLED_IF_DEPENDENT = 0.5
 """The same where columns of a factor are linearly dependent in a Gram matrix, which may be those that do not cancel."""
 _NEARLY_SINGULAR = 1e-10
 """An eigenvalue below this share of the largest has lost six digits in a Gram matrix."""
-_STEPS_READ = 4
+_STEPS_READ = 2
 """How many blocks are read together: a block stays in the second-level cache, and a read costs as much as a part of it."""
 
 

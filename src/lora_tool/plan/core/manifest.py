@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.formats.files import json_bytes
+from lora_tool.formats.files import json_records
 from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.delta_retention import DeltaRetention, advice, summary
@@ -119,4 +119,4 @@ def manifest_bytes(
             for item in plan.leftovers
         ],
     }
-    return json_bytes(table, indent=1)
+    return json_records(table)

@@ -26,6 +26,7 @@ _LISTS = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
     "modelopt": ("ignore",),
     "mxfp4": ("modules_to_not_convert",),
+    "mxfp8": ("ignored_layers", "modules_to_not_convert"),
 }
 """`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
 

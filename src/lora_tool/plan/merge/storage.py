@@ -23,7 +23,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.grids import Blockwise
-from lora_tool.formats.quantised.layouts import is_of_cache
+from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.afresh import original_of
@@ -142,7 +142,7 @@ class QuantisedBase:
         names = [
             name
             for name in self.stored.tensors
-            if name not in self.plain.tensors and name not in of and name.rpartition(".")[0] in modules
+            if name not in self.plain.tensors and name not in of and measured_for(name) in modules
         ]
         what = counted(len(names), "scale")
         return f"; {what} of inputs, the first {names[0]}, as measured before the merge" if names else ""
@@ -230,7 +230,7 @@ class QuantisedBase:
                 )
             elif name not in self.plain.tensors and name not in of and freed:
                 everywhere = self.encodings.keys() <= set(freed)
-                if everywhere or (name.rpartition(".")[0] in modules and not is_of_cache(name)):
+                if everywhere or (measured_for(name) in modules and not is_of_cache(name)):
                     reason = "measured on the quantised weight, and useless for a dequantised one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 

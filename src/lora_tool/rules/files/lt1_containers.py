@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
@@ -17,7 +17,7 @@ from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, inside
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import Subject
+from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint
 
 _BESIDE = frozenset(
     {
@@ -317,10 +317,11 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
     (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
-        yield replace(fault, hint=_where_they_are(subject.checkpoint))
+        yield replace(fault, hint=_where_they_are(subject))
 
 
-def _where_they_are(checkpoint: Checkpoint) -> str | None:
+def _where_they_are(subject: Subject) -> str | None:
+    checkpoint = subject.checkpoint
     if holds_rank_files(checkpoint.folder):
         return f"the folder holds them in pieces: lora-tool consolidate {shlex.quote(str(checkpoint.root))}"
     if not isinstance(checkpoint, AdapterDir):
@@ -328,4 +329,6 @@ def _where_they_are(checkpoint: Checkpoint) -> str | None:
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
         return f"{_IN_ONE_FILE} (run it in {checkpoint.root})"
     state = training_state_near(checkpoint.root)
-    return f"take them from the training checkpoint {state}: {consolidate_command(checkpoint.root)}" if state else None
+    if state is None:
+        return an_earlier_checkpoint(subject, "no rank files that have them lie in this folder or beside it")
+    return f"take them from the training checkpoint {state}: {consolidate_command(checkpoint.root)}"

@@ -16,9 +16,9 @@ from lora_tool.rules.engine.subjects import ModelSubject
 
 _ELSEWHERE = "hf_quant_config.json"
 """Where modelopt says what others say in config.json."""
-_EVERY_LINEAR = frozenset({"bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4"})
+_EVERY_LINEAR = frozenset({"bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4", "mxfp8"})
 """Methods whose config means that weights are quantised, whatever else it says."""
-_REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelopt"})
+_REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8"})
 """Methods of which vLLM loads layers that it fuses only where all of them are quantised, or none."""
 
 
