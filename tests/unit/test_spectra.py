@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.inspection.factors import STORED, widened
 from lora_tool.inspection.spectra import Spectrum, spectra
+from lora_tool.tensors import DType
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -76,3 +78,9 @@ def test_what_rounding_leaves_is_what_a_merge_leaves() -> None:
         change = (before.double() + delta).to(before.dtype).double() - before.double()
         assert item.kept == pytest.approx(float((delta * change).sum() / delta.norm() / change.norm()), rel=1e-9)
     assert next(spectra(adapter)).kept is None
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(DType.F32, 0x7F800001), (DType.BF16, 0x7F81), (DType.F16, 0x7C01)])
+def test_a_signalling_nan_is_widened_without_a_warning(dtype: DType, bits: int) -> None:
+    stored = np.array([bits], f"<u{dtype.bits // 8}").view(STORED[dtype])
+    assert np.isnan(widened(stored, dtype)).all()

@@ -91,9 +91,10 @@ def _mapped(tensor: StoredTensor, kind: np.dtype[np.generic]) -> npt.NDArray[np.
 
 def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
     """Return stored elements of `dtype` as float64, exactly."""
-    if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
-        return (block.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return block.astype(np.float64)
+    # bfloat16 is the upper half of a float32
+    stored = (block.astype(np.uint32) << np.uint32(16)).view(np.float32) if dtype is DType.BF16 else block
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return stored.astype(np.float64)
 
 
 def rounded(exact: Matrix, dtype: DType) -> Matrix:

@@ -29,7 +29,7 @@ _DOUBLE = np.dtype(np.float64)
 class NativeFactors(NumpyBackend):
     """The part of `NativeBackend` that computes factors."""
 
-    factor_blocks: ClassVar[int] = 1
+    factor_blocks: ClassVar[int] = 2
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         super().__init__(sources, precision, stopped)
