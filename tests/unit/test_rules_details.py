@@ -46,6 +46,15 @@ def test_zero_size_points_at_the_pickle_beside_it(tmp_path: Path) -> None:
         assert ("adapter_model.bin beside it has all values" in hint) is is_told
 
 
+def test_a_token_classifier_needs_no_pad_token(tmp_path: Path) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    edit.as_classifier(folder)
+    for name, warned in (("Qwen2ForSequenceClassification", True), ("Qwen2ForTokenClassification", False)):
+        with fields(folder, "config.json") as config:
+            config |= {"architectures": [name], "pad_token_id": None}
+        assert ("LT306" in codes(judge(folder))) is warned
+
+
 def test_numbers_are_named(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT202")

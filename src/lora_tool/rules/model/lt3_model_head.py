@@ -33,8 +33,9 @@ _ANSWERING = "qa_outputs.weight"
 def no_pad_token(subject: Subject) -> Iterator[Fault]:
     """A reward model without a pad token.
 
-    What it does: Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for
-    `pad_token` in the tokenizer files beside a reward adapter (reported as info, because the base may have one).
+    What it does: Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head (but not of token
+    classifiers, which score every token), and for `pad_token` in the tokenizer files beside a reward adapter (reported as
+    info, because the base may have one).
 
     Why it matters: The score is read at the last token that is not padding. Without the pad token's id, transformers
     raises "Cannot handle batch sizes > 1", or reads the score of a padding token.
@@ -47,8 +48,7 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
     """
     if isinstance(subject, ModelSubject):
         config = subject.checkpoint.config
-        has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
-        if config and has_head and has_labels(subject.checkpoint) and config.pad_token_id is None:
+        if config is not None and config.pad_token_id is None and _reads_the_last_token(subject):
             message = "is not set, so the model can score only one text at a time"
             yield Fault(subject="pad_token_id", message=message, path=str(config.path))
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
@@ -59,6 +59,14 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
             path = str(folder.root / tokenizer.CONFIG)
             hint = "set `pad_token` in tokenizer_config.json, so that the merged model gets its id"
             yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO, hint=hint)
+
+
+def _reads_the_last_token(subject: ModelSubject) -> bool:
+    """Whether it is a decoder that scores a text at its last token; a token classifier scores all of them."""
+    config = subject.checkpoint.config
+    own = config.architectures[:1] if config is not None else ()
+    each = any(name.endswith("ForTokenClassification") for name in own)
+    return f"{_DECODER_HEAD}.weight" in subject.tensors and not each and has_labels(subject.checkpoint)
 
 
 def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:

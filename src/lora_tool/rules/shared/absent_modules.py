@@ -6,7 +6,7 @@ from lora_tool.adapter.targeting import trained_for
 from lora_tool.architectures.heads import head_of
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
-_DECODERS = (".lm_head.decoder", ".predictions.decoder")
+_DECODERS = (".lm_head.decoder", ".predictions.decoder", ".entity_predictions.decoder")
 
 
 def may_be_absent(subject: AdapterSubject, module: str) -> bool:
