@@ -81,8 +81,9 @@ def changes_of(
 ) -> Changes:
     """Return what the adapter does to each module, for a server of the `form`, which has nothing in the way.
 
-    `as_dora` is whether DoRA stays DoRA, whose s·B·A is what is returned. Reads whole weights of `base` where the adapter's change needs them, one after the other. Raises
-    `UnsupportedAdapter` and `IncompatibleBase` where that gives no product of low rank.
+    `as_dora` is whether DoRA stays DoRA, whose s·B·A is what is returned. Reads whole weights of `base` where the
+    adapter's change needs them, one after the other. Raises `UnsupportedAdapter` and `IncompatibleBase` where that gives
+    no product of low rank.
     """
     _require_own_ends(view, form, base)
     computing = _Computing(base=base, open_spool=open_spool)

@@ -42,7 +42,8 @@ def config_of_sum(
     """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
 
     PEFT scales by alpha / r, and alpha is r in every module. Trained tokens are those of `head_of` where several have
-    some. `as_dora`: the magnitudes of the first stand beside the factors, if it has some. Raises `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
+    some. With `as_dora` the magnitudes of the first, if it has any, are written beside the factors. Raises
+    `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
     """
     first = views[0].config
     for name in _MUST_AGREE:

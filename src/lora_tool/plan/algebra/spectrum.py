@@ -86,8 +86,8 @@ def compressed(
 ) -> Compressed:
     """Return the best approximation of the module's ΔW at `rank`, or at the least that keeps `keep` of ‖ΔW‖².
 
-    The small matrices lie `aside` where that is given. Reads the factors in blocks, once; twice where terms nearly cancel. Raises `UnsupportedAdapter` where one holds NaN
-    or infinity, `OSError` where a file cannot be read.
+    The small matrices lie `aside` where that is given. Reads the factors in blocks, once; twice where terms nearly
+    cancel. Raises `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
     """
     scales = np.repeat([term.scale for term in factors.terms], [term.rank for term in factors.terms])
     total = len(scales)
