@@ -12,6 +12,7 @@ import torch
 
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.pickle_objects import Stub
+from lora_tool.formats.stored import read_part
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import DType
@@ -60,11 +61,16 @@ def test_an_archive_inside_a_file_is_read(tmp_path: Path) -> None:
     assert raw(file, file.value) == torch.arange(7).numpy().tobytes()
 
 
-def test_a_transposed_tensor_is_refused_when_it_is_wanted(tmp_path: Path) -> None:
-    torch.save(torch.ones(3, 4).T, tmp_path / "file.pt")
+def test_a_transposed_matrix_has_its_rows_and_other_strides_are_refused_when_they_are_wanted(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4).T
+    torch.save([matrix, torch.ones(2, 3, 4).mT, torch.ones(8)[::2]], tmp_path / "file.pt")
     file = read_torch_file(tmp_path / "file.pt")
-    with pytest.raises(CorruptFile, match="strides"):
-        file.stored(file.value, "x")
+    transposed, *others = file.value
+    stored = file.stored(transposed, "x")
+    assert (stored.shape, read_part(stored, 0, stored.nbytes)) == ((4, 3), matrix.contiguous().numpy().tobytes())
+    for other in others:
+        with pytest.raises(CorruptFile, match="strides"):
+            file.stored(other, "x")
 
 
 def test_unknown_classes_become_stubs(tmp_path: Path) -> None:
