@@ -46,17 +46,6 @@ class Differing:
     task_type: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedWhole:
-    """The modules that PEFT saves and loads whole: those of these names, and all whose paths end with one as text does."""
-
-    names: tuple[str, ...]
-
-    def has(self, tensor: str) -> bool:
-        """Return whether the tensor is in one of them; see `AdapterConfig.saves`."""
-        return any(f"{name}." in tensor for name in self.names)
-
-
 def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differing:
     """Return where `tuned` differs from `base`; `save` are modules that are saved whole though LoRA could have them.
 
@@ -76,18 +65,18 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             changed[name] = tensor
     heads = {head_path(module) for module in (name.rpartition(".")[0] for name in changed) if head_of(module)}
     task = _task(tuned, classifies=bool(heads))
-    saved = _SavedWhole((*sorted(heads), *sorted(ADDED_BY_PEFT.get(task or "", ()))))
+    saved = (*heads, *ADDED_BY_PEFT.get(task or "", ()))
     linear = {
         name.removesuffix(".weight")
         for name, tensor in changed.items()
-        if name in base.tensors and not saved.has(name) and _is_linear(name, tensor, base.tensors[name], save)
+        if name in base.tensors and not _is_in(saved, name) and _is_linear(name, tensor, base.tensors[name], save)
     }
     whole: dict[str, str] = {}
     modules: dict[str, None] = {}
     biases = False
     for name, tensor in changed.items():
         module, _, leaf = name.rpartition(".")
-        if saved.has(name) or (leaf == "weight" and module in linear):
+        if _is_in(saved, name) or (leaf == "weight" and module in linear):
             continue
         if leaf == "bias" and module in linear:
             whole[name], biases = f"{module}.base_layer.bias", True
@@ -101,7 +90,9 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             modules[module] = None
     for module in modules:
         whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
-    whole |= {name: name for name in tuned.tensors if saved.has(name)}  # PEFT loads all of such a module, or nothing
+    whole |= {
+        name: name for name in tuned.tensors if _is_in(saved, name)
+    }  # PEFT loads all of such a module, or nothing
     names = {tensor.name for tensor, _ in left} & whole.keys()
     tied = _tied(tuned, arch, modules)
     return Differing(
@@ -180,6 +171,11 @@ def _targets(linear: Iterable[str], base: ModelDir) -> tuple[str, ...]:
     matrices = {name.removesuffix(".weight") for name, tensor in base.tensors.items() if name.endswith(".weight")}
     meant = {module for module in matrices if module.rpartition(".")[2] in leaves}
     return tuple(sorted(leaves if meant == wanted else wanted))
+
+
+def _is_in(saved: Iterable[str], tensor: str) -> bool:
+    """Return whether PEFT saves and loads the tensor with one of these modules: it looks for their names as text."""
+    return any(f"{name}." in tensor for name in saved)
 
 
 def _task(tuned: ModelDir, *, classifies: bool) -> str | None:

@@ -32,13 +32,12 @@ def padded_steps(
     own = (turned[0].columns if turned else factors.rank) // experts
     if missing := rank - own:
         first = factors.a_parts[0]
-        rows = (
-            row_ops(above)
+        of_each = (
+            [row_ops(above)]
             if experts == 1
-            else (copied_as(dtype, rows_of(first, at * own, own)) for at in range(experts))
+            else [(copied_as(dtype, rows_of(first, at * own, own)),) for at in range(experts)]
         )
-        each = (tuple(rows),) if experts == 1 else tuple((row,) for row in rows)
-        above = Assemble(parts=tuple(part for some in each for part in (*some, *zero_rows(first, missing))))
+        above = Assemble(parts=tuple(part for rows in of_each for part in (*rows, *zero_rows(first, missing))))
         across = _wider(factors, across, missing * experts, turned)
     a, b = part_names(factors)
     yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank * experts, *factors.inner), above)
