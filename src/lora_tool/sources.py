@@ -270,7 +270,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
     except HubError as error:
         error.hint = probably_meant(reference) or error.hint
         raise
-    if wanted is Wanted.MODEL and not any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files)):
+    if wanted is Wanted.MODEL and not _has_weights(path, wanted):
         _refuse_by_name(hub_id, path)
     if wanted is Wanted.ADAPTER:
         _require_no_model(hub_id, path)
@@ -287,14 +287,14 @@ def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> Incomple
     )
 
 
+def _has_weights(path: Path, wanted: Wanted) -> bool:
+    return any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files))
+
+
 def _require_no_model(hub_id: str, path: Path) -> None:
     """Raise `NotACheckpoint` for a model whose weights were not downloaded: nothing true could be said of them."""
-    weights = (pattern for wanted in Wanted for pattern in (wanted.value, wanted.torch_files))
-    if (
-        is_file(path / CONFIG)
-        and not is_file(path / ADAPTER_CONFIG)
-        and not any(any(path.glob(each)) for each in weights)
-    ):
+    is_model = is_file(path / CONFIG) and not is_file(path / ADAPTER_CONFIG)
+    if is_model and not any(_has_weights(path, wanted) for wanted in Wanted):
         raise NotACheckpoint(
             f"{hub_id} is a model on the Hub, and its weights are not in the cache: only an adapter is downloaded here",
             hint=f"hf download {hub_id}, then run the same command again",

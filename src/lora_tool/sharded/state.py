@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.keys import has_lora_factor
@@ -77,7 +78,7 @@ class TrainingState(abc.ABC):
         beside the pieces.
         """
         beside = (place / name for place in (self.folder, self.root) for name in _BESIDE)
-        exported = (folder for folder in beside if folder.is_dir())
+        exported = filter(is_folder, beside)
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent, *exported)))
 
 
