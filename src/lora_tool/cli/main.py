@@ -209,7 +209,7 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
-    """Return what is said where memory or threads run out, or the user has no home folder; any other error is raised."""
+    """Return our error where memory or threads run out, or the user has no home folder. Raises any other error as it is."""
     if isinstance(error, MemoryError):
         return LoraToolError("out of memory", hint="use --jobs 1, which needs the least memory, and see ulimit -v")
     if "start new thread" in str(error):

@@ -82,7 +82,7 @@ class Requantiser:
     def _retention(
         self, encoding: Requantisable, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
     ) -> DeltaRetention:
-        """Return what is left of the change in rows that begin at `at[0]`, whose scales begin at `at[1]`."""
+        """Return how much of the change these codes keep; `at` is their first row, and the first row of their scales."""
         width = meant.shape[1]
         now = numbers_of(encoding, codes, scales, *at)
         before = self._numbers.stored(dequantised(encoding), at[0] * width, at[0] * width + meant.size)

@@ -143,7 +143,7 @@ def _of_rows(shape: Shape, parts: Mapping[str, Shape]) -> RowMapping:
 
 
 def _tied(config: ModelConfig) -> dict[str, str] | None:
-    """Return parameter → the one that it is by the config; None where `tie_word_embeddings` is no boolean."""
+    """Return the config's ties, parameter → the one it shares; None where `tie_word_embeddings` is not a boolean."""
     ties = config.raw.get("tie_word_embeddings", False)
     return ({f"{OUTPUT}.weight": f"{EMBEDDINGS}.weight"} if ties else {}) if isinstance(ties, bool) else None
 

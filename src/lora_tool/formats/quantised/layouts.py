@@ -43,7 +43,7 @@ _CALIBRATED = (
     "_proj_input_scale",
 )
 """Ends of the names of what was measured on the quantised model, for inputs and caches: no part of a weight. A stack of
-experts is no module, so that its scales have its name."""
+experts is a parameter, and its scales are named after it."""
 _PARTS = (
     ".absmax",
     ".quant_map",

@@ -132,7 +132,7 @@ def plan_consolidate(
 
 
 def _target(asked: What, *, lora: bool) -> What:
-    """Return what is to be written: what was asked for, else an adapter where there is LoRA."""
+    """Return what to write: what was asked for, else an adapter if there is LoRA, else a model."""
     if asked is not What.AUTO:
         return asked
     found = What.ADAPTER if lora else What.MODEL

@@ -1,4 +1,4 @@
-"""What was asked of a merge, parsed: the options that decide what is written."""
+"""The options of a merge that decide what is written, parsed."""
 
 from __future__ import annotations
 
