@@ -52,26 +52,25 @@ class NativeBackend(NativeFactors):
         is_narrow = not isinstance(op, FactorOp) and isinstance(encoding_of(op.source), Requantisable)
         return super()._block_weights(op) << is_narrow
 
-    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
-        """See `Backend`. Rows that lie in one piece go from file to file in one call, without the interpreter lock."""
+    def _write(self, unit: ComputeUnit, out: int) -> None:
+        """See `NumpyBackend`. Rows that lie in one piece go from file to file in one call, without the interpreter lock."""
         passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES and not isinstance(out, PastCache)
         rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
         if rows is None:
-            return super().run(unit, out)
-        with self._ready_for(unit):
-            self._like = None
-            room = self._room(rows, unit)
-            some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
-            at = unit.first
-            while at < unit.last and not self._stopped():
-                sampled = at < unit.first + some
-                done = 0 if sampled else self._passed_on(unit, rows, at, room, out)
-                if not done:  # a sample, or what ended the call: it ends here, too, and is named
-                    done = min(some if sampled else room.rows, unit.last - at)
-                    made = self._block(unit, at, at + done, sampled=sampled)
-                    self.write(made, out, unit.at + at * unit.row_bytes)
-                at += done
-        return self._retained
+            super()._write(unit, out)
+            return
+        self._like = None
+        room = self._room(rows, unit)
+        some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
+        at = unit.first
+        while at < unit.last and not self._stopped():
+            sampled = at < unit.first + some
+            done = 0 if sampled else self._passed_on(unit, rows, at, room, out)
+            if not done:  # a sample, or what ended the call: here it is written after all, or named
+                done = min(some if sampled else room.rows, unit.last - at)
+                made = self._block(unit, at, at + done, sampled=sampled)
+                self.write(made, out, unit.at + at * unit.row_bytes)
+            at += done
 
     def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, room: Room, out: int) -> int:
         """Write rows from `first` on from file to file, and return how many: no more than take some hundredths of a second."""
