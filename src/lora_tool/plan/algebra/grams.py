@@ -17,7 +17,7 @@ from lora_tool.execution.native.library import kernel
 from lora_tool.execution.native.products import GramSum, Stored
 from lora_tool.formats.factor_rows import Room, pieces
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.inspection.factors import STORED, Matrix, widened
+from lora_tool.formats.stored_numbers import STORED, Matrix, widened
 from lora_tool.tensors import DType, StoredTensor
 
 _BLOCK = 1 << 16
