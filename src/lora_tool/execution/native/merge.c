@@ -427,3 +427,4 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
 
 #include "files.h"
 #include "factors.h"
+#include "products.h"
