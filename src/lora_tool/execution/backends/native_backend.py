@@ -14,7 +14,7 @@ from lora_tool.execution.backends.native_factors import NativeFactors
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Level, Term
-from lora_tool.execution.native.passing import FileRows, Room, Target, passed_on, rows_in_file
+from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file
 from lora_tool.execution.native.rows import PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.past_cache import PastCache
@@ -60,38 +60,38 @@ class NativeBackend(NativeFactors):
             super()._write(unit, out)
             return
         self._like = None
-        room = self._room(rows, unit)
+        memory = self._memory(rows, unit)
         some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
         at = unit.first
         while at < unit.last and not self._stopped():
             sampled = at < unit.first + some
-            done = 0 if sampled else self._passed_on(unit, rows, at, room, out)
+            done = 0 if sampled else self._passed_on(unit, rows, at, memory, out)
             if not done:  # a sample, or what ended the call: here it is written after all, or named
-                done = min(some if sampled else room.rows, unit.last - at)
+                done = min(some if sampled else memory.rows, unit.last - at)
                 made = self._block(unit, at, at + done, sampled=sampled)
                 self.write(made, out, unit.at + at * unit.row_bytes)
             at += done
 
-    def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, room: Room, out: int) -> int:
+    def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, memory: Memory, out: int) -> int:
         """Write rows from `first` on from file to file, and return how many: no more than take some hundredths of a second."""
         op = unit.op
         depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
         together = _STEPS[self._kernel.level is Level.SCALAR] // (1 + depth) // max(rows.columns, _LEAST_COLUMNS)
-        last = min(unit.last, first + max(room.rows, together // room.rows * room.rows))
+        last = min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
         terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
         target = Target(
             descriptor=out, begin=unit.at + first * unit.row_bytes, dtype=unit.out.dtype, at_once=WRITE_BYTES
         )
         with self._sources.descriptor(rows.path) as source:
-            return passed_on(self._kernel, rows.part(first, last), source, target, room, terms)
+            return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
 
-    def _room(self, rows: FileRows, unit: ComputeUnit) -> Room:
+    def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
         """Return memory for a block of rows."""
         count = min(self._whole_tiles(rows.columns, self._block_weights(unit.op)), unit.last - unit.first)
         read = self._buffer("read", (count, rows.row_bytes), np.dtype(np.uint8))
         if rows.row_bytes == unit.row_bytes:
-            return Room(rows=count, read=read, made=read)
-        return Room(rows=count, read=read, made=self._buffer("result", (count, unit.row_bytes), read.dtype))
+            return Memory(rows=count, read=read, made=read)
+        return Memory(rows=count, read=read, made=self._buffer("result", (count, unit.row_bytes), read.dtype))
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         result = self._computed(unit, first, last, sampled=sampled)

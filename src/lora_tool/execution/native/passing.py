@@ -83,7 +83,7 @@ def rows_in_file(sources: Sources, tensor: StoredTensor, first: int, last: int) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Memory:
     """Memory of a block of rows as they are read, and as they are written: the same where both are of one size."""
 
     rows: int
@@ -101,7 +101,7 @@ class Target:
     at_once: int
 
 
-def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, room: Room, terms: Terms) -> int:
+def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memory: Memory, terms: Terms) -> int:
     """Write the rows, read from the descriptor `source`, plus the deltas of the terms; return how many could be.
 
     Fewer than all are written where the system refuses, or a result is not finite.
@@ -111,10 +111,10 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, room:
         to=target.begin,
         rows=rows.last - rows.first,
         columns=rows.columns,
-        block=room.rows,
+        block=memory.rows,
         some=target.at_once,
-        read=room.read.ctypes.data,
-        made=room.made.ctypes.data,
+        read=memory.read.ctypes.data,
+        made=memory.made.ctypes.data,
         source=source,
         out=target.descriptor,
         source_type=TYPES[rows.dtype],
