@@ -23,6 +23,6 @@ def _saved_module_of_the_base_without_tensors(folder: Path) -> None:
 @breaks("LT205 saved inside", CAUSAL)
 def _saved_inside_what_is_saved(folder: Path) -> None:
     with fields(folder) as config:
-        config["modules_to_save"] = ["mlp", "up_proj"]
+        config["modules_to_save"] = ["vision", "merger"]
     with tensors(folder) as table:
-        table[f"{PREFIX}model.layers.0.mlp.up_proj.weight"] = raw(32, 16)
+        table[f"{PREFIX}model.vision.merger.weight"] = raw(32, 16)

@@ -101,7 +101,8 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
-        if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
+        held = (*whole, *subject.view.tokens)  # of which LT226 says that they are not whole
+        if not any(ancestor.endswith(entry) for path in held for ancestor in targeting.ancestors(path)):
             message, severity = "the file has no tensor of such a module", None
             if isinstance(subject.match, BaseMatch) and _ends_a_module(subject.match, entry):
                 message, severity = f"{message}, which the base has: PEFT fails to load the adapter", Severity.ERROR
