@@ -15,13 +15,13 @@ from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
+from lora_tool.execution.hashing import hash_of
 from lora_tool.execution.output import ShardFile, most_open
 from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress, decided
@@ -102,7 +102,7 @@ class Run:
             self.flusher,
             self._errors_stop_all(),
         ):
-            hashing = {path: workers.submit(sha256_of, path) for path in self.work.plan.hashed}
+            hashing = {path: hash_of(path, workers) for path in self.work.plan.hashed}
             for shard, some in batches:
                 out = self.file(shard, len(some), slots)
                 if out is None:
