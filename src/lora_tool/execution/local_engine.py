@@ -28,6 +28,7 @@ from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
+Written = Callable[[Shard], None]
 _Call = Callable[[], Any]
 """What a thread does from beginning to end."""
 
@@ -40,6 +41,8 @@ class LocalEngine:
     """How many; by default one per available core."""
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
+    written: Written | None = None
+    """Called with a shard when all of it is written, by one thread at a time, while it is flushed to the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`."""
@@ -51,7 +54,7 @@ class LocalEngine:
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
             cached = not exceeds_memory(plan.data_bytes)
-            done = Run(self.choose, work, sources, finished, progress, cached).all(batches, jobs)
+            done = Run(self.choose, work, sources, finished, progress, cached, self.written).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -87,9 +90,12 @@ class Run:
     progress: Progress
     cached: bool
     """Whether the files are written by way of the page cache."""
+    written: Written | None = None
+    """See `LocalEngine`."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    looker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     flushes: list[Future[None]] = field(default_factory=list)
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
@@ -100,6 +106,7 @@ class Run:
             contextlib.ExitStack() as files,
             ThreadPoolExecutor(jobs) as workers,
             self.flusher,
+            self.looker,
             self._errors_stop_all(),
         ):
             hashing = {path: hash_of(path, workers) for path in self.work.plan.hashed}
@@ -154,6 +161,8 @@ class Run:
         with self._errors_stop_all():
             if not self.stop.is_set() and out.is_complete():
                 self.flushes.append(self.flusher.submit(self._finish, out))
+                if self.written is not None:
+                    self.flushes.append(self.looker.submit(self._see, out.shard, self.written))
 
     def _worker(self) -> Worker:
         """Return this thread's own."""
@@ -168,6 +177,11 @@ class Run:
         with self._errors_stop_all():
             out.flush()
             self.finished(out.shard, added_up(out.samples))
+
+    def _see(self, shard: Shard, written: Written) -> None:
+        with self._errors_stop_all():
+            if not self.stop.is_set():
+                written(shard)
 
     def look(self, part: ValuePart) -> list[Finding]:
         """Return what a part of the check of values finds, unless the run has been stopped."""
