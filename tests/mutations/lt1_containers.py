@@ -112,6 +112,13 @@ def _link_out(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(outside)
 
 
+@breaks("LT112 of a file that is copied", REWARD)
+def _tokenizer_out(folder: Path) -> None:
+    outside = folder.parent / "elsewhere.json"
+    (folder / "tokenizer_config.json").rename(outside)
+    (folder / "tokenizer_config.json").symlink_to(outside)
+
+
 @breaks("LT113", CAUSAL)
 def _empty_config(folder: Path) -> None:
     (folder / CONFIG).write_bytes(b"")

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint import AdapterDir, Folder
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
-from lora_tool.errors import Defect
-from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, inside
+from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
@@ -243,7 +243,7 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     """Something other than a plain file in this folder.
 
     What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
-    files.
+    files: among the weights and configs, and the tokenizer, licence and model card, which commands copy.
 
     Why it matters: The files that are checked and published should lie in the folder itself; the target of a link may
     change.
@@ -253,6 +253,21 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
+    folder = subject.checkpoint.folder
+    for name in folder.copied_files:
+        wrong = _no_own_file(folder, name)
+        if wrong:
+            path = str(folder.root / name)
+            yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
+
+
+def _no_own_file(folder: Folder, name: str) -> str | None:
+    """Return why a file of the folder cannot be copied, None where it can."""
+    try:
+        require_own_file(folder.root, folder.root / name)
+    except CorruptFile as error:
+        return error.problem.message
+    return None
 
 
 @rule("LT113", Severity.ERROR, on=Subject)
@@ -270,7 +285,7 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     yield from defects(subject, Defect.BAD_JSON)
     folder = subject.checkpoint.folder
     for name in folder.files:
-        if name in _BESIDE and inside(folder.root, folder.root / name):
+        if name in _BESIDE and _no_own_file(folder, name) is None:
             wrong = broken_json(folder.root / name)
             if wrong:
                 path = str(folder.root / name)
