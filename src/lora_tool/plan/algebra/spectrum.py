@@ -26,7 +26,7 @@ import numpy.typing as npt
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.inspection.factors import BLOCK, Matrix, column_blocks, row_blocks, widened
+from lora_tool.formats.stored_numbers import BLOCK, Matrix, column_blocks, row_blocks, widened
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.aside import Aside
 from lora_tool.plan.core.factor_ops import SmallMatrix
