@@ -155,6 +155,11 @@ def _empty_tokenizer_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("")
 
 
+@breaks("LT113 manifest", CAUSAL)
+def _cut_manifest(folder: Path) -> None:
+    (folder / "lora_tool.json").write_text('{"schema_version": ')
+
+
 @breaks("LT115 shards", CAUSAL)
 def _adapter_in_shards(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")

@@ -13,6 +13,7 @@ from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats import manifest
 from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
@@ -26,9 +27,10 @@ _BESIDE = frozenset(
         "special_tokens_map.json",
         "added_tokens.json",
         "generation_config.json",
+        manifest.FILE_NAME,
     }
 )
-"""JSON objects that are copied with the weights, and are not read to open the folder."""
+"""JSON objects that are copied or published with the weights; all but a model's manifest are not read to open the folder."""
 
 
 def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
@@ -253,11 +255,10 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
-    folder = subject.checkpoint.folder
+    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
     for name in folder.copied_files:
-        wrong = _no_own_file(folder, name)
-        if wrong:
-            path = str(folder.root / name)
+        path, wrong = str(folder.root / name), _no_own_file(folder, name)
+        if wrong and path not in told:
             yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
 
 
@@ -274,7 +275,7 @@ def _no_own_file(folder: Folder, name: str) -> str | None:
 def bad_json(subject: Subject) -> Iterator[Fault]:
     """A JSON file that cannot be read.
 
-    What it does: Parses the JSON files beside the weights, the tokenizer's among them.
+    What it does: Parses the JSON files beside the weights, the tokenizer's and `lora_tool.json` among them.
 
     Why it matters: Without a readable config the weights cannot be interpreted.
 
@@ -283,12 +284,12 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
-    folder = subject.checkpoint.folder
+    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
     for name in folder.files:
-        if name in _BESIDE and _no_own_file(folder, name) is None:
+        path = str(folder.root / name)
+        if name in _BESIDE and path not in told and _no_own_file(folder, name) is None:
             wrong = broken_json(folder.root / name)
             if wrong:
-                path = str(folder.root / name)
                 yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
 
 
