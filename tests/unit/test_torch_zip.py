@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +122,32 @@ def saved_on_gpu(path: Path, rank: int) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members:
             archive.writestr(name, data.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:%d" % rank))
+
+
+class Int8Tensor(torch.Tensor):
+    """A weight as torchao pickles it: an object around its codes."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Int8Tensor:
+        made: Int8Tensor = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
+        return made
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(args[0].codes, *args[1:], **(kwargs or {}))
+
+
+def test_weights_that_only_torchao_can_build_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("torchao.quantization")
+    monkeypatch.setattr(Int8Tensor, "__module__", module.__name__)
+    monkeypatch.setattr(module, "Int8Tensor", Int8Tensor, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.save({"m.weight": Int8Tensor(torch.zeros((2, 3), dtype=torch.int8))}, tmp_path / "pytorch_model.bin")
+    words = r"of weights that torchao quantised \(torchao.quantization.Int8Tensor\).* save it again, which writes safetensors"
+    with pytest.raises(CorruptFile, match=words):
+        read_torch_file(tmp_path / "pytorch_model.bin")
