@@ -233,6 +233,18 @@ def test_rank_files_are_consolidated_first(call: Caller, tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "runs-merged").iterdir()} == {"a", "a-adapter", "b", "b-adapter"}
 
 
+def test_a_checkpoint_and_the_adapter_that_was_consolidated_from_it_are_one(call: Caller, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(FIXTURES / "zero" / "stage3-reward", runs / "a")
+    assert call("consolidate", runs / "a").code == 0
+    settings = ("--each", "--base", FIXTURES / "reward-qwen2" / "base", "--dry-run")
+    done = call("ci", runs, *settings)
+    assert f"left out: {runs / 'a-adapter'}, the adapter that lora-tool consolidated from a" in done.err
+    assert [run["name"] for run in call("ci", runs, *settings, "--json").json["runs"]] == ["a"]
+    shutil.rmtree(runs / "a")
+    assert [run["name"] for run in call("ci", runs, *settings, "--json").json["runs"]] == ["a-adapter"]
+
+
 def test_what_cannot_be_a_sweep_is_refused_by_name(call: Caller, runs: Path, tmp_path: Path) -> None:
     done = call("ci", runs, "--each", "--push", "me/x")
     assert done.code == 2
@@ -241,7 +253,8 @@ def test_what_cannot_be_a_sweep_is_refused_by_name(call: Caller, runs: Path, tmp
     assert done.code == 3
     assert "holds no adapter and no training checkpoint" in done.err
     assert call("ci", tmp_path / "nowhere", "--each").code == 3
-    shutil.copytree(runs / "lr1", runs / "lr1-adapter")
+    shutil.copytree(runs / "lr1", runs / "ranks-adapter")
+    shutil.copytree(FIXTURES / "zero" / "stage3-reward", runs / "ranks")
     done = call("ci", runs, "--each", "-o", tmp_path / "out")
     assert done.code == 2
     assert "would both be written to" in done.err

@@ -195,6 +195,17 @@ def test_an_option_is_set_by_the_environment(call: Caller, monkeypatch: pytest.M
     assert "--rm means one label, but --num-labels is 3" in done.err
 
 
+def test_a_variable_that_sets_no_option_is_named(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TOOL_MERGE_NUMLABELS", "3")
+    monkeypatch.setenv("LORA_TOOL_VALIDATE_NOTHING_LIKE_IT", "3")
+    monkeypatch.setenv("LORA_TOOL_VERSION", "0.1.0")  # a pipeline's own
+    done = call("merge", "fixtures/reward-qwen2/adapter", "--dry-run")
+    assert done.code == 0
+    told = [line for line in done.err.splitlines() if "LORA_TOOL_" in line]
+    what = "the environment variable LORA_TOOL_MERGE_NUMLABELS sets no option of merge"
+    assert told == [f"warning: {what}, did you mean LORA_TOOL_MERGE_NUM_LABELS?"]
+
+
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_the_example_is_one_line(call: Caller, name: str) -> None:
     command = cli.get_command(click.Context(cli), name)

@@ -49,6 +49,25 @@ def test_values_keep_their_bits_there_and_back(
     assert finding.code == "LT626"
 
 
+def test_factors_that_a_torch_file_holds_transposed(call: Caller, tmp_path: Path) -> None:
+    """As those are that an optimizer with column-major weights leaves: some of MLX-LM's rows lie as they are meant."""
+    _, (adapter,) = adapters_of(tmp_path, "llama", QV)
+    held = saved_tensors(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({name: tensor.T.contiguous().T for name, tensor in held.items()}, adapter / "adapter_model.bin")
+    assert call("convert", adapter, "--to", "mlx", "-o", tmp_path / "theirs").code == 0
+    table = load_file(tmp_path / "theirs" / "adapters.safetensors")
+    wanted = {
+        name.removeprefix(PREFIX)
+        .removesuffix(".weight")
+        .replace(".lora_A", ".lora_a")
+        .replace(".lora_B", ".lora_b"): each
+        for name, each in held.items()
+    }
+    assert different(table, {name: tensor.T for name, tensor in wanted.items()}) == []
+    assert not verify(tmp_path / "theirs").report.findings
+
+
 def test_several_scalings_need_other_values(call: Caller, tmp_path: Path) -> None:
     _, (adapter,) = adapters_of(tmp_path, "llama", QV | {"alpha_pattern": {"v_proj": 3}})
     called = call("convert", adapter, "--to", "mlx", "-o", tmp_path / "out")

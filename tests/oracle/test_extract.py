@@ -15,8 +15,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from lora_tool import extract, merge, validate, verify
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
+from lora_tool.formats.stored_numbers import Matrix
 from lora_tool.formats.weights import read_single
-from lora_tool.inspection.factors import Matrix
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.krylov import nearest
 from tests.oracle.peft_merge import different, load_model, save_adapter, save_base, saved_tensors

@@ -91,6 +91,10 @@ def optimizer(state: State) -> State:
     return {"state": {name: {"exp_avg": tensor, "step": torch.ones(())} for name, tensor in state.items()}}
 
 
+def factors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if ".lora_" in name)
+
+
 def plain(state: State) -> State:
     """Return the names of an adapter that transformers added itself: without PEFT's prefix."""
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
@@ -156,6 +160,14 @@ def test_biases_of_which_nothing_says_whether_they_were_trained(model_type: str,
     folder = distributed(tmp_path / "run", {"model": module.state_dict()})
     found = [warning for warning in plan_consolidate(folder, lora_alpha=6).warnings if "trained biases" in warning]
     assert len(found) == warned
+    for trained, expected in ((module.named_parameters(), "all"), (factors_of(module), "none")):
+        distributed(tmp_path / expected / "pytorch_model_fsdp_0", {"model": module.state_dict()})
+        states = optimizer({name: torch.ones(1) for name, parameter in trained if parameter.requires_grad})
+        distributed(tmp_path / expected / "optimizer_0", {"optimizer": states})
+        plan = plan_consolidate(tmp_path / expected, lora_alpha=6)
+        config = json.loads(next(file.content for file in plan.side_files if file.content))
+        assert config.get("bias", "none") == (expected if warned else "none")
+        assert not [warning for warning in plan.warnings if "trained biases" in warning]
     module.peft_config["default"].save_pretrained(str(tmp_path / "config"))
     plan = plan_consolidate(folder, adapter_config=tmp_path / "config")
     assert not plan.warnings

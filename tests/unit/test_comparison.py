@@ -160,7 +160,7 @@ def test_models_tensor_by_tensor(tmp_path: Path) -> None:
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = models(FIXTURES / "causal-llama" / "base", FIXTURES / "causal-llama" / "base")
-    monkeypatch.setattr("lora_tool.inspection.factors.BLOCK", 7)
+    monkeypatch.setattr("lora_tool.formats.stored_numbers.BLOCK", 7)
     assert [(i.name, i.change) for i in whole.differences] == [
         (i.name, i.change)
         for i in models(FIXTURES / "causal-llama" / "base", FIXTURES / "causal-llama" / "base").differences

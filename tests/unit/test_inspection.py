@@ -218,3 +218,16 @@ def test_short_names_are_unique_and_keep_experts() -> None:
 def test_spread() -> None:
     assert spread([3.0, 1.0, 2.0, 10.0]).median == 2.5
     assert math.isnan(spread([1.0, math.nan]).most)
+
+
+def test_a_parameter_has_the_alpha_of_its_own_pattern(tmp_path: Path) -> None:
+    prefix = "base_model.model.layers.0.experts"
+    tensors = {
+        f"{prefix}.{form}_{factor}.weight": (normal(4, 8) if factor == "A" else normal(8, 4), DType.F32)
+        for form in ("base_layer.lora", "lora")
+        for factor in "AB"
+    }
+    patterns = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    write_adapter(tmp_path / "a", tensors, **patterns, alpha_pattern={"experts.down_proj": 2})
+    told = {round(module.scaling or 0, 3): module.alpha for module in inspect_adapter(tmp_path / "a").modules}
+    assert told == {2.0: 8, 0.5: 2}

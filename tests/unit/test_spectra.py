@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.inspection.factors import STORED, widened
+from lora_tool.formats.stored_numbers import STORED, widened
 from lora_tool.inspection.spectra import Spectrum, spectra
 from lora_tool.tensors import DType
 

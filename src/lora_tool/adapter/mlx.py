@@ -200,20 +200,26 @@ def _targets(modules: list[str]) -> dict[str, Any]:
 
 
 def transposed(tensor: StoredTensor) -> StoredTensor:
-    """Return the transposed of a matrix that is one span of a file. Raises `UnsupportedAdapter` for any other."""
+    """Return the transposed of a matrix that is one span of a file, as it is meant or transposed already.
+
+    Raises `UnsupportedAdapter` for any other.
+    """
     rows, columns = tensor.shape
-    span = tensor.spans[0]
-    if len(tensor.spans) > 1 or type(span) is not Span:
-        raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
-            hint="save the adapter again with PEFT: model.save_pretrained(folder)",
-        )
-    turned = TransposedSpan(
-        path=span.path,
-        offset=span.offset,
-        nbytes=span.nbytes,
-        rows=columns,
-        columns=rows,
-        itemsize=tensor.dtype.bits // 8,
+    spec = replace(tensor.spec, shape=(columns, rows))
+    match tensor.spans:
+        case (TransposedSpan() as span,) if span.nbytes == span.stored_bytes:
+            return StoredTensor(spec=spec, spans=span.places)
+        case (Span() as span,) if type(span) is Span:
+            turned = TransposedSpan(
+                path=span.path,
+                offset=span.offset,
+                nbytes=span.nbytes,
+                rows=columns,
+                columns=rows,
+                itemsize=tensor.dtype.bits // 8,
+            )
+            return StoredTensor(spec=spec, spans=(turned,))
+    raise UnsupportedAdapter(
+        f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
+        hint="save the adapter again with PEFT: model.save_pretrained(folder)",
     )
-    return StoredTensor(spec=replace(tensor.spec, shape=(columns, rows)), spans=(turned,))

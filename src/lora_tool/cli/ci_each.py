@@ -37,8 +37,8 @@ def run_all(
     """
     silent = quiet or as_json
     sweep = sweep_of(job)
-    for folder in () if silent else sweep.left_out:
-        tell("left out", f"{folder}, a model that needs no merge")
+    for folder, what in () if silent else sweep.left_out.items():
+        tell("left out", f"{folder}, {what}")
     swept = run_each(
         sweep.jobs,
         on_stage=lambda one, stage: None if silent else _say(one, stage),

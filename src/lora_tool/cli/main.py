@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
-from lora_tool.cli.terminal import show_error
+from lora_tool.cli.terminal import show_error, warn
 from lora_tool.display import printable
 from lora_tool.errors import LoraToolError, of_system
 from lora_tool.progress import listener, reasons
@@ -100,7 +100,7 @@ class LazyGroup(click.Group):
                 ctx.exit()
             args = [name, "--help"]
         try:
-            return super().resolve_command(ctx, args)
+            resolved = super().resolve_command(ctx, args)
         except click.UsageError as error:
             from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
 
@@ -108,6 +108,10 @@ class LazyGroup(click.Group):
             if meant is None:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {meant!r}?", ctx) from error
+        called, command, _ = resolved
+        if called is not None and command is not None and not ctx.resilient_parsing:
+            _warn_of_variables(called, command)
+        return resolved
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -122,6 +126,18 @@ def _variable(command: str, option: click.Option) -> str:
     return f"{ENVIRONMENT}_{command}_{typed}".upper().replace("-", "_")
 
 
+def _warn_of_variables(name: str, command: click.Command) -> None:
+    """Warn of variables that begin with the command's name and set none of its options: they are misspelled."""
+    known = {str(param.envvar) for param in command.params if isinstance(param, click.Option)}
+    for variable in sorted(os.environ.keys() - known):
+        if variable.startswith(f"{ENVIRONMENT}_{name}_".upper()):
+            from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
+
+            meant = closest(variable, known, likeness=0.75)
+            ask = f", did you mean {meant}?" if meant else ""
+            warn(f"the environment variable {variable} sets no option of {name}{ask}")
+
+
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
     if value and not ctx.resilient_parsing:
         click.echo(f"lora-tool {__version__}")
@@ -132,7 +148,6 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     cls=LazyGroup,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": ENVIRONMENT,
         "max_content_width": 100,
     },
     epilog="Example: lora-tool validate my-adapter/",

@@ -64,7 +64,7 @@ def read_cut_safetensors(folder: Path, names: Iterable[str]) -> CutModel:
             require_inside(folder, path)
             scanned = scan_file(path)
             fatal = next((problem for problem in scanned.problems if problem.fatal), None)
-            found = [] if fatal else list(_parts(scanned))
+            found = [] if fatal else list(cut_parts(scanned))
         except CorruptFile as error:
             fatal, found = error.problem, []
         if fatal is not None:
@@ -84,7 +84,8 @@ def read_cut_safetensors(folder: Path, names: Iterable[str]) -> CutModel:
     )
 
 
-def _parts(scanned: WeightsFile) -> Iterator[tuple[str, CutPart]]:
+def cut_parts(scanned: WeightsFile) -> Iterator[tuple[str, CutPart]]:
+    """Yield the name and rectangle of each tensor of a file. Raises `CorruptFile` where it does not say where that lies."""
     try:
         info = json.loads(scanned.metadata[_INFO])
     except (KeyError, ValueError, RecursionError) as error:

@@ -3,7 +3,8 @@
 No tensor is read, and torch is not needed.
 
 Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
-MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).
+MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other, or one
+of safetensors).
 `.metadata` is a bare pickle of those classes, which torch loads with `pickle.load`; here they are inert stubs.
 """
 
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats import pieces
+from lora_tool.formats.dcp_safetensors import Archive, read_archive
 from lora_tool.formats.distributed_tensors import KNOWN
-from lora_tool.formats.files import read_all, require_inside
+from lora_tool.formats.files import read_all
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
@@ -45,6 +47,8 @@ class Chunk:
     filename: str
     at: int
     nbytes: int
+    fqn: str
+    """What `.metadata` calls the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +61,10 @@ class DcpTensor:
 
 
 class StoredChunk(NamedTuple):
-    """What one chunk holds: its bytes, and the record that they are in."""
+    """What one chunk holds: its bytes, and the record that they are in; a span where nothing has a CRC32."""
 
     stored: StoredTensor
-    record: Record
+    record: Record | Span
 
 
 Pieces = Mapping[str, tuple[StoredChunk, ...]]
@@ -80,6 +84,8 @@ class DcpFolder:
     """The first of each broken file."""
     beside: tuple[str, ...] = ()
     """Keys of the other states in the checkpoint: the optimizer's, or averaged weights."""
+    optimised: frozenset[str] = frozenset()
+    """Names of the parameters that the optimizer's states in it are of."""
     save_id: str | None = None
 
     @property
@@ -161,6 +167,7 @@ def _together(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
             for name, first in firsts.items()
         },
         beside=tuple(sorted({key for of_rank in ranks for key in of_rank.beside})),
+        optimised=frozenset(name for of_rank in ranks for name in of_rank.optimised),
     )
 
 
@@ -196,9 +203,15 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     }
     tensors = {name: _described(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta", Stub)
-    others = {_state_of(path) for fqn, path in paths.items() if fqn not in names}
+    others = [path for fqn, path in paths.items() if fqn not in names]
     save_id = meta.get("save_id", str) if meta else None
-    return DcpFolder(folder=folder, tensors=tensors, beside=tuple(sorted(others)), save_id=save_id)
+    return DcpFolder(
+        folder=folder,
+        tensors=tensors,
+        beside=tuple(sorted(set(map(_state_of, others)))),
+        optimised=frozenset(filter(None, map(_parameter_of, others))),
+        save_id=save_id,
+    )
 
 
 def _state_of(path: tuple[Any, ...]) -> str:
@@ -207,6 +220,15 @@ def _state_of(path: tuple[Any, ...]) -> str:
     if len(path) == 1:
         return first.partition(".")[0] if first.startswith("state.") else first
     return ".".join(map(str, path[: min(2, len(path) - 1)]))
+
+
+def _parameter_of(path: tuple[Any, ...]) -> str:
+    """Return the name of the parameter that a tensor of an optimizer is of, "" where it has no name.
+
+    The keys are `optimizer`, `state`, the name and what it is, `exp_avg` say, or some of them are one with dots between.
+    """
+    _, marked, rest = ("." + ".".join(map(str, path))).partition(".state.")
+    return rest.rpartition(".")[0] if marked else ""
 
 
 def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
@@ -262,7 +284,7 @@ def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, .
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):
         raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")
-    return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
+    return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes, fqn=fqn)
 
 
 def uncovered(tensor: DcpTensor) -> str | None:
@@ -278,14 +300,14 @@ def _placed(chunk: Chunk, span: Span) -> Piece:
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     held: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing, memory = set(found.missing), PickleMemory()
+    missing, files = set(found.missing), _Files(found.folder)
     for name, tensor in found.tensors.items():
         read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
             try:
-                read.append(_piece(found.folder, name, tensor, chunk, memory))
+                read.append(files.piece(name, tensor, chunk))
             except CorruptFile as error:
                 problems[chunk.filename] = error.problem
                 break
@@ -294,15 +316,30 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return held, tuple(problems.values())
 
 
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory) -> StoredChunk:
-    path = folder / chunk.filename
-    require_inside(folder, path)
-    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=memory)
-    lazy = file.value
-    if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
-        message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
-        raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
-    return StoredChunk(file.stored(lazy, name), file.record(lazy))
+class _Files:
+    """The `.distcp` files of a folder, each of one format."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._memory = PickleMemory()
+        self._archives: dict[str, Archive | None] = {}
+
+    def piece(self, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
+        """Return what a chunk of the tensor `name` holds. Raises `CorruptFile`."""
+        if chunk.filename not in self._archives:
+            self._archives[chunk.filename] = read_archive(self._folder, chunk.filename, chunk.at)
+        wanted = TensorSpec(name=name, dtype=tensor.dtype, shape=chunk.sizes)
+        archive = self._archives[chunk.filename]
+        if archive is not None:
+            stored = archive.tensor(chunk.fqn, chunk.offsets, wanted)
+            return StoredChunk(stored, stored.spans[0])
+        path = self._folder / chunk.filename
+        file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=self._memory)
+        lazy = file.value
+        if not isinstance(lazy, LazyTensor) or lazy.shape != wanted.shape or lazy.dtype is not wanted.dtype:
+            message = f"does not hold {wanted.dtype} {list(wanted.shape)} at byte {chunk.at:,}"
+            raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
+        return StoredChunk(file.stored(lazy, name), file.record(lazy))
 
 
 def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:

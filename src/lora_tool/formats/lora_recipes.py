@@ -38,11 +38,14 @@ _FLAT: Mapping[str, tuple[str, ...]] = {
     "use_rslora": ("use_rslora", "peft_use_rslora"),
     "use_dora": ("use_dora", "peft_use_dora"),
     "init_lora_weights": ("init_lora_weights", "peft_init_lora_weights", "init_weights"),
+    "bias": ("lora_bias", "bias"),
     "base_model_name_or_path": ("base_model_name_or_path", "base_model", "model_name_or_path", "model"),
 }
 """Field of PEFT's config → what programs call it among all the others of a run."""
 _OWN: Mapping[str, tuple[str, ...]] = {**_FLAT, "r": ("r", "dim"), "lora_alpha": ("lora_alpha", "alpha")}
 """The same where all fields are about LoRA."""
+_OF_VERL: Mapping[str, Any] = {"bias": "none"}
+"""What verl gives every LoRA and does not write down."""
 _TASKS = {
     "causal_lm": "CAUSAL_LM",
     "seq_cls": "SEQ_CLS",
@@ -102,7 +105,7 @@ def read_recipe(path: Path) -> Recipe | None:
     if section is not None:
         fields = {**_implied(section), **dict(_fields(section, _OWN, path))}
     elif path.name == NAMED[0]:
-        fields = dict(_fields(table, _OWN, path))
+        fields = {**_OF_VERL, **dict(_fields(table, _OWN, path))}
     else:
         fields = dict(_fields(table, _FLAT, path)) if _is_lora(table) else {}
     if "lora_alpha" not in fields and "r" not in fields:
@@ -171,6 +174,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "use_rslora": _is_bool,
     "use_dora": _is_bool,
     "init_lora_weights": lambda value: isinstance(value, bool | str),
+    "bias": lambda value: value in ("none", "all", "lora_only"),
     "base_model_name_or_path": _is_text,
     "alpha_pattern": _is_numbers,
 }

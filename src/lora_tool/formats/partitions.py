@@ -26,7 +26,7 @@ from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.universal import FILE
 from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero import ZeroTag
-from lora_tool.formats.zero_files import ModelStates
+from lora_tool.formats.zero_files import ModelStates, ZeroStage
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
@@ -93,7 +93,7 @@ def groups_of(tag: ZeroTag) -> Iterator[Group]:
     `_create_expert_and_data_parallel`); their names are as rank 0 numbers its own.
     """
     first = tag.first
-    if first is None or tag.stage == 0:
+    if first is None or tag.stage == ZeroStage.DISABLED:
         return
     counts = next((states.counts for states in tag.optim.values()), ())
     held = experts_of_a_rank(first.trained_shapes)
@@ -121,7 +121,7 @@ def _whole_files(tag: ZeroTag) -> dict[str, tuple[WholeFile, LazyTensor]]:
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
     if first.frozen is not None and first.frozen_shapes is not None:
         return first.frozen_shapes
-    if tag.stage == 3 and first.frozen is None:  # noqa: PLR2004 - the stage
+    if tag.stage == ZeroStage.WEIGHTS and first.frozen is None:
         return {}
     # stage 1 never lists them (DeepSpeed #5439), but `module` has them, whole
     return {
@@ -146,7 +146,7 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
     ranks = range(tag.world_size)
     lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage and tag.masters is None else set()
     # without frozen parameters all that counts is in the first rank's model file
-    has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
+    has_pieces = tag.stage == ZeroStage.WEIGHTS and tag.first is not None and bool(tag.first.frozen)
     lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
     if lost:
         files = f"the files of {'rank' if len(lost) == 1 else 'ranks'} {some(sorted(lost))}"
@@ -158,7 +158,7 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
 
 def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     first = tag.first
-    if first is None or tag.stage == 0:
+    if first is None or tag.stage == ZeroStage.DISABLED:
         return {}
     if tag.masters is not None:
         named = {name: shape for name, shape in first.trained_shapes.items() if name in wanted}
@@ -171,7 +171,7 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
             raise IncompleteCheckpoint(f"{tag.folder}: {message}")
         if any(name in wanted for name in group.shapes):
             flats = [states.file.stored(states.groups[group.number], f"group {group.number}") for states in ranks]
-            cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
+            cut = _cut_by_parameter if tag.stage == ZeroStage.WEIGHTS else _cut_in_one
             found |= {name: tensor for name, tensor in cut(group.shapes, flats) if name in wanted}
     return found
 
@@ -190,7 +190,7 @@ def _whole(tag: ZeroTag, name: str, shape: tuple[int, ...]) -> StoredTensor:
 
 def leftover(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int], stage: int) -> int | None:
     """Return by how many elements the flat groups of `sizes` differ from what `shapes` need; None where they fit."""
-    if stage == 3:  # noqa: PLR2004 - the stage
+    if stage == ZeroStage.WEIGHTS:
         need = sum(_piece(shape, len(sizes)) for shape in shapes.values())
         return next((size - need for size in sizes if size != need), None)
     extra = sum(sizes) - sum(math.prod(shape) for shape in shapes.values())
@@ -263,7 +263,7 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue
-        if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage
+        if entry.role is Role.FROZEN and tag.stage == ZeroStage.WEIGHTS:
             found[name] = _by_rank(name, entry.shape, list(_frozen_pieces(tag, name)), 0)
         else:
             holder, tensor = whole[name]

@@ -25,6 +25,7 @@ from lora_tool.formats.zero_files import (
     ModelStates,
     OptimStates,
     RankFile,
+    ZeroStage,
     as_in,
     model_states,
     optim_states,
@@ -58,7 +59,9 @@ class ZeroTag:
     slice_: int
     """Which rank of tensor parallelism its files are of, or which stage of a pipeline."""
     stage: int
-    """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
+    """The `ZeroStage`, or what a file says in its place; 0 where nothing says that there was ZeRO (the weights are then
+    whole in `module`).
+    """
     world_size: int
     """How many ranks the masters were cut into, as most files say; else how many files there are."""
     model: Mapping[int, ModelStates]
@@ -120,7 +123,7 @@ def _with_layers(stages: tuple[ZeroTag, ...], names: Sequence[str]) -> tuple[Zer
     folder = first.folder
     trained = [tag.first.trained_shapes if tag.first else {} for tag in stages]
     tied = next((name for shapes in trained for name in shapes if name.startswith(TIED)), None)
-    if tied is not None or any(tag.stage > 1 or tag.masters is not None for tag in stages):
+    if tied is not None or any(tag.stage > ZeroStage.OPTIMIZER_STATES or tag.masters is not None for tag in stages):
         why = (
             f"its layers share `{tied}`, and their files do not say so"
             if tied

@@ -7,6 +7,7 @@ Sources: DeepSpeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`, `_get_zero_pa
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,15 @@ Default = TypeVar("Default")
 _MAX_RANKS = 1_000_000
 GATHER = "load it with the DeepSpeed that wrote it, and save the gathered model: engine.save_16bit_model(FOLDER)"
 USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
+
+
+class ZeroStage(enum.IntEnum):
+    """What the ranks share out, each stage with what the one before shares (`zero/config.py::ZeroStageEnum`)."""
+
+    DISABLED = 0
+    OPTIMIZER_STATES = 1
+    GRADIENTS = 2
+    WEIGHTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

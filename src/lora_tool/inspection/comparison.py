@@ -20,16 +20,8 @@ from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.choices import TextEnum
-from lora_tool.inspection.factors import (
-    READABLE,
-    Matrix,
-    matrices,
-    raw_blocks,
-    square_sum,
-    stored_blocks,
-    triangle,
-    widened,
-)
+from lora_tool.formats.stored_numbers import READABLE, Matrix, raw_blocks, square_sum, stored_blocks, widened
+from lora_tool.inspection.factors import matrices, triangle
 from lora_tool.keys import split_layer
 from lora_tool.progress import Progress
 from lora_tool.tensors import StoredTensor

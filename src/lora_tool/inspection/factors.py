@@ -1,36 +1,20 @@
-"""Stored tensors as float64 matrices, and the norms of LoRA factors and of their product, which is never formed.
+"""The factors of a LoRA layer as float64 matrices, and the norms of them and of their product, which is never formed.
 
-‖BA‖² = tr((BA)ᵀ(BA)) = tr((BᵀB)(AAᵀ)): two r×r Gram matrices instead of an out×in matrix. Files are mapped and widened
-a block at a time; the sums are in float64, so that a product much smaller than its factors is not lost in rounding.
+‖BA‖² = tr((BA)ᵀ(BA)) = tr((BᵀB)(AAᵀ)): two r×r Gram matrices instead of an out×in matrix. The sums are in float64, so
+that a product much smaller than its factors is not lost in rounding.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
-from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.stored import fill, read_columns, read_into, read_part
+from lora_tool.formats.stored_numbers import BLOCK, READABLE, Matrix, values, widened
 from lora_tool.inspection.model import Measured
-from lora_tool.tensors import DType, Span, StoredTensor
-
-Matrix = npt.NDArray[np.float64]
-
-STORED = {DType.BF16: "<u2", DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
-"""numpy's type of the stored elements; bfloat16, which it lacks, as its bits."""
-READABLE = frozenset(STORED)
-"""The dtypes that can be measured."""
-
-BLOCK = 1 << 20
-"""Elements that are widened at a time."""
+from lora_tool.tensors import StoredTensor
 
 
 def factors_of(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor, int] | None:
@@ -51,117 +35,6 @@ def matrices(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
         return None
     a, b, rank = found
     return widened(values(b), b.dtype).reshape(-1, rank), widened(values(a), a.dtype).reshape(rank, -1).T
-
-
-def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
-    """Return the stored elements, flat: mapped from the file where they lie in it as they are meant. Raises `OSError`.
-
-    bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
-    """
-    kind = np.dtype(STORED[tensor.dtype])
-    if all(type(span) is Span for span in tensor.spans):
-        return _mapped(tensor, kind)
-    return np.frombuffer(read_part(tensor, 0, tensor.nbytes), kind)
-
-
-def numbers(tensor: StoredTensor) -> Matrix:
-    """Return the whole tensor in float64, whatever spans hold it, decoded where it is quantised.
-
-    Raises `SourceChanged`, `CorruptFile`.
-    """
-    return widened(np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype]), tensor.dtype).reshape(
-        tensor.shape
-    )
-
-
-def _mapped(tensor: StoredTensor, kind: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-    parts = []
-    for span in tensor.spans:
-        descriptor = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            begin = span.offset - span.offset % mmap.ALLOCATIONGRANULARITY
-            mapped = mmap.mmap(descriptor, span.offset + span.nbytes - begin, access=mmap.ACCESS_READ, offset=begin)
-        finally:
-            os.close(descriptor)
-        parts.append(np.frombuffer(mapped, dtype=kind, count=span.nbytes // kind.itemsize, offset=span.offset - begin))
-    if not parts:
-        return np.empty(0, kind)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
-    """Return stored elements of `dtype` as float64, exactly."""
-    # bfloat16 is the upper half of a float32
-    stored = (block.astype(np.uint32) << np.uint32(16)).view(np.float32) if dtype is DType.BF16 else block
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-        return stored.astype(np.float64)
-
-
-def rounded(exact: Matrix, dtype: DType) -> Matrix:
-    """Return the values rounded to `dtype` and widened again."""
-    kind = np.dtype(ml_dtypes.bfloat16) if dtype is DType.BF16 else np.dtype(STORED[dtype])
-    with np.errstate(over="ignore"):  # infinities are shown as what they are
-        return exact.astype(kind).astype(np.float64)
-
-
-def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the stored elements in order, flat, `BLOCK` at a time; of quantised weights what they stand for.
-
-    Raises `OSError`, for quantised weights `SourceChanged`.
-    """
-    if encoding_of(tensor) is None:
-        held = values(tensor)
-        yield from (held[at : at + BLOCK] for at in range(0, held.size, BLOCK))
-        return
-    kind, step = np.dtype(STORED[tensor.dtype]), BLOCK * tensor.dtype.bits // 8
-    for at in range(0, tensor.nbytes, step):
-        yield np.frombuffer(read_part(tensor, at, min(step, tensor.nbytes - at)), kind)
-
-
-def row_blocks(tensor: StoredTensor, step: int, files: OpenFiles | None = None) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the stored rows of a matrix, `step` at a time, in one array that is used again for the next.
-
-    They are read, not mapped: pages of a mapped file count as memory. `files` may have the file open already. Raises
-    `SourceChanged`, `CorruptFile`.
-    """
-    height, width = tensor.shape
-    held = np.empty((min(step, height), width), STORED[tensor.dtype])
-    for at in range(0, height, step):
-        rows = held[: min(step, height - at)]
-        place, begin = rows.reshape(-1).view(np.uint8).data, at * width * held.itemsize
-        if files is None:
-            read_into(tensor, begin, place)
-        else:
-            fill(place, tensor, begin, files.read_exactly)
-        yield rows
-
-
-def column_blocks(tensor: StoredTensor, step: int, files: OpenFiles) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the stored columns of a matrix, `step` at a time; see `row_blocks`."""
-    height, width = tensor.shape
-    held = np.empty((height, min(step, width)), STORED[tensor.dtype])
-    for at in range(0, width, step):
-        columns = held[:, : width - at]
-        read_columns(columns, tensor, at, files)
-        yield columns
-
-
-def blocks(tensor: StoredTensor) -> Iterator[Matrix]:
-    """Yield the tensor's elements in order as float64, flat, in blocks. Raises as `stored_blocks`."""
-    return (widened(block, tensor.dtype) for block in stored_blocks(tensor))
-
-
-def square_sum(tensor: StoredTensor) -> float:
-    """Return the sum of the squares of all elements, ‖W‖². Raises `OSError`."""
-    with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
-        return math.fsum(float(np.dot(block, block)) for block in blocks(tensor))
-
-
-def raw_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the tensor's bytes in order, of whatever type it is. Raises `OSError`."""
-    stored = _mapped(tensor, np.dtype(np.uint8))
-    for at in range(0, stored.size, BLOCK):
-        yield stored[at : at + BLOCK]
 
 
 def triangle(factor: Matrix) -> Matrix:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import READABLE, Matrix, matrices, rounded, square_sum, triangle, values, widened
+from lora_tool.formats.stored_numbers import READABLE, Matrix, rounded, square_sum, values, widened
+from lora_tool.inspection.factors import matrices, triangle
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 

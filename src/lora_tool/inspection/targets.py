@@ -76,7 +76,7 @@ def _target(name: str, group: Sequence[_Measured], config: AdapterConfig | None)
 
 
 def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
-    return config.alpha(layer.target) if config else None
+    return config.alpha(layer.path) if config else None
 
 
 def _spectra(layers: Sequence[LoraLayer]) -> Mapping[LoraLayer, Spectrum | None]:

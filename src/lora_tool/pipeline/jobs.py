@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.checkpoint import TRAINED_MODEL, AdapterDir, ModelDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import (
+    TRAINED_MODEL,
+    AdapterDir,
+    ModelDir,
+    ShardedDir,
+    open_checkpoint,
+    open_sharded,
+)
 from lora_tool.errors import LoraToolError, NotACheckpoint, WrongValue
-from lora_tool.formats import adapter_config
+from lora_tool.formats import adapter_config, manifest
+from lora_tool.formats.manifest import read_manifest
 from lora_tool.inventory import checkpoints_under
+from lora_tool.pipeline.mending import has_rank_files
 from lora_tool.pipeline.model import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The jobs in the order of the folders' names, and the models that are not among them."""
+    """The jobs in the order of the folders' names, and the folders that are not among them."""
 
     jobs: tuple[Job, ...]
-    left_out: tuple[Path, ...]
-    """Models that no training of the sweep left: bases, and what lora-tool wrote."""
+    left_out: Mapping[Path, str]
+    """Folders that are no job, and what each is: a base or a model of ours, or an adapter that `consolidate` wrote."""
 
 
 def sweep_of(job: Job) -> Sweep:
@@ -31,8 +40,9 @@ def sweep_of(job: Job) -> Sweep:
     What lies in the outputs is left out. A folder that cannot be opened has a job, which says so. Raises
     `NotACheckpoint` where none is found, `WrongValue` where two would be written to one folder.
     """
-    left_out: list[Path] = []
-    trained = [folder for folder in _folders(job) if _is_trained(folder, left_out)]
+    looked = {folder: _look(folder) for folder in _folders(job)}
+    left_out = dict(_left_out(looked))
+    trained = [folder for folder, one in looked.items() if folder not in left_out and not one.bare]
     found = [folder for folder in trained if not (folder.parent in trained and _is_latest_of(folder.parent, folder))]
     if not found:
         raise NotACheckpoint(
@@ -40,11 +50,12 @@ def sweep_of(job: Job) -> Sweep:
             hint=f"lora-tool ls {shlex.quote(str(job.checkpoint))} lists what there is",
         )
     out = job.output
-    jobs = tuple(
-        replace(job, checkpoint=folder, output=out / _name(folder, job.checkpoint), sweep=out) for folder in found
-    )
-    _require_apart(jobs)
-    return Sweep(jobs=jobs, left_out=tuple(left_out))
+    jobs = {
+        folder: replace(job, checkpoint=folder, output=out / _name(folder, job.checkpoint), sweep=out)
+        for folder in found
+    }
+    _require_apart((one, looked[folder].may_consolidate) for folder, one in jobs.items())
+    return Sweep(jobs=tuple(jobs.values()), left_out=left_out)
 
 
 def _folders(job: Job) -> Iterator[Path]:
@@ -68,17 +79,51 @@ def _lies_in(folder: Path, out: Path) -> bool:
     return Path(os.path.realpath(out)) in (real, *real.parents)
 
 
-def _is_trained(folder: Path, left_out: list[Path]) -> bool:
-    """Return whether the folder is one that a training left; a model that is not is noted in `left_out`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """What a sweep asks of a folder; of one that cannot be opened nothing, since its job will say so."""
+
+    needs_no_merge: bool = False
+    consolidated_from: Path | None = None
+    """The checkpoint beside an adapter that `consolidate` wrote, by its manifest."""
+    may_consolidate: bool = False
+    bare: bool = False
+    """Only a config, and no weights yet, beside the checkpoints of a run that has not ended."""
+
+
+def _look(folder: Path) -> _Looked:
     try:
         opened = open_checkpoint(folder)
     except (LoraToolError, OSError):
-        return True
-    if isinstance(opened, ModelDir) and opened.kind is not TRAINED_MODEL:
-        left_out.append(folder)
-        return False
-    # beside the checkpoints of a run that has not ended there may be a config, and no weights yet
-    return not (isinstance(opened, AdapterDir) and not opened.tensors and opened.folder.checkpoints)
+        return _Looked()
+    return _Looked(
+        needs_no_merge=isinstance(opened, ModelDir) and opened.kind is not TRAINED_MODEL,
+        consolidated_from=_consolidated_from(folder) if isinstance(opened, AdapterDir) else None,
+        may_consolidate=isinstance(opened, ShardedDir) or has_rank_files(opened),
+        bare=isinstance(opened, AdapterDir) and not opened.tensors and bool(opened.folder.checkpoints),
+    )
+
+
+def _consolidated_from(adapter: Path) -> Path | None:
+    """Return the checkpoint beside an adapter that `consolidate` wrote, by its manifest; None of any other adapter."""
+    try:
+        written = read_manifest(adapter / manifest.FILE_NAME)
+    except (LoraToolError, OSError):
+        return None
+    source = written.input("checkpoint").get("path")
+    if written.raw.get("operation") != "consolidate" or not isinstance(source, str):
+        return None
+    return adapter.parent / Path(source).name  # by its name: both may have been moved together
+
+
+def _left_out(looked: Mapping[Path, _Looked]) -> Iterator[tuple[Path, str]]:
+    """Yield the folders that no training of the sweep left, and what each is."""
+    for folder, one in looked.items():
+        source = one.consolidated_from
+        if one.needs_no_merge:
+            yield folder, "a model that needs no merge"
+        elif source is not None and source in looked and looked[source].may_consolidate:
+            yield folder, f"the adapter that lora-tool consolidated from {source.name}, which is checked itself"
 
 
 def _is_latest_of(checkpoint: Path, folder: Path) -> bool:
@@ -94,10 +139,11 @@ def _name(folder: Path, root: Path) -> str:
     return "-".join(parts) or Path(os.path.realpath(root)).name or "checkpoint"
 
 
-def _require_apart(jobs: tuple[Job, ...]) -> None:
+def _require_apart(jobs: Iterable[tuple[Job, bool]]) -> None:
+    """Raise `WrongValue` where two jobs, each with whether it may consolidate first, would write to one folder."""
     owners: dict[Path, Job] = {}
-    for job in jobs:
-        for path in (job.output, job.consolidated):
+    for job, consolidates in jobs:
+        for path in (job.output, job.consolidated) if consolidates else (job.output,):
             other = owners.setdefault(path, job)
             if other is not job:
                 raise WrongValue(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.fsdp import STEP
-from lora_tool.errors import CorruptFile, NotACheckpoint
+from lora_tool.errors import CorruptFile, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, lost_metadata, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
@@ -41,6 +42,16 @@ class DcpState(TrainingState):
     """The state of a module in torch's distributed checkpoints."""
 
     found: DcpFolder
+    others: tuple[Path, ...] = ()
+    """Folders beside it that hold no weights, but what training goes on from."""
+
+    def optimised(self) -> frozenset[str]:
+        """See `TrainingState`; the optimizer may lie in a folder of its own."""
+        names = set(self.found.optimised)
+        for folder in self.others:
+            with contextlib.suppress(CorruptFile, UnsupportedCheckpoint):
+                names |= read_dcp(folder).optimised
+        return frozenset(names)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `assemble_dcp`."""
@@ -89,6 +100,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         without_values=lost,
         faults=(*_faults(found), *frozen_left_out(folder, lost), *older),
         found=found,
+        others=tuple(checkpoint.root / name for name in checkpoint.rank_files if _OTHER_FOLDER.match(name)),
         stamps=stamps(found),
         facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
     )
@@ -115,12 +127,15 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
 def copied_files(pieces: Pieces) -> Iterator[Finding]:
     """LT405: yield files all of whose pieces another file has, too, at the same places; those of a constant do not count.
 
-    The other may have more of them: in files of one layout the first rank's has what was not cut, at its end.
+    The other may have more of them: in files of one layout the first rank's has what was not cut, at its end. Files of
+    safetensors say themselves where their pieces lie, and are not compared.
     """
     held: dict[Path, dict[_Content, StoredTensor]] = defaultdict(dict)
     having: dict[_Content, list[Path]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
+            if not isinstance(piece.record, Record):
+                continue
             content = name, piece.stored.spans[0].offset, piece.record.crc
             held[piece.record.path][content] = piece.stored
             having[content].append(piece.record.path)

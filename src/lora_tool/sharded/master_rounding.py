@@ -15,6 +15,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.zero import ZeroTag
+from lora_tool.formats.zero_files import ZeroStage
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import another_save, fault
@@ -75,7 +76,7 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
             for name in masters.keys() & held.keys()
             if held[name].shape == masters[name].shape
         }
-    elif tag.stage == 3:  # noqa: PLR2004 - the stage
+    elif tag.stage == ZeroStage.WEIGHTS:
         copies, same_step = _gathered_beside(root, tag, masters)
         severity = Severity.ERROR if same_step else Severity.WARNING
     return MasterRounding(masters=masters, copies=copies, severity=severity)

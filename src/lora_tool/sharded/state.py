@@ -54,6 +54,13 @@ class TrainingState(abc.ABC):
         Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
         """
 
+    def optimised(self) -> frozenset[str]:
+        """Return the names of the tensors that an optimizer beside them has states of: those that were trained.
+
+        None are known where no optimizer was saved, or one that lora-tool does not look into.
+        """
+        return frozenset()
+
     def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the check of the values of `tensors`, some of its own, without running it."""
         masters = frozenset(name for name in tensors if self._is_trained(name))

@@ -13,7 +13,7 @@ from lora_tool.display import counted, some
 from lora_tool.formats.partitions import groups_of, leftover
 from lora_tool.formats.pipeline_layers import layer_of
 from lora_tool.formats.zero import ZeroTag
-from lora_tool.formats.zero_files import ModelStates, OptimStates
+from lora_tool.formats.zero_files import ModelStates, OptimStates, ZeroStage
 from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.expert_checks import expert_faults
@@ -39,7 +39,7 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
     """
     ranks = range(tag.world_size)
     optim = [rank for rank in ranks if tag.stage and tag.masters is None and rank not in tag.optim_files]
-    model = [rank for rank in (ranks if tag.stage == 3 else [0]) if rank not in tag.model_files]  # noqa: PLR2004 - the stage
+    model = [rank for rank in (ranks if tag.stage == ZeroStage.WEIGHTS else [0]) if rank not in tag.model_files]
     # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
     harmless = 0 not in model and tag.first is not None and not tag.first.frozen
     of_model = Severity.WARNING if harmless else Severity.ERROR
@@ -153,7 +153,12 @@ def _layout(states: ModelStates) -> tuple[object, ...]:
 def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
     """LT408: yield groups whose flat partitions do not have as many elements as the shapes need."""
     first = tag.first
-    if first is None or tag.stage == 0 or tag.masters is not None or tag.optim.keys() != set(range(tag.world_size)):
+    if (
+        first is None
+        or tag.stage == ZeroStage.DISABLED
+        or tag.masters is not None
+        or tag.optim.keys() != set(range(tag.world_size))
+    ):
         return
     for states in tag.optim.values():
         if len(states.groups) != len(first.param_shapes):
@@ -175,7 +180,7 @@ def _misfit_frozen(tag: ZeroTag) -> Iterator[Finding]:
     """LT408: yield model files whose pieces of frozen parameters are not as long as the shapes and ranks need."""
     checked = set()
     for states in tag.model.values():
-        if tag.stage != 3 or not states.frozen or id(states.frozen) in checked:  # noqa: PLR2004 - the stage
+        if tag.stage != ZeroStage.WEIGHTS or not states.frozen or id(states.frozen) in checked:
             continue
         checked.add(id(states.frozen))  # files that say the same share it
         for name, shape in (states.frozen_shapes or {}).items():
@@ -222,7 +227,12 @@ def frozen_unknown(tag: ZeroTag) -> Iterator[Finding]:
     names of the adapted layers tell what is missing.
     """
     first = tag.first
-    if first and tag.stage >= 2 and first.frozen_shapes is None and not any(map(has_lora_factor, first.module)):  # noqa: PLR2004 - the stage
+    if (
+        first
+        and tag.stage >= ZeroStage.GRADIENTS
+        and first.frozen_shapes is None
+        and not any(map(has_lora_factor, first.module))
+    ):
         message = "was saved with exclude_frozen_parameters: frozen weights are missing, and no file lists their names"
         hint = "the model that the run began with has them"
         yield fault("LT410", first.path, message, hint=hint, severity=Severity.WARNING)

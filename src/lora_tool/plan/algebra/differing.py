@@ -117,7 +117,7 @@ def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) ->
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether tensors of different float types hold the same numbers."""
-    from lora_tool.inspection.factors import READABLE, blocks  # noqa: PLC0415 - numpy, only for such tensors
+    from lora_tool.formats.stored_numbers import READABLE, blocks  # noqa: PLC0415 - numpy, only for such tensors
 
     if one.dtype is other.dtype or one.shape != other.shape or not {one.dtype, other.dtype} <= READABLE:
         return False

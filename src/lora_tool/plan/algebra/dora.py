@@ -33,7 +33,7 @@ def nearest_to_dora(
     """
     import numpy as np  # noqa: PLC0415 - numpy, only where values are read
 
-    from lora_tool.inspection.factors import numbers  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
     from lora_tool.plan.algebra.krylov import nearest_to  # noqa: PLC0415
 
     (term,) = factors.terms

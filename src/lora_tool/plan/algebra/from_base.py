@@ -73,7 +73,7 @@ def without_init(factors: Factors, weight: StoredTensor, init: str, spool: Spool
         raise IncompatibleBase(
             f"`{factors.module}` is {list(shape)} in {weight.path.parent}, [{factors.out}, {factors.width}] in the adapter"
         )
-    from lora_tool.inspection.factors import numbers  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415 - numpy, only where values are read
 
     whole = numbers(weight)
     left, right = taken_out(init, whole.T if transposed else whole, term.rank, term.scale)
@@ -143,7 +143,7 @@ def factors_of_rows(changed: ChangedRows, spool: Spool) -> Factors:
     """Return the change of the rows as LoRA: an embedding's A, and an output layer's B, are rows of the unit matrix."""
     import numpy as np  # noqa: PLC0415 - as above
 
-    from lora_tool.inspection.factors import numbers  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
 
     ours, theirs = (
         np.concatenate([numbers(rows_of(tensor, row, 1)) for row in rows])
@@ -184,7 +184,7 @@ def _other_rows(tensor: StoredTensor, weight: StoredTensor) -> Iterator[int]:
     """Yield the rows in which two matrices have other values."""
     import numpy as np  # noqa: PLC0415 - as above
 
-    from lora_tool.inspection.factors import numbers  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
 
     step = max(1, _BLOCK // max(1, weight.shape[1]))
     for at in range(0, tensor.shape[0], step):

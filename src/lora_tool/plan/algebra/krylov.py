@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.inspection.factors import row_blocks
+from lora_tool.formats.stored_numbers import row_blocks
 from lora_tool.plan.algebra.ranks import enough
 from lora_tool.tensors import DType, StoredTensor
 

@@ -28,6 +28,7 @@ from lora_tool.sharded.state import TrainingState
 _TENSORS = "the tensors"
 _ASK = "give it: `lora_alpha=N`"
 _FACTORS = frozenset({Part.LORA_A, Part.EMBEDDING_A})
+_OF_BASE = frozenset({Part.PLAIN, Part.BASE_LAYER})
 _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alpha_pattern")
 """Fields that decide about ΔW and that no tensor tells."""
 
@@ -68,11 +69,23 @@ def adapter_config_of(
     chosen = trained_adapter(state.entries, parsed)
     outside = outside_names(known)
     own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None) and name not in outside}
-    tensors = dict(_of_tensors(state, own))
+    trained = _trained(state, own)
+    tensors = dict(_of_tensors(state, own, trained))
     recipes = _recipes(state.near, given, tensors)
     decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
     found = _rebuilt(state, tensors, recipes, given, lora_alpha)
-    return replace(found, warnings=(*found.warnings, *_unknown_biases(state, own, found.config)))
+    told = trained or "bias" in found.origins
+    return found if told else replace(found, warnings=(*found.warnings, *_unknown_biases(own, found.config)))
+
+
+def _trained(state: TrainingState, own: Mapping[str, AdapterKey]) -> frozenset[str]:
+    """Return the names of the tensors that were trained, by their roles or by the optimizer that was saved beside them.
+
+    There are none where nothing tells, or the optimizer has other names.
+    """
+    by_role = frozenset(name for name in own if state.entries[name].role is Role.TRAINED)
+    trained = by_role or state.optimised()
+    return trained if any(key.part in _FACTORS and name in trained for name, key in own.items()) else frozenset()
 
 
 def _config_path(given: Path | None, near: Iterable[Path]) -> Path | None:
@@ -175,17 +188,9 @@ def _unknown(fields: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _unknown_biases(state: TrainingState, own: Mapping[str, AdapterKey], config: AdapterConfig) -> Iterator[str]:
+def _unknown_biases(own: Mapping[str, AdapterKey], config: AdapterConfig) -> Iterator[str]:
     """Yield a warning if a whole model was saved, of whose biases nothing tells whether they were trained."""
-    kept = (Part.PLAIN, Part.BASE_LAYER)
-    biases = [
-        name
-        for name, key in own.items()
-        if key.part in kept
-        and key.leaf == "bias"
-        and state.entries[name].role is Role.SAVED
-        and not is_new_head(key.module)
-    ]
+    biases = [name for name, key in own.items() if _is_bias(key)]
     if biases and config.bias == "none":
         yield (
             f"{FILE_NAME} is rebuilt, and no file says whether the run trained biases: {named(biases, 1)} stay behind; "
@@ -193,8 +198,18 @@ def _unknown_biases(state: TrainingState, own: Mapping[str, AdapterKey], config:
         )
 
 
-def _of_tensors(state: TrainingState, parsed: Mapping[str, AdapterKey]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the config that the tensors tell. Raises `UnsupportedCheckpoint` for what they do not."""
+def _is_bias(key: AdapterKey) -> bool:
+    """Return whether it is a bias of the base model's."""
+    return key.part in _OF_BASE and key.leaf == "bias" and not is_new_head(key.module)
+
+
+def _of_tensors(
+    state: TrainingState, parsed: Mapping[str, AdapterKey], trained: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the config that the tensors tell, and which of them were `trained`.
+
+    Raises `UnsupportedCheckpoint` for what they do not tell.
+    """
     shapes = {name: state.entries[name].shape for name in parsed}
     ranks = {key.module: shapes[name][0] for name, key in parsed.items() if key.part in _FACTORS and shapes[name]}
     parts = {key.part for key in parsed.values()}
@@ -211,13 +226,15 @@ def _of_tensors(state: TrainingState, parsed: Mapping[str, AdapterKey]) -> Itera
     if others:
         yield "rank_pattern", others
     yield "target_modules", sorted(_targets(state, parsed, frozenset(ranks)))
-    yield from _beside_lora(parsed, frozenset(ranks))
+    yield from _beside_lora(parsed, frozenset(ranks), trained)
     yield "use_dora", Part.MAGNITUDE in parts
     if any(key.part is Part.LORA_B and key.leaf == "bias" for key in parsed.values()):
         yield "lora_bias", True
 
 
-def _beside_lora(parsed: Mapping[str, AdapterKey], adapted: frozenset[str]) -> Iterator[tuple[str, Any]]:
+def _beside_lora(
+    parsed: Mapping[str, AdapterKey], adapted: frozenset[str], trained: Collection[str]
+) -> Iterator[tuple[str, Any]]:
     """Yield what says that tensors were trained that are no factors: modules whole, and biases."""
     saved = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     biases: set[str] = set()
@@ -225,8 +242,11 @@ def _beside_lora(parsed: Mapping[str, AdapterKey], adapted: frozenset[str]) -> I
     if all(key.leaf == "bias" for key in held):  # without the base, all that is there was trained
         plain = [key for key in parsed.values() if key.part is Part.PLAIN]
         saved |= {saved_as(key.module, adapted) for key in plain if key.leaf != "bias"}
-        trained = {key.module: saved_as(key.module, adapted) for key in (*plain, *held) if key.leaf == "bias"}
-        biases = {module for module, head in trained.items() if saved.isdisjoint((module, head))}
+        heads = {key.module: saved_as(key.module, adapted) for key in (*plain, *held) if key.leaf == "bias"}
+        biases = {module for module, head in heads.items() if saved.isdisjoint((module, head))}
+    else:
+        own = [key for name, key in parsed.items() if name in trained and key.part in _OF_BASE]
+        biases = {key.module for key in own if _is_bias(key)} - {key.module for key in own if key.leaf == "weight"}
     if saved:
         yield "modules_to_save", sorted(saved)
     if biases:
