@@ -125,19 +125,11 @@ def saved_on_gpu(path: Path, rank: int) -> None:
 
 
 class Int8Tensor(torch.Tensor):
-    """A weight as torchao pickles it: an object around its codes."""
-
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor) -> Int8Tensor:
-        made: Int8Tensor = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
-        return made
-
-    def __init__(self, codes: torch.Tensor) -> None:
-        self.codes = codes
+    """A weight as torchao pickles it: an object that is no tensor of torch's own."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(args[0].codes, *args[1:], **(kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func, types, args, kwargs)
 
 
 def test_weights_that_only_torchao_can_build_are_refused_by_name(
@@ -146,8 +138,10 @@ def test_weights_that_only_torchao_can_build_are_refused_by_name(
     module = ModuleType("torchao.quantization")
     monkeypatch.setattr(Int8Tensor, "__module__", module.__name__)
     monkeypatch.setattr(module, "Int8Tensor", Int8Tensor, raising=False)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    torch.save({"m.weight": Int8Tensor(torch.zeros((2, 3), dtype=torch.int8))}, tmp_path / "pytorch_model.bin")
+    for name in ("torchao", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    weight = torch.Tensor._make_wrapper_subclass(Int8Tensor, (2, 3), dtype=torch.bfloat16)
+    torch.save({"m.weight": weight}, tmp_path / "pytorch_model.bin")
     words = r"of weights that torchao quantised \(torchao.quantization.Int8Tensor\).* save it again, which writes safetensors"
     with pytest.raises(CorruptFile, match=words):
         read_torch_file(tmp_path / "pytorch_model.bin")
