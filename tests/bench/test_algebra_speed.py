@@ -20,7 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import open_adapter
+from lora_tool.formats.files import opened_regular
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
+from lora_tool.plan.algebra.grams import Reader
 from lora_tool.plan.algebra.krylov import nearest
 from lora_tool.plan.algebra.spectrum import compressed
 from lora_tool.plan.algebra.terms import factors_of_sum
@@ -101,8 +104,8 @@ def test_against_pefts_svd(tmp_path: Path) -> None:
         left, values, right = torch.linalg.svd(delta)  # as `add_weighted_adapter` does, with all of U
         _ = left[:, :RANK] @ torch.diag(values[:RANK]), right[:RANK]
 
-    seconds = {}
-    for name, run in (("ours", lambda: compressed(factors, rank=RANK)), ("PEFT's svd", theirs)):
+    seconds, reader = {}, Reader(files=OpenFiles(opened_regular))
+    for name, run in (("ours", lambda: compressed(factors, reader, rank=RANK)), ("PEFT's svd", theirs)):
         run()
         taken = []
         for _ in range(ROUNDS):

@@ -34,6 +34,9 @@ FLOORS: dict[str, float] = {
     ),
     "rules": 3.5,
     "inspection": 3.6,
+    # the compiled kernel: plans that decide about ranks compute with it, too
+    "execution.native.library": 3.7,
+    "execution.native.products": 3.8,
     # intent: plans, which ask the judge
     "plan.core": 4.0,
     "plan.base": 4.1,

@@ -2,7 +2,8 @@
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
  * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows; after
- * a product in float64 also, in every second column, its numbers times a scale. */
+ * a product in float64 also, in every second column, its numbers times a scale, the same product of whole factors and its
+ * transposed, and the Gram matrix of the left factor. */
 #define _XOPEN_SOURCE 700 /* pwrite, which merge.c calls */
 #include <stdio.h>
 #include <stdlib.h>
@@ -129,30 +130,67 @@ static void store_again(int level, const struct codes *codes, int64_t rows, int6
     free(out);
 }
 
-/* Read a part of a factor, and pack it in float64 behind the `deep` columns of those before it. */
-static int64_t read_part(int level, double *packed, int64_t width, int64_t depth, int64_t deep) {
+/* Return a part of a factor, `length` rows, and pack it in float64 behind the `deep` columns of those before it. */
+static struct part read_part(int level, double *packed, int64_t width, int64_t depth, int64_t deep, void **memory) {
     int64_t n[FACTOR];
     read_into(n, sizeof n);
     const size_t size = wide_size_of((int)n[FACTOR_TYPE]), held = (size_t)n[HELD] * size;
-    char *memory = memory_of(held);
-    read_into(memory, held);
-    lora_tool_pack_wide(level, packed, width, depth, deep, memory + (size_t)n[BEGIN] * size, (int)n[FACTOR_TYPE], n[LENGTH],
-                        n[DEPTH], n[ALONG], n[DOWN]);
-    free(memory);
-    return n[DEPTH];
+    *memory = memory_of(held);
+    read_into(*memory, held);
+    struct part part = {.values = (char *)*memory + (size_t)n[BEGIN] * size, .along = n[ALONG], .down = n[DOWN],
+                        .depth = n[DEPTH], .type = (int32_t)n[FACTOR_TYPE]};
+    lora_tool_pack_wide(level, packed, width, depth, deep, part.values, part.type, n[LENGTH], n[DEPTH], n[ALONG], n[DOWN]);
+    return part;
+}
+
+/* Write the product of whole factors, its transposed, and the Gram matrix of the rows, half of which are added first. */
+static void run_whole(int level, struct part *parts, int64_t count, int64_t rows, const double *matrix, int64_t depth,
+                      int64_t columns, int type) {
+    const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
+    char *out = memory_of(bytes);
+    for (int below = 0; below < 2; below++) {
+        double *room = memory_of((size_t)lora_tool_mix_room(level, depth, columns, below) * sizeof *room);
+        putchar(lora_tool_mix(level, parts, count, rows, matrix, columns, columns, below, out, type,
+                              below ? rows : columns, room));
+        fwrite(out, 1, bytes, stdout);
+        free(room);
+    }
+    free(out);
+    const size_t sizes[] = {(size_t)lora_tool_gram_sums(level, depth), (size_t)lora_tool_gram_room(level, depth)};
+    double *sums = memory_of(sizes[0] * sizeof *sums), *room = memory_of(sizes[1] * sizeof *room);
+    double *gram = memory_of((size_t)(depth * depth) * sizeof *gram);
+    memset(sums, 0, sizes[0] * sizeof *sums);
+    lora_tool_gram(level, parts, count, rows / 2, sums, room);
+    for (int64_t at = 0; at < count; at++) {
+        parts[at].values = element(parts + at, rows / 2, 0);
+    }
+    lora_tool_gram(level, parts, count, rows - rows / 2, sums, room);
+    lora_tool_gram_matrix(level, sums, depth, gram);
+    fwrite(gram, sizeof *gram, (size_t)(depth * depth), stdout);
+    free(sums);
+    free(room);
+    free(gram);
 }
 
 static void run_factors(const int64_t *head) {
     const int level = (int)head[LEVEL_NUMBER], type = (int)head[OUT_TYPE];
-    const int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
+    const int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT], count = head[TERM_COUNT];
     const int64_t high = lora_tool_rows(level), wide = lora_tool_wide_columns(level);
     int64_t depth, deep = 0;
     read_into(&depth, sizeof depth);
     double *left = memory_of((size_t)((rows + high - 1) / high * high * depth) * sizeof *left);
     double *right = memory_of((size_t)((columns + wide - 1) / wide * wide * depth) * sizeof *right);
-    for (int64_t part = 0; part < head[TERM_COUNT]; part++) {
-        read_part(level, left, high, depth, deep);
-        deep += read_part(level, right, wide, depth, deep);
+    double *matrix = memory_of((size_t)(columns * depth) * sizeof *matrix);
+    struct part *parts = memory_of((size_t)count * sizeof *parts);
+    void **memory = memory_of((size_t)count * sizeof *memory);
+    for (int64_t at = 0; at < count; at++) {
+        void *held;
+        parts[at] = read_part(level, left, high, depth, deep, memory + at);
+        const struct part other = read_part(level, right, wide, depth, deep, &held);
+        lora_tool_pack_wide(level, matrix, columns, depth, deep, other.values, other.type, columns, other.depth, other.along,
+                            other.down);
+        free(held);
+        deep += other.depth;
     }
     const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
     char *out = memory_of(bytes), *scaled = memory_of(2 * bytes);
@@ -161,6 +199,13 @@ static void run_factors(const int64_t *head) {
     fwrite(out, 1, bytes, stdout);
     putchar(lora_tool_scale(level, out, type, columns, 1, scaled, type, 2 * columns, 2, rows, columns, 0.3));
     fwrite(scaled, 1, 2 * bytes, stdout);
+    run_whole(level, parts, count, rows, matrix, depth, columns, type);
+    for (int64_t at = 0; at < count; at++) {
+        free(memory[at]);
+    }
+    free(memory);
+    free(parts);
+    free(matrix);
     free(left);
     free(right);
     free(out);

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_tool.execution.native.library import CHECKSUM, TYPES, WIDE_TYPES, Kernel, checksum, trial
+from lora_tool.execution.native.products import mix
+from lora_tool.formats.factor_rows import Room
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
 from tests.native.wide_cases import drawn_wide
@@ -69,6 +71,38 @@ def test_factors_in_float64_have_the_bits_of_the_definition(
         assert (found.tobytes(), fine) == (stored.tobytes(), finite)
         found, fine = case.run_scaled(kernel, found)
         assert (found.tobytes(), fine) == (scaled.tobytes(), scaled_finite)
+        for below in (False, True) if ranks else ():
+            found, fine = case.run_whole(kernel, below=below)
+            assert (found.tobytes(), fine) == (stored.tobytes(), finite)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(0, 300),
+    ranks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    share=st.floats(0, 1),
+)
+def test_gram_matrices_have_the_bits_of_the_definition_however_they_are_cut(
+    kernels: tuple[Kernel, ...], seed: int, rows: int, ranks: tuple[int, ...], share: float
+) -> None:
+    case = drawn_wide(seed, size=(rows, 1), ranks=ranks, out_type=DType.F64)
+    expected = case.gram()
+    for kernel in kernels:
+        assert case.run_gram(kernel, int(share * rows)).tobytes() == expected.tobytes()
+
+
+def test_more_rows_than_are_packed_together_give_the_same_product(kernels: tuple[Kernel, ...]) -> None:
+    parts = [
+        (np.arange(6000.0).reshape(1500, 4) % 7, DType.F64),
+        (np.arange(37500.0).reshape(25, 1500).T % 5, DType.F64),
+    ]
+    matrix = np.arange(29.0 * 19).reshape(29, 19) % 11
+    expected = np.concatenate([stored for stored, _ in parts], axis=1) @ matrix  # of small integers, so exact
+    for kernel, below in itertools.product(kernels, (False, True)):
+        out = np.empty((19, 1500) if below else (1500, 19))
+        assert mix(kernel, parts, matrix, out, DType.F64, Room(), below=below)
+        assert np.array_equal(out.T if below else out, expected)
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,15 @@ def check(command: Sequence[str], level: Level) -> None:
 def check_wide(case: WideCase, written: bytes, at: int) -> int:
     """Compare what the program writes of a product, from byte `at`, with the definition; return where it ends."""
     expected = case.expected()
-    for stored, fine in (expected, case.scaled(expected[0])):
+    turned = np.ascontiguousarray(expected[0].T), expected[1]
+    for stored, fine in (expected, case.scaled(expected[0]), expected, turned):
         assert (written[at] == 0) == fine
         if fine:
             assert written[at + 1 :].startswith(stored.tobytes())
         at += 1 + stored.nbytes
-    return at
+    gram = case.gram().tobytes()
+    assert written[at:].startswith(gram)
+    return at + len(gram)
 
 
 def requantised(case: CodedCase, numbers: Array) -> bytes:

@@ -10,6 +10,8 @@ import numpy as np
 
 from lora_tool.execution.kernels import STORAGE, round_to
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel, Level
+from lora_tool.execution.native.products import GramSum, Stored, mix
+from lora_tool.formats.factor_rows import Room
 from lora_tool.tensors import DType
 from tests.native.cases import Array, Factor, numbers
 
@@ -38,6 +40,11 @@ class WideCase:
         )
         total = np.array([[_chain(b, a) for a in right] for b in left]).reshape(self.size)
         return self.stored(total)
+
+    def gram(self) -> Array:
+        """Return the Gram matrix of the columns of the left parts, each element a chain of fma over the rows."""
+        left = np.concatenate([_wide(pair[0]) for pair in self.parts] or [np.zeros((self.size[0], 0))], axis=1)
+        return np.array([[_chain(one, other) for other in left.T] for one in left.T]).reshape(self.depth, self.depth)
 
     def stored(self, values: Array) -> tuple[Array, bool]:
         """Return float64 values as the result's type has them, and whether all are finite."""
@@ -69,6 +76,24 @@ class WideCase:
         fine = kernel.product_wide(left, right, self.depth, made, self.out_type, self.size[1], self.size)
         return out, fine
 
+    def run_whole(self, kernel: Kernel, *, below: bool) -> tuple[Array, bool]:
+        """Return the same product of factors as they are stored, `below` turned round."""
+        right = np.concatenate([_wide(pair[1]) for pair in self.parts] or [np.zeros((self.size[1], 0))], axis=1)
+        out = np.empty(self.size[::-1] if below else self.size, STORAGE[self.out_type])
+        fine = mix(kernel, self._left, np.ascontiguousarray(right.T), out, self.out_type, Room(), below=below)
+        return np.ascontiguousarray(out.T) if below else out, fine
+
+    def run_gram(self, kernel: Kernel, cut: int) -> Array:
+        """Return the Gram matrix of the left parts, of so many rows and then of the others."""
+        sums = GramSum(kernel, self.depth, Room())
+        for rows in (slice(0, cut), slice(cut, None)):
+            sums.add([(stored[rows], dtype) for stored, dtype in self._left])
+        return sums.matrix()
+
+    @property
+    def _left(self) -> list[Stored]:
+        return [(_as_it_lies(pair[0]), pair[0].dtype) for pair in self.parts]
+
     def run_scaled(self, kernel: Kernel, found: Array) -> tuple[Array, bool]:
         rows, columns = self.size
         whole = np.zeros((rows, 2 * columns), STORAGE[self.out_type])
@@ -91,6 +116,12 @@ class WideCase:
 def _wide(factor: Factor) -> Array:
     i, k = np.indices(factor.size)
     return np.asarray(factor.memory[factor.begin + i * factor.strides[0] + k * factor.strides[1]].astype(np.float64))
+
+
+def _as_it_lies(factor: Factor) -> Array:
+    size = factor.memory.itemsize
+    strides = [stride * size for stride in factor.strides]
+    return np.lib.stride_tricks.as_strided(factor.memory[factor.begin :], factor.size, strides)
 
 
 def _chain(b: Array, a: Array) -> float:

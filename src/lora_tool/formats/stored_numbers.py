@@ -1,4 +1,4 @@
-"""The numbers that stored tensors hold, as numpy has them: whole, in blocks, by rows or columns, widened to float64.
+"""The numbers that stored tensors hold, as numpy has them: whole, in blocks, by rows, widened to float64.
 
 Files are mapped, and widened a block at a time.
 """
@@ -14,9 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.stored import fill, read_columns, read_into, read_part
+from lora_tool.formats.stored import read_into, read_part
 from lora_tool.tensors import DType, Span, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
@@ -95,32 +94,17 @@ def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
         yield np.frombuffer(read_part(tensor, at, min(step, tensor.nbytes - at)), kind)
 
 
-def row_blocks(tensor: StoredTensor, step: int, files: OpenFiles | None = None) -> Iterator[npt.NDArray[np.generic]]:
+def row_blocks(tensor: StoredTensor, step: int) -> Iterator[npt.NDArray[np.generic]]:
     """Yield the stored rows of a matrix, `step` at a time, in one array that is used again for the next.
 
-    They are read, not mapped: pages of a mapped file count as memory. `files` may have the file open already. Raises
-    `SourceChanged`, `CorruptFile`.
+    They are read, not mapped: pages of a mapped file count as memory. Raises `SourceChanged`, `CorruptFile`.
     """
     height, width = tensor.shape
     held = np.empty((min(step, height), width), STORED[tensor.dtype])
     for at in range(0, height, step):
         rows = held[: min(step, height - at)]
-        place, begin = rows.reshape(-1).view(np.uint8).data, at * width * held.itemsize
-        if files is None:
-            read_into(tensor, begin, place)
-        else:
-            fill(place, tensor, begin, files.read_exactly)
+        read_into(tensor, at * width * held.itemsize, rows.reshape(-1).view(np.uint8).data)
         yield rows
-
-
-def column_blocks(tensor: StoredTensor, step: int, files: OpenFiles) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the stored columns of a matrix, `step` at a time; see `row_blocks`."""
-    height, width = tensor.shape
-    held = np.empty((height, min(step, width)), STORED[tensor.dtype])
-    for at in range(0, width, step):
-        columns = held[:, : width - at]
-        read_columns(columns, tensor, at, files)
-        yield columns
 
 
 def blocks(tensor: StoredTensor) -> Iterator[Matrix]:

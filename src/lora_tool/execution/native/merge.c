@@ -439,3 +439,4 @@ EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64
 }
 
 #include "factors.h"
+#include "products.h"

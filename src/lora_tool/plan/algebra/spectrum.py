@@ -9,38 +9,36 @@ depend on one another, T is Λ^½Vᵀ of G = V·Λ·Vᵀ without what is zero.
 
 Sums are in float64. A Gram matrix squares the singular values of a factor, so that what is below 1e-8 of the largest is
 lost in it. Where that could be seen in ΔW, because its terms nearly cancel or a factor is nearly singular, T is taken
-from the triangle of a QR factorisation instead, which does not square them.
+from the triangle of a QR factorisation instead, which does not square them. Where much is left out, and that is not so,
+the eigenvectors of (ΔW)ᵀΔW tell the best approximation in half the time (`_by_eigenvalues`).
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.files import opened_regular
-from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.stored_numbers import BLOCK, Matrix, column_blocks, row_blocks, widened
+from lora_tool.formats.stored_numbers import Matrix
+from lora_tool.plan.algebra.grams import Reader
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.aside import Aside
 from lora_tool.plan.core.factor_ops import SmallMatrix
-from lora_tool.tensors import DType, StoredTensor
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _CANCELLED = 1e-4
-"""If ‖ΔW‖ is below this share of the sum of its terms' norms, they cancel too far for a Gram matrix."""
+"""If ‖ΔW‖ is below this share of what its terms are by themselves, they cancel too far for a Gram matrix."""
 _CANCELLED_IF_DEPENDENT = 0.5
 """The same where columns of a factor are linearly dependent in a Gram matrix, which may be those that do not cancel."""
 _NEARLY_SINGULAR = 1e-10
 """An eigenvalue below this share of the largest has lost six digits in a Gram matrix."""
-_STEPS_READ = 2
-"""How many blocks are read together: a block stays in the second-level cache, and a read costs as much as a part of it."""
+_LEFT_OUT = 1e-5
+"""A share of ‖ΔW‖² that eigenvalues of (ΔW)ᵀΔW still tell to ten digits; less is left to the singular values of ΔW."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,48 +80,136 @@ def rank_for(singular_values: npt.NDArray[np.float64], share: float) -> int:
 
 
 def compressed(
-    factors: Factors, *, rank: int | None = None, keep: float = 1.0, aside: Aside | None = None
+    factors: Factors, reader: Reader, *, rank: int | None = None, keep: float = 1.0, aside: Aside | None = None
 ) -> Compressed:
     """Return the best approximation of the module's ΔW at `rank`, or at the least that keeps `keep` of ‖ΔW‖².
 
-    The small matrices lie `aside` where that is given. Reads the factors in blocks, once; twice where terms nearly
-    cancel. Raises `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
+    The small matrices lie `aside` where that is given. Reads the factors once; twice where terms nearly cancel. Raises
+    `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
     """
     scales = np.repeat([term.scale for term in factors.terms], [term.rank for term in factors.terms])
-    total = len(scales)
-    grams = _gram(factors.b_parts, total, below=False), _gram(factors.a_parts, total, below=True)
+    grams = reader.gram(factors.b_parts, below=False), reader.gram(factors.a_parts, below=True)
     if not all(np.isfinite(gram).all() for gram in grams):
         names = ", ".join(part.name for part in (*factors.b_parts, *factors.a_parts))
         raise UnsupportedAdapter(
             f"{factors.b_parts[0].path}: a factor of `{factors.module}` holds NaN or infinity, or its squares overflow: {names}",
             hint=f"lora-tool validate --deep {shlex.quote(str(factors.b_parts[0].path.parent))} names the tensor",
         )
-    lengths = [np.sqrt(np.maximum(np.diag(gram), 0.0)) for gram in grams]
-    inverse = [np.divide(1.0, each, out=np.zeros(total), where=each > 0) for each in lengths]
-    roots = [_root_of_gram(gram * np.outer(each, each)) for gram, each in zip(grams, inverse, strict=True)]
-    core = scales * lengths[0] * lengths[1]
-    dependent = any(root.rank < np.count_nonzero(each) for root, each in zip(roots, lengths, strict=True) if root)
-    least = _CANCELLED_IF_DEPENDENT if dependent else _CANCELLED
-    if any(root is None for root in roots) or _left_of_terms(grams, scales, factors) < least:
-        parts = ((factors.b_parts, False), (factors.a_parts, True))
-        triangles = [_triangle(some, total, below=below) for some, below in parts]
-        roots = [_root_of_triangle(t * each) for t, each in zip(triangles, inverse, strict=True)]
-    root_l, root_r = (root for root in roots if root is not None)
-    p, s, q = np.linalg.svd((root_l.square * core) @ root_r.square.T, full_matrices=False)
-    found = s[s > float(np.abs(core).max()) * total * _EPSILON]  # what is left where terms cancel is rounding
-    chosen = min(rank if rank is not None else rank_for(found, keep), max(1, len(found)))
-    kept = min(chosen, len(found))
-    half = np.sqrt(found[:kept])
-    left = inverse[0][:, None] * (root_l.inverse @ (p[:, :kept] * half))
-    right = inverse[1][:, None] * (root_r.inverse @ (q[:kept].T * half))
-    pad = ((0, 0), (0, chosen - kept))  # a zero ΔW has a rank of 1, too: PEFT has no layer of rank 0
+    sides = _Sides.of(grams, scales)
+    asked = _Asked(rank, keep)
+    left = _left_of_terms(grams, scales, factors)
+    found = _by_eigenvalues(sides, asked) if left > _CANCELLED_IF_DEPENDENT else None
+    if found is None:
+        found = _by_singular_values(sides, asked, *_roots(sides, left, factors, reader))
     return Compressed(
         module=factors.module,
-        singular_values=found,
-        rank=chosen,
-        left=SmallMatrix.of(np.pad(left, pad), aside),
-        right=SmallMatrix.of(np.pad(right, pad), aside),
+        singular_values=found.values,
+        rank=found.left.shape[1],
+        left=SmallMatrix.of(found.left, aside),
+        right=SmallMatrix.of(found.right, aside),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A rank, or the least that keeps a share of ‖ΔW‖²."""
+
+    rank: int | None
+    keep: float
+
+    def of(self, values: npt.NDArray[np.float64]) -> int:
+        """Return the rank among these singular values. A zero ΔW has a rank of 1, too: PEFT has no layer of rank 0."""
+        return min(self.rank if self.rank is not None else rank_for(values, self.keep), max(1, len(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """L and R with columns of length 1, of which the Gram matrices are known: ΔW = L·diag(core)·Rᵀ."""
+
+    grams: tuple[Matrix, Matrix]
+    inverse: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+    """One over the lengths that the columns had; 0 of zeros."""
+    core: npt.NDArray[np.float64]
+    scaled: npt.NDArray[np.float64]
+    """The core times the first of `inverse`, without what a column of zeros would divide by."""
+
+    @classmethod
+    def of(cls, grams: tuple[Matrix, Matrix], scales: npt.NDArray[np.float64]) -> _Sides:
+        left, right = (np.sqrt(np.maximum(np.diag(gram), 0.0)) for gram in grams)
+        inverse = _one_over(left), _one_over(right)
+        of_one = grams[0] * np.outer(inverse[0], inverse[0]), grams[1] * np.outer(inverse[1], inverse[1])
+        return cls(of_one, inverse, scales * left * right, scales * right)
+
+
+def _one_over(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.divide(1.0, lengths, out=np.zeros(len(lengths)), where=lengths > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Singular values, and what turns L and R to the rank."""
+
+    values: npt.NDArray[np.float64]
+    left: Matrix
+    right: Matrix
+
+
+def _by_eigenvalues(sides: _Sides, asked: _Asked) -> _Found | None:
+    """Return the decomposition by the eigenvectors of (ΔW)ᵀΔW; None where too many digits of what is left out are lost.
+
+    With Ĝ_R = TᵀT, orthonormal V = R·T⁻¹·Q and Q of T·C·Ĝ_L·C·Tᵀ = Q·Λ·Qᵀ, ΔW·V·Vᵀ is the best approximation. The
+    eigenvalues of a symmetric matrix take half the time of singular values, and only one side needs a triangle.
+    """
+    root = _root_of_whole(sides.grams[1])
+    if root is None:
+        return None
+    turned = root.square * sides.core
+    eigenvalues, vectors = np.linalg.eigh(turned @ sides.grams[0] @ turned.T)
+    squares = np.maximum(eigenvalues[::-1], 0.0)
+    energy = float(squares.sum())
+    if not energy:
+        return None
+    values = np.sqrt(squares[squares > len(squares) * _EPSILON * squares[0]])
+    rank = asked.of(values)
+    if float(squares[rank:].sum()) < _LEFT_OUT * energy:
+        return None
+    kept = vectors[:, ::-1][:, :rank]
+    half = np.sqrt(values[:rank])
+    return _Found(
+        values,
+        sides.scaled[:, None] * (root.square.T @ (kept / half)),
+        sides.inverse[1][:, None] * (root.inverse @ (kept * half)),
+    )
+
+
+def _by_singular_values(sides: _Sides, asked: _Asked, root_l: _Root, root_r: _Root) -> _Found:
+    """Return the decomposition by the singular values of the small matrix."""
+    p, s, q = np.linalg.svd((root_l.square * sides.core) @ root_r.square.T, full_matrices=False)
+    found = s[
+        s > float(np.abs(sides.core).max()) * len(sides.core) * _EPSILON
+    ]  # what is left where terms cancel is rounding
+    chosen = asked.of(found)
+    kept = min(chosen, len(found))
+    half = np.sqrt(found[:kept])
+    left = sides.inverse[0][:, None] * (root_l.inverse @ (p[:, :kept] * half))
+    right = sides.inverse[1][:, None] * (root_r.inverse @ (q[:kept].T * half))
+    pad = ((0, 0), (0, chosen - kept))
+    return _Found(found, np.pad(left, pad), np.pad(right, pad))
+
+
+def _roots(sides: _Sides, left: float, factors: Factors, reader: Reader) -> tuple[_Root, _Root]:
+    """Return the roots of both sides: of their Gram matrices, or of their triangles where those would be wrong.
+
+    `left` is what `_left_of_terms` says.
+    """
+    root_l, root_r = map(_root_of_gram, sides.grams)
+    if root_l is not None and root_r is not None:
+        pairs = zip((root_l, root_r), sides.inverse, strict=True)
+        dependent = any(root.rank < np.count_nonzero(inverse) for root, inverse in pairs)
+        if left >= (_CANCELLED_IF_DEPENDENT if dependent else _CANCELLED):
+            return root_l, root_r
+    of_b, of_a = reader.triangle(factors.b_parts, below=False), reader.triangle(factors.a_parts, below=True)
+    return _root_of_triangle(of_b * sides.inverse[0]), _root_of_triangle(of_a * sides.inverse[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,64 +265,13 @@ def _root_of_triangle(triangle: Matrix) -> _Root:
 
 
 def _left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
-    """Return ‖ΔW‖ as a share of the sum of the norms of its terms: little where they cancel, 1 of a single term."""
-    if len(factors.terms) == 1:
-        return 1.0
+    """Return ‖ΔW‖ as a share of the sum of the norms of its terms, or of its columns' if that is less: little where they cancel."""
     products = grams[0] * grams[1] * np.outer(scales, scales)
-    alone, at = 0.0, 0
+    norm, alone, at = math.sqrt(max(float(products.sum()), 0.0)), 0.0, 0
     for term in factors.terms:
         own = slice(at, at + term.rank)
         alone += math.sqrt(max(float(products[own, own].sum()), 0.0))
         at += term.rank
-    return math.sqrt(max(float(products.sum()), 0.0)) / alone if alone else 1.0
-
-
-def _gram(parts: Sequence[StoredTensor], total: int, *, below: bool) -> Matrix:
-    gram = np.zeros((total, total))
-    with np.errstate(all="ignore"):  # what is not finite is refused by name
-        for block in stacked_blocks(parts, total, below=below):
-            gram += block.T @ block
-    return gram
-
-
-def _triangle(parts: Sequence[StoredTensor], total: int, *, below: bool) -> Matrix:
-    """Return R of the thin factorisation, of all rows, some at a time."""
-    triangle = np.zeros((0, total))
-    for block in stacked_blocks(parts, total, below=below):
-        triangle = np.asarray(np.linalg.qr(np.concatenate([triangle, block]), mode="r"))
-    return triangle
-
-
-def stacked_blocks(parts: Sequence[StoredTensor], total: int, *, below: bool) -> Iterator[Matrix]:
-    """Yield float64 rows of [P₁ | P₂ | …], [rows, `total`]; `below`: of its transposed, the parts below one another.
-
-    The block is used again for the next.
-    """
-    height = parts[0].shape[1 if below else 0]
-    step = max(total, BLOCK // (16 * max(1, total)))
-    held = np.empty((total, min(step, height)) if below else (min(step, height), total))
-    with OpenFiles(opened_regular) as files:
-        for some in _stored(parts, step, files, below=below):
-            count = some[0].shape[1 if below else 0]
-            block = held[:, :count] if below else held[:count]
-            begin = 0
-            for part, stored in zip(parts, some, strict=True):
-                own = slice(begin, begin + part.shape[0 if below else 1])
-                block[(own, slice(None)) if below else (slice(None), own)] = _wide(stored, part.dtype)
-                begin = own.stop
-            yield block.T if below else block
-
-
-def _stored(
-    parts: Sequence[StoredTensor], step: int, files: OpenFiles, *, below: bool
-) -> Iterator[Sequence[npt.NDArray[Any]]]:
-    """Yield `step` rows of every part at a time, `below` as many columns; of a file more are read at once."""
-    read = column_blocks if below else row_blocks
-    for wide in zip(*(read(part, _STEPS_READ * step, files) for part in parts), strict=True):
-        for at in range(0, wide[0].shape[1 if below else 0], step):
-            some = slice(at, at + step)
-            yield [stored[:, some] if below else stored[some] for stored in wide]
-
-
-def _wide(some: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
-    return widened(some, dtype) if dtype is DType.BF16 else some
+    # one adapter may be a sum itself, whose terms are its columns
+    alone = max(alone, math.sqrt(float(np.diag(products).sum())))
+    return norm / alone if alone else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from lora_tool.choices import positive
 from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.errors import WrongValue
+from lora_tool.formats.files import opened_regular
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.aside import Aside
@@ -58,17 +61,24 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
         return Turned()
     from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
 
+    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415
     from lora_tool.plan.algebra.spectrum import Compressed, compressed  # noqa: PLC0415
 
     told(f"computing the singular values of {counted(len(sums), 'module')}")
 
-    aside = Aside()
+    aside, local = Aside(), threading.local()
 
     def one(factors: Factors) -> Compressed:
-        return compressed(factors, rank=asked.rank, keep=asked.keep or 1.0, aside=aside)
+        if not hasattr(local, "reader"):
+            local.reader = Reader(files=files)
+        return compressed(factors, local.reader, rank=asked.rank, keep=asked.keep or 1.0, aside=aside)
 
     matrices, ranks = {}, []
-    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:
+    with (
+        OpenFiles(opened_regular) as files,
+        threadpool_limits(limits=1, user_api="blas"),
+        ThreadPoolExecutor(available_cores()) as workers,
+    ):
         for factors, found in zip(sums, workers.map(one, sums), strict=True):
             if found.rank < factors.rank:
                 matrices[factors.module] = (found.left, found.right)

@@ -196,6 +196,10 @@ class Mix(_FactorOperation):
         return self.source.shape[0], self.matrix.columns
 
     @property
+    def needs_all_rows(self) -> bool:
+        return self.below
+
+    @property
     def sums(self) -> Sums:
         return Sums(deltas=1, products=self.matrix.rows)
 

@@ -1,0 +1,87 @@
+"""Rows of LoRA factors as they are stored, whichever way round: B's, and those of A transposed, lie along the weight.
+
+Nothing is turned round in memory: what is returned is an array whose strides say how it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lora_tool.formats.stored import fill, read_columns
+from lora_tool.tensors import Span, StoredTensor, TransposedSpan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lora_tool.formats.open_files import OpenFiles
+
+PIECE_BYTES = 2 << 20
+"""What each worker reads of all parts together: whole factors at usual ranks, and large reads of others."""
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """One thread's memory, which is used again."""
+
+    _held: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+
+    def of(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return the array of that name, whose elements are any: it is valid until the next of the name."""
+        needed = int(np.prod(shape)) * dtype.itemsize
+        held = self._held.get(name)
+        if held is None or held.nbytes < needed:
+            held = self._held[name] = np.empty(needed, np.uint8)
+        return held[:needed].view(dtype).reshape(shape)
+
+
+def pieces(
+    parts: Sequence[StoredTensor], files: OpenFiles, room: Room, *, below: bool, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, list[NDArray[Any]]]]:
+    """Yield rows of matrices that are equally high, or, `below`, of their transposed, in order, and the first's number.
+
+    They are the bits that are stored, in `room` until the next are asked for: all rows from `begin` to `end` together
+    where that is little. Raises `SourceChanged`, `CorruptFile`.
+    """
+    height = parts[0].shape[1 if below else 0]
+    step = max(1, PIECE_BYTES // max(1, sum(part.nbytes for part in parts) // max(1, height)))
+    last = height if end is None else end
+    for first in range(begin, last, step):
+        count = min(step, last - first)
+        yield (
+            first,
+            [
+                _rows(part, first, count, files, room, f"part {number}", below=below)
+                for number, part in enumerate(parts)
+            ],
+        )
+
+
+def _rows(
+    part: StoredTensor, first: int, count: int, files: OpenFiles, room: Room, name: str, *, below: bool
+) -> NDArray[Any]:
+    """Return rows of a matrix, or, `below`, of its transposed."""
+    part, turned = _as_in_the_file(part)
+    kind = np.dtype(f"u{part.dtype.bits // 8}")
+    if turned is below:
+        rows = room.of(name, (count, part.shape[1]), kind)
+        fill(rows.reshape(-1).view(np.uint8).data, part, first * rows.strides[0], files.read_exactly)
+        return rows
+    columns = room.of(name, (part.shape[0], count), kind)
+    if count == part.shape[1]:
+        fill(columns.reshape(-1).view(np.uint8).data, part, 0, files.read_exactly)
+    else:
+        read_columns(columns, part, first, files)
+    return columns.T
+
+
+def _as_in_the_file(part: StoredTensor) -> tuple[StoredTensor, bool]:
+    """Return the matrix as it lies in the file, and whether that is the transposed of the one that is meant."""
+    span = part.spans[0] if len(part.spans) == 1 else None
+    if not isinstance(span, TransposedSpan) or span.nbytes != span.stored_bytes:
+        return part, False
+    spec = replace(part.spec, shape=(span.columns, span.rows))
+    return StoredTensor(spec=spec, spans=(Span(path=span.path, offset=span.offset, nbytes=span.nbytes),)), True
