@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from lora_tool.plan.core.manifest import sha256_of
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 2 << 20
 """Hashed at a time: each piece waits twice for the interpreter lock, which whoever plans holds."""
 
 _BEGUN: ContextVar[Mapping[Path, Future[str]]] = ContextVar("_BEGUN", default=MappingProxyType({}))
