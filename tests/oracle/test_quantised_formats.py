@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import open_model
-from lora_tool.execution.kernels import F32, F64, round_to_odd
+from lora_tool.execution.kernels import AnyArray, round_to_odd
 from lora_tool.execution.native.library import VARIABLE
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.worker import Worker, batches_of
@@ -48,15 +48,21 @@ def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapter(tmp_path_factory.mktemp("adapter") / "adapter", plain, "causal-lm", LORA)
 
 
-def numbers(weight: StoredTensor) -> F64:
+def numbers(weight: StoredTensor) -> AnyArray:
     """Return what a weight stands for."""
     raw = np.frombuffer(read_part(weight, 0, weight.nbytes), STORED[weight.dtype])
     return raw.astype(np.float64).reshape(weight.shape)
 
 
 def merged_values(
-    weight: StoredTensor, b: F32, a: F32, folder: Path, *, scaling: float, precision: Precision = Precision.FLOAT32
-) -> F64:
+    weight: StoredTensor,
+    b: AnyArray,
+    a: AnyArray,
+    folder: Path,
+    *,
+    scaling: float,
+    precision: Precision = Precision.FLOAT32,
+) -> AnyArray:
     """Return the bfloat16 values that a worker writes of W + scaling·B·A."""
     save_file({"a": a, "b": b}, folder / "factors.safetensors")
     factors = scan_file(folder / "factors.safetensors").tensors
@@ -70,15 +76,15 @@ def merged_values(
                 worker.write(unit, file.fileno())
             file.seek(len(shard.header))
             found = np.frombuffer(file.read(), STORED[DType.BF16])
-    return found.astype(np.float64).reshape(weight.shape)
+    return np.asarray(found.astype(np.float64).reshape(weight.shape))
 
 
-def ulps(found: F64, exact: F64) -> F64:
+def ulps(found: AnyArray, exact: AnyArray) -> AnyArray:
     """Return how many bfloat16 numbers lie between values and the nearest to the exact ones."""
     nearest = round_to_odd(exact).astype(STORED[DType.BF16])
     bits = [each.astype(STORED[DType.BF16]).view(np.int16).astype(np.int32) for each in (found, nearest)]
     of_line = [np.where(each < 0, -(each & 0x7FFF), each) for each in bits]
-    return np.abs(of_line[0] - of_line[1]).astype(np.float64)
+    return np.asarray(np.abs(of_line[0] - of_line[1]))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])

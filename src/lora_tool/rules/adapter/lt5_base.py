@@ -334,7 +334,8 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
 
 def _is_beyond(match: BaseMatch, path: str) -> bool:
     """Whether a module is in a layer beyond those of the config, which are for multi-token prediction: no class has them."""
-    layers, number = match.base.config and match.base.config.num_hidden_layers, split_layer(path)[0]
+    layers = None if match.base.config is None else match.base.config.num_hidden_layers
+    number = split_layer(path)[0]
     return match.facts is None and layers is not None and number is not None and number >= layers
 
 
