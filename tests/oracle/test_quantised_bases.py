@@ -23,6 +23,7 @@ from lora_tool.formats import stored
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised import encodings
 from lora_tool.formats.quantised.four_bits import TrainedAs
+from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.validation.validating import validate
@@ -126,6 +127,7 @@ LISTS = {
     "bnb-int8": "llm_int8_skip_modules",
     "fp8-block": "modules_to_not_convert",
     "fp4": "modules_to_not_convert",
+    "torchao-int8": "modules_to_not_convert",
 }
 
 
@@ -153,6 +155,26 @@ def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
         model, info = AutoModelForCausalLM.from_pretrained(merged, dtype=BF16, output_loading_info=True)
         assert not any(info.values())
         assert not different(model.state_dict(), whole)
+
+
+@pytest.mark.parametrize("store", ["touched-16bit", "as-base", None])
+def test_the_files_of_torchao_say_what_each_weight_is(
+    store: str | None, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", "torchao-int8", is_mlp if store is None else is_linear)
+    merged = merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", store=store)
+    after = saved_tensors(merged)
+    stay = {name for name in values if f"{name.removesuffix('weight')}_weight_qdata" in after}
+    assert stay == (
+        {name for name in values if ".mlp." in name or "o_proj" in name} if store == "touched-16bit" else {*values}
+    )
+    before = scan_file(base / "model-00001-of-00002.safetensors").metadata
+    for file in sorted(merged.glob("*.safetensors")):  # torchao's loader reads the metadata of all, one upon the other
+        said = scan_file(file).metadata
+        names = json.loads(said["tensor_names"])
+        assert {*names} == {*saved_tensors(plain)}
+        assert {name: said[name] for name in stay} == {name: before[name] for name in stay}
+        assert {said[name] for name in names if name not in stay} == {'{"_type": "Tensor"}'}
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4"])
@@ -455,3 +477,30 @@ def test_what_lies_in_columns_is_read_once(
     read.clear()
     assert not verify(merged).report.findings
     assert sum(read) < 2.2 * packed  # once for the values, once for samples
+
+
+@pytest.mark.parametrize(
+    ("kind", "store"), [("deepseek_v3", "all-16bit"), ("deepseek_v3", "touched-16bit"), ("llama", "as-base")]
+)
+def test_layers_for_further_tokens_stay_and_are_dequantised_like_the_others(
+    kind: str, store: str, tmp_path: Path
+) -> None:
+    plain = save_base(tmp_path / "plain", kind, "causal-lm", BF16, hidden_size=64, intermediate_size=96)
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", {"r": 2, "target_modules": ["o_proj"]})
+    tensors = saved_tensors(plain)
+    of_last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
+    further = {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in of_last.items()}
+    further["model.layers.2.eh_proj.weight"] = torch.randn(64, 128).to(BF16)
+    further |= {f"model.layers.2.{norm}.weight": torch.ones(64, dtype=BF16) for norm in ("enorm", "hnorm")}
+    for file in plain.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors | further, plain / "model.safetensors", {"format": "pt"})
+    base, values = quantise(plain, tmp_path / "base", "fp8-block", lambda name: name.endswith(("_proj", "_mqa")))
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store=store, allow_loss=True)
+    before, after = saved_tensors(base), saved_tensors(merged)
+    for name in further:
+        kept = {name, f"{name}_scale_inv"} & before.keys()
+        if store == "all-16bit" and name in values:
+            before[name], kept = values[name].to(BF16), {name}
+        assert not different(after, {each: before[each] for each in kept})
+    assert not [found for found in verify(merged).report.findings if found.code != "LT319"]
