@@ -121,7 +121,7 @@ def test_modules_are_where_mlx_lm_has_them(
 ) -> None:
     """MLX-LM's classes have an output layer; `test_mlx_lm_itself_gives_the_unmerged_logits` is of usual names."""
     base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32)
-    lora = {"target_modules": targets, "fan_in_fan_out": model_type == "gpt2"}
+    lora: dict[str, Any] = {"target_modules": targets, "fan_in_fan_out": model_type == "gpt2"}
     bare: Any = get_peft_model(AutoModel.from_pretrained(base), LoraConfig(task_type="FEATURE_EXTRACTION", **lora))
     headed: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **lora))
     made = {}
