@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -47,6 +49,28 @@ def test_what_peft_saves_is_read_without_complaint(tmp_path: Path) -> None:
     )
     config = read_adapter_config(tmp_path / "adapter_config.json")
     assert (config.problems, config.unknown, config.refused) == ((), (), ())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eva_config": 5},
+        {"use_bdlora": False},
+        {"layers_pattern": "layers"},
+        {"target_modules": "q_proj", "layers_to_transform": 1},
+        {"target_modules": "q_proj", "layers_pattern": []},
+        {"lora_bias": True, "use_dora": True},
+        {"lora_bias": True, "init_lora_weights": "gaussian"},
+        {"init_lora_weights": "loftq"},
+    ],
+    ids=str,
+)
+def test_fields_that_peft_refuses_are_wrong(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError, ImportError)):
+        peft.LoraConfig(**fields)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "LORA", **fields}))
+    assert read_adapter_config(path).problems
 
 
 @pytest.mark.parametrize("dtype", list(DType))

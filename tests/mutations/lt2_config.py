@@ -20,12 +20,6 @@ from tests.mutations import places
 from tests.mutations.registry import CAUSAL, REWARD, SHARDED, breaks
 
 
-@breaks("LT205", CAUSAL)
-def _target_without_tensors(folder: Path) -> None:
-    with fields(folder) as config:
-        config["target_modules"].append("c_attn")
-
-
 @breaks("LT207", CAUSAL)
 def _untargeted(folder: Path) -> None:
     with tensors(folder) as table:

@@ -3,8 +3,9 @@
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
  * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows; after
  * a product in float64 also, in every second column, its numbers times a scale, the same product of whole factors and its
- * transposed, and the Gram matrix of the left factor. */
-#define _XOPEN_SOURCE 700 /* pwrite, which merge.c calls */
+ * transposed, and the Gram matrix of the left factor. Each merged result is made once more from file to file, a tile of
+ * rows at a time; the program fails where that is another. */
+#define _XOPEN_SOURCE 700 /* pread, pwrite and fileno */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -212,6 +213,49 @@ static void run_factors(const int64_t *head) {
     free(scaled);
 }
 
+static FILE *file_of(const void *data, size_t count) {
+    FILE *file = tmpfile();
+    if (!file || fwrite(data, 1, count, file) != count || fflush(file)) {
+        exit(4);
+    }
+    return file;
+}
+
+/* Merge the rows from file to file, and compare what is written with `made`. One that is not finite ends the call, and so
+ * does the end of the file: of a second call the last byte is missing. */
+static void pass(int level, const void *source, const struct codes *codes, const struct passage *sizes, const void *made,
+                 int flagged, const struct term *terms, int64_t count) {
+    const int64_t stored = codes ? codes->stride : sizes->columns * (int64_t)size_of(sizes->source_type);
+    const int64_t bytes = sizes->columns * (int64_t)size_of(sizes->out_type), begin = 3;
+    struct passage passage = *sizes;
+    passage.block = least_of(lora_tool_rows(level), passage.rows);
+    passage.read = memory_of((size_t)(passage.block * stored));
+    passage.made = !codes && stored == bytes ? passage.read : memory_of((size_t)(passage.block * bytes));
+    passage.codes = codes;
+    passage.some = 17;
+    FILE *from = file_of(source, (size_t)(passage.rows * stored)), *to = file_of("   ", (size_t)begin);
+    passage.source = fileno(from);
+    passage.out = fileno(to);
+    passage.to = begin;
+    const int64_t done = lora_tool_pass(level, &passage, terms, count);
+    char *found = memory_of((size_t)(done * bytes));
+    if ((done < passage.rows) != (flagged != 0) || !read_whole(passage.out, found, done * bytes, begin) ||
+        memcmp(found, made, (size_t)(done * bytes))) {
+        exit(5);
+    }
+    passage.from = 1;
+    if (stored && lora_tool_pass(level, &passage, terms, count) >= passage.rows) {
+        exit(6);
+    }
+    free(found);
+    free(passage.read);
+    if (passage.made != passage.read) {
+        free(passage.made);
+    }
+    fclose(from);
+    fclose(to);
+}
+
 static void run(const int64_t *head) {
     if (head[SOURCE_TYPE] == OF_FACTORS) {
         run_factors(head);
@@ -227,7 +271,8 @@ static void run(const int64_t *head) {
     }
     void *source = memory_of(source_bytes);
     read_into(source, source_bytes);
-    void *out = source_bytes == out_bytes ? source : memory_of(out_bytes);
+    void *out = source_bytes == out_bytes ? source : memory_of(out_bytes), *before = memory_of(source_bytes);
+    memcpy(before, source, source_bytes);
     int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT];
     const int is_stored_again = is_coded && codes.kind != HALVES && out_type == F32 && terms_count && codes.group > 1;
     struct term *terms = memory_of(2 * terms_count * sizeof *terms), *apart = terms + terms_count;
@@ -252,6 +297,9 @@ static void run(const int64_t *head) {
     }
     putchar(flagged);
     fwrite(out, 1, out_bytes, stdout);
+    const struct passage sizes = {.rows = rows, .columns = columns, .source_type = source_type, .out_type = out_type};
+    pass(level, is_coded ? codes.bytes : before, is_coded ? &codes : 0, &sizes, out, flagged, terms, (int64_t)terms_count);
+    free(before);
     if (is_coded && codes.kind != HALVES && out_type == F32) {
         requantise(level, &codes, out, rows, columns);
     }

@@ -155,8 +155,11 @@ GOOD: Mapping[str, Good] = {
     "matrix-parameters": Good(
         config={"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}
     ),
+    "matrix-parameters-olora": Good(
+        config={"target_modules": [], "target_parameters": ["q_proj.weight"], "init_lora_weights": "olora", "r": 64}
+    ),
     "layers": Good(config={"target_modules": QV, "layers_to_transform": [1], "layers_pattern": "layers"}),
-    "layers-without-pattern": Good(config={"target_modules": QV, "layers_to_transform": 0}),
+    "layers-without-pattern": Good(config={"target_modules": [*QV, "embed_tokens"], "layers_to_transform": 0}),
     "excluded": Good(
         config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}
     ),
@@ -193,7 +196,7 @@ GOOD: Mapping[str, Good] = {
     "gaussian": Good(config={"target_modules": QV, "init_lora_weights": "gaussian"}),
     "random-init": Good(config={"target_modules": QV, "init_lora_weights": False}),
     "eva": Good(config={"target_modules": QV, "init_lora_weights": "eva"}),
-    "pissa-niter": Good(config={"target_modules": QV, "init_lora_weights": "pissa_niter_4"}),
+    "pissa-niter": Good(config={"target_modules": QV, "init_lora_weights": "pissa_niter_4", "r": 64}),
     "corda": Good(config={"target_modules": QV}, others={"init_lora_weights": "corda", "corda_config": {"rho": 0.1}}),
     "lora-ga": Good(config={"target_modules": QV}, others={"init_lora_weights": "lora_ga", "lora_ga_config": {}}),
     "loftq": Good(
@@ -272,6 +275,14 @@ GOOD: Mapping[str, Good] = {
         model=partial(tiny_model, "camembert", "seq-cls"),
         config={"target_modules": ["key", "dense"], "bias": "all"},
         task="SEQ_CLS",
+    ),
+    "head-called-as-anothers": Good(
+        model=partial(tiny_model, "xlnet", "seq-cls"), config={"target_modules": ["summary", "layer_1"]}, task="SEQ_CLS"
+    ),
+    "vision-under-other-names": Good(
+        model=partial(tiny_model, "mllama", "image-text-to-text"),
+        config={"target_modules": r".*vision_model.*\.q_proj"},
+        task=None,
     ),
     "biased-reward": Good(
         model=partial(tiny_model, "gpt2", "seq-cls"),

@@ -49,6 +49,21 @@ def model(tmp_path: Path, **fields: Any) -> ModelConfig:
         ({"layers_to_transform": "1"}, '`layers_to_transform`: expected int or list of ints, found "1"'),
         ({"layers_pattern": 3}, "`layers_pattern`: expected list of strings, found 3"),
         ({"init_lora_weights": 1}, "`init_lora_weights`: expected true, false or a string, found 1"),
+        ({"init_lora_weights": "True"}, '`init_lora_weights`: expected true, found "True"'),
+        ({"init_lora_weights": "PISSA"}, '`init_lora_weights`: expected "pissa", found "PISSA"'),
+        ({"init_lora_weights": "loftq"}, "`init_lora_weights`: PEFT refuses loftq without `loftq_config`"),
+        ({"lora_dropout": 1.5}, "`lora_dropout`: expected number of at most 1, found 1.5"),
+        ({"lora_dropout": None}, "`lora_dropout`: expected number of at most 1, found null"),
+        ({"bias": None}, "`bias`: expected none, all or lora_only, found null"),
+        ({"rank_pattern": None}, "`rank_pattern`: expected object of numbers, found null"),
+        ({"eva_config": 5}, "`eva_config`: expected object, found 5"),
+        ({"use_bdlora": False}, "`use_bdlora`: expected object, found false"),
+        ({"layers_pattern": "layers"}, "`layers_pattern`: PEFT refuses it without `layers_to_transform`"),
+        (
+            {"target_modules": "q_proj", "layers_to_transform": 1},
+            "`layers_to_transform`: PEFT refuses it beside a `target_modules` that is one string",
+        ),
+        ({"lora_bias": True, "use_dora": True}, "`lora_bias`: PEFT refuses it beside `use_dora`"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected_and_found(
@@ -136,6 +151,7 @@ def test_saved_modules_are_matched_by_the_end_of_their_text(tmp_path: Path) -> N
 def test_unknown_and_refused_fields_are_listed(tmp_path: Path) -> None:
     config = adapter(tmp_path, use_qalora=True, megatron_config=None, from_the_future=1)
     assert config.refused == ("use_qalora",)
+    assert adapter(tmp_path, kasa_config={}, megatron_config={}).refused == ("kasa_config",)
     assert config.unknown == ("from_the_future",)
 
 

@@ -10,7 +10,7 @@ from lora_tool.adapter.view import LoraLayer, WholeTensor
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of
-from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
+from lora_tool.formats.adapter_config import INITS_OF_A_MATRIX, AdapterConfig
 
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
@@ -53,15 +53,14 @@ def parameter_is_targeted(config: AdapterConfig, name: str) -> bool:
 
 def ranks_of(config: AdapterConfig, layer: LoraLayer) -> frozenset[int]:
     """Return the ranks that the config may give the layer: more than one where it may be of several parameters."""
+    ranks = {config.rank(layer.target)}
     if config.target_parameters and not config.targets(layer.target):
         names = {entry.rpartition(".")[2] for entry in parameters_of(config, layer.target)}
-        if names:
-            return frozenset(config.rank(f"{layer.target}.{name}") for name in names)
-    rank = config.rank(layer.target)
-    if config.init_lora_weights in INITS_RECOMPUTED and layer.pair is not None and not layer.embedding:
-        a, b = layer.pair  # factors of a matrix, which has no more than its smaller side
-        rank = min(rank, *a.shape[1:], *b.shape[:1])
-    return frozenset({rank})
+        ranks = {config.rank(f"{layer.target}.{name}") for name in names} or ranks
+    if config.init_lora_weights.startswith(INITS_OF_A_MATRIX) and layer.pair is not None and not layer.embedding:
+        a, b = layer.pair  # of a matrix, which has no more singular values than its smaller side
+        ranks = {min(rank, *a.shape[1:], *b.shape[:1]) for rank in ranks}
+    return frozenset(ranks)
 
 
 def is_saved_whole(config: AdapterConfig, path: str) -> bool:

@@ -40,9 +40,10 @@ def module_names(config: ModelConfig, tensors: Iterable[str], adapter: AdapterCo
     if config.custom_code or (arch is None and text is None):
         return None
     held = frozenset(name.rpartition(".")[0] for name in tensors)
-    if text is not None:  # the whole model has its modules where they are on disk
+    if text is not None:
         inner = frozenset(text.strip + name.removeprefix(text.add) for name in held if name.startswith(text.add))
-        return ModuleNames(prefix="model", headed=inner | held, bare=_below("model", inner))
+        whole = frozenset(map(text.in_whole, held))
+        return ModuleNames(prefix="model", headed=inner | whole, bare=_below("model", inner))
     prefixes = prefixes_of(config.model_type or "")
     writes = adapter.task_type in _WRITING and (arch is None or arch.causal_lm is None)
     without = {name for name, prefix in prefixes.items() if not prefix}

@@ -7,7 +7,7 @@ The table is of transformers 5.23, for checkpoints whose experts are stored fuse
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lora_tool.architectures.heads import head_of
@@ -26,6 +26,8 @@ class TextClass:
     architecture: Architecture
     strip: str
     add: str
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """What begins names on disk → what begins them in memory, in the whole model's own class; the first that fits."""
 
     def holds(self, name: str) -> bool:
         """Return whether the tensor on disk is the text model's."""
@@ -37,8 +39,20 @@ class TextClass:
             return module
         return self.add + module.removeprefix(self.strip)
 
+    def in_whole(self, module: str) -> str:
+        """Return the path that a module on disk has in the whole model's own class."""
+        old = next((old for old in self.whole if module.startswith(old)), None)
+        return module if old is None else self.whole[old] + module.removeprefix(old)
 
-def _row(model_type: str, class_name: str, strip: str, add: str, classifier: str | None = None) -> TextClass:
+
+def _row(
+    model_type: str,
+    class_name: str,
+    strip: str,
+    add: str,
+    classifier: str | None = None,
+    whole: Mapping[str, str] = MappingProxyType({}),
+) -> TextClass:
     return TextClass(
         architecture=Architecture(
             model_type=model_type,
@@ -50,14 +64,16 @@ def _row(model_type: str, class_name: str, strip: str, add: str, classifier: str
         ),
         strip=strip,
         add=add,
+        whole=whole,
     )
 
 
 _QWEN = ("model.", "model.language_model.")
 _WRAPPED = ("", "language_model.")
+_MLLAMA = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head", "": "model."}
 _ROWS = (
     _row("llama4", "Llama4ForCausalLM", *_WRAPPED),
-    _row("mllama", "MllamaForCausalLM", *_WRAPPED),
+    _row("mllama", "MllamaForCausalLM", *_WRAPPED, whole=_MLLAMA),
     _row("qwen3_5", "Qwen3_5ForCausalLM", *_QWEN, "Qwen3_5TextForSequenceClassification"),
     _row("qwen3_5_moe", "Qwen3_5MoeForCausalLM", *_QWEN),
     _row("qwen4_exp", "Qwen4ExpForCausalLM", *_QWEN),

@@ -12,7 +12,7 @@ from lora_tool.errors import SourceChanged
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import rows_within
 from lora_tool.formats.stored import fill
-from lora_tool.tensors import FileStamp, StoredTensor
+from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,6 +93,32 @@ class Sources(OpenFiles):
         self._read_again.number = 0
         parts = coded(*found, self._bytes_again) or ()
         return parts[0] if len(parts) == 1 else None
+
+    def coded_in_file(self, tensor: StoredTensor, first: int, last: int) -> tuple[Scaled, tuple[Path, int]] | None:
+        """Return what `coded` does with nothing read of its codes, and where these begin; None as `coded` and `place`."""
+        found = rows_within(tensor, first, last)
+        if found is None:
+            return None
+        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+
+        from lora_tool.formats.quantised.coded import coded  # noqa: PLC0415 - see above
+
+        places: list[tuple[Path, int] | None] = []
+
+        def scales_alone(of: StoredTensor, start: int, nbytes: int) -> Bytes:
+            if of is not found[0].codes:
+                return self.bytes_of(of, start, nbytes)
+            places.append(self.place(of, start, nbytes))
+            return np.broadcast_to(np.uint8(0), nbytes)
+
+        parts = coded(*found, scales_alone) or ()
+        place = places[0] if len(parts) == len(places) == 1 else None
+        return None if place is None else (parts[0], place)
+
+    def place(self, tensor: StoredTensor, start: int, nbytes: int) -> tuple[Path, int] | None:
+        """Return the file and the offset of a tensor's bytes; None where they are not one piece, as they are meant."""
+        spans = tuple(tensor.part(start, nbytes))
+        return (spans[0].path, spans[0].offset) if len(spans) == 1 and type(spans[0]) is Span else None
 
     def _bytes_again(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return what `bytes_of` does, in the memory of this thread's last `coded` rows: new memory costs as much."""

@@ -96,6 +96,10 @@ class SharedSources(Sources):
         """See `Sources`: what is held is decoded already."""
         return None if self._block.block is not None else super().coded(tensor, first, last)
 
+    def place(self, tensor: StoredTensor, start: int, nbytes: int) -> tuple[Path, int] | None:
+        """See `Sources`: what is held is read from memory."""
+        return None if self._block.block is not None else super().place(tensor, start, nbytes)
+
     def held_bytes(self, path: Path, offset: int, nbytes: int) -> memoryview | None:
         """See `Sources`."""
         return self._found(Block(path, offset, nbytes))

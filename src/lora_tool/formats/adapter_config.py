@@ -16,8 +16,9 @@ from typing import Any
 
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
-from lora_tool.formats.fields import Fields, is_number, shown
+from lora_tool.formats.fields import Fields, is_number, is_object, shown
 from lora_tool.formats.files import read_object
+from lora_tool.formats.lora_config import ON_BY_OBJECT, note_refused
 from lora_tool.formats.patterns import Patterns, compiled, ignores_numbers, is_path
 from lora_tool.keys import is_under
 
@@ -71,6 +72,10 @@ INITS_THAT_KEEP_THE_BASE = frozenset({"true", "false", "gaussian", "eva", "ortho
 
 INITS_RECOMPUTED = frozenset({"pissa", "olora"})
 """Values after which they are not. The computation gives the same on every load, so a merge repeats it."""
+INITS_OF_A_MATRIX = ("pissa", "olora")
+"""How those begin that make the factors of the base's matrix, and never more columns than it has."""
+_INITS = INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED | {"loftq", "lora_ga", "corda", "mica"}
+_INITS_IN_ANY_CASE = frozenset({"gaussian", "olora", "mica"})
 
 
 TOKENS_ALONE = "TRAINABLE_TOKENS"
@@ -79,6 +84,7 @@ KNOWN_TYPES = frozenset({"LORA", TOKENS_ALONE})
 TOKENS_FIELDS = frozenset({"token_indices", "init_weights"})
 """Fields of PEFT's `TrainableTokensConfig` that no LoraConfig has."""
 
+_BIASES = ("none", "all", "lora_only")
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
 """PEFT's `TaskType`: for any other value PEFT builds a plain model, or fails."""
 
@@ -244,6 +250,7 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         return AdapterConfig(path=path, peft_type=other, task_type=task_type, base_model=base)
     alone = raw.get("peft_type") == TOKENS_ALONE
     known = {*FIELD_USES, _LAYOUT} | (TOKENS_FIELDS if alone else set())
+    note_refused(fields)
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
@@ -255,9 +262,9 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         use_rslora=fields.boolean("use_rslora"),
         use_dora=fields.boolean("use_dora"),
         lora_bias=fields.boolean("lora_bias"),
-        bias=fields.text("bias", ("none", "all", "lora_only")) or "none",
+        bias=fields.typed("bias", "none, all or lora_only", _BIASES.__contains__, "none", null=False),
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
-        dropout=_told(raw, "lora_dropout", is_number),
+        dropout=_dropout(fields),
         init_lora_weights=_init(fields),
         target_modules=() if alone else _names_or_pattern(fields, "target_modules"),
         target_parameters=fields.names("target_parameters"),
@@ -273,7 +280,7 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
         peft_version=_told(raw, "peft_version", lambda value: isinstance(value, str)),
-        refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
+        refused=tuple(name for name in _REFUSED.split() if _is_on(name, raw.get(name))),
         unknown=tuple(name for name in raw if name not in known),
         problems=tuple(fields.problems),
     )
@@ -299,7 +306,7 @@ def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None
 def _numbers_by_pattern(fields: Fields, name: str, *, least: int | None = None) -> dict[str, float]:
     """Return numbers by the patterns of their modules, {} where one of either is wrong; with `least` they are ints."""
     what, before = "number" if least is None else f"int of at least {least}", len(fields.problems)
-    table: dict[str, float] = fields.typed(name, "object of numbers", lambda value: isinstance(value, dict), {})
+    table: dict[str, float] = fields.typed(name, "object of numbers", is_object, {}, null=False)
     for key, number in table.items():
         refused = _refusal(key)
         if refused:
@@ -332,7 +339,27 @@ def _init(fields: Fields) -> str:
         return isinstance(value, bool | str | None)
 
     value = fields.typed("init_lora_weights", "true, false or a string", fits, default=True, null=False)
-    return str(False if value is None else value).lower()  # as PEFT does
+    word = str(False if value is None else value).lower()
+    if isinstance(value, str) and word in ("true", "false"):
+        fields.expected("init_lora_weights", word, value)
+    elif isinstance(value, str) and word in _INITS - _INITS_IN_ANY_CASE and word != value:
+        fields.expected("init_lora_weights", shown(word), value)
+    return word
+
+
+def _dropout(fields: Fields) -> float | None:
+    """Return the dropout, which decides nothing; one with which PEFT makes no layer is noted."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, int | float) and not value > 1
+
+    value = fields.typed("lora_dropout", "number of at most 1", fits, null=False)
+    return value if is_number(value) else None
+
+
+def _is_on(name: str, value: object) -> bool:
+    """Return whether PEFT takes the value of a refused field for the feature to be on."""
+    return isinstance(value, dict) if name in ON_BY_OBJECT else bool(value)
 
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:

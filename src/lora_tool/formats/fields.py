@@ -128,6 +128,11 @@ def is_strings(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether `value` is an object of JSON."""
+    return isinstance(value, dict)
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether `value` is a number to calculate with: JSON in Python also has NaN, Infinity and endless ints."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST

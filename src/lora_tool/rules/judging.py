@@ -19,6 +19,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt2_config,
     lt2_layers,
     lt2_names,
+    lt2_targets,
     lt2_weights,
     lt3_head,
     lt5_base,

@@ -7,6 +7,7 @@ for the CRC alone.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,6 +29,17 @@ except ImportError:  # pragma: no cover - a processor that it is not built for
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
 
+
+class _Room(threading.local):
+    """This thread's memory for a block: new memory for every file takes longer to come by than a block to read."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(BLOCK_BYTES)
+
+
+_ROOM = _Room()
+
+_FEW_BYTES = 1 << 10
 
 _NO_MATRIX = re.compile(r"bias\Z|norm|scale|gate\Z", re.IGNORECASE)
 """Tensors of which those of a whole model may be zero: some norms have weights that are added to 1."""
@@ -88,10 +100,12 @@ def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, 
 
 
 def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int, bytearray, int]]:
-    """Yield each block's offset, the one buffer and how much of it is filled; a file that has become shorter ends early."""
-    buffer = bytearray(min(BLOCK_BYTES, nbytes))
+    """Yield each block's offset, this thread's buffer and how much of it is filled; a file that has become shorter ends
+    early.
+    """
+    buffer = _ROOM.buffer
     for done in range(0, nbytes, BLOCK_BYTES):
-        count = min(len(buffer), nbytes - done)
+        count = min(BLOCK_BYTES, nbytes - done)
         if read_into(path, fd, start + done, memoryview(buffer)[:count]) != count:
             return
         yield start + done, buffer, count
@@ -124,9 +138,9 @@ class _Values:
                 self._not_finite[piece.name] = None
             if piece.name in self._masters and not _STARTS_AT_ZERO.search(piece.name):
                 self._trained = True
-                self._nonzero = self._nonzero or bool(block[first:last].strip(b"\0"))
+                self._nonzero = self._nonzero or _has_values(block, first, last)
             if not self._written and piece.name in self._matrices:
-                self._seen, self._written = True, bool(block[first:last].strip(b"\0"))
+                self._seen, self._written = True, _has_values(block, first, last)
 
     def faults(self, path: Path) -> Iterator[Finding]:
         """Yield LT412 and LT413 for what was seen."""
@@ -147,6 +161,12 @@ def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValueP
         if pieces[at].end > pieces[at].begin:
             yield pieces[at]
         at += 1
+
+
+def _has_values(block: bytearray, first: int, last: int) -> bool:
+    """Return whether one of the bytes `first` to `last` is not zero, as nearly always one of the first few is not."""
+    begun = min(last, first + _FEW_BYTES)
+    return bool(block[first:begun].strip(b"\0")) or bool(block[begun:last].strip(b"\0"))
 
 
 class _Exponent(NamedTuple):

@@ -13,7 +13,8 @@ from lora_tool.execution import kernels
 from lora_tool.execution.backends.native_factors import NativeFactors
 from lora_tool.execution.backends.numpy_backend import bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import TYPES, Term
+from lora_tool.execution.native.library import TYPES, Level, Term
+from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file
 from lora_tool.execution.native.rows import PlainRows
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.past_cache import PastCache
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
     Rows = PlainRows | CodedRows
 
+_PASSED = (Copy, Cast, Dequantise, LoraDelta)
+_STEPS = 1 << 30, 1 << 26
+"""Multiplications of a call, and of one without vector instructions: a run that fails waits for it."""
+_LEAST_COLUMNS = 1 << 11
+"""Of rows whose packed factors fit in the cache together."""
+
 
 class NativeBackend(NativeFactors):
     """See `Backend`. Numpy computes what the kernel cannot, and computes again what it flags, to name what is wrong."""
@@ -44,6 +51,47 @@ class NativeBackend(NativeFactors):
         """See `NumpyBackend`. Codes of eight bits are half as many bytes as 16-bit weights, and decoded in the cache."""
         is_narrow = not isinstance(op, FactorOp) and isinstance(encoding_of(op.source), Requantisable)
         return super()._block_weights(op) << is_narrow
+
+    def _write(self, unit: ComputeUnit, out: int) -> None:
+        """See `NumpyBackend`. Rows that lie in one piece go from file to file in one call, without the interpreter lock."""
+        passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES and not isinstance(out, PastCache)
+        rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
+        if rows is None:
+            super()._write(unit, out)
+            return
+        self._like = None
+        memory = self._memory(rows, unit)
+        some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
+        at = unit.first
+        while at < unit.last and not self._stopped():
+            sampled = at < unit.first + some
+            done = 0 if sampled else self._passed_on(unit, rows, at, memory, out)
+            if not done:  # a sample, or what ended the call: here it is written after all, or named
+                done = min(some if sampled else memory.rows, unit.last - at)
+                made = self._block(unit, at, at + done, sampled=sampled)
+                self.write(made, out, unit.at + at * unit.row_bytes)
+            at += done
+
+    def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, memory: Memory, out: int) -> int:
+        """Write rows from `first` on from file to file, and return how many: no more than take some hundredths of a second."""
+        op = unit.op
+        depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
+        together = _STEPS[self._kernel.level is Level.SCALAR] // (1 + depth) // max(rows.columns, _LEAST_COLUMNS)
+        last = min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
+        terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
+        target = Target(
+            descriptor=out, begin=unit.at + first * unit.row_bytes, dtype=unit.out.dtype, at_once=WRITE_BYTES
+        )
+        with self._sources.descriptor(rows.path) as source:
+            return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
+
+    def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
+        """Return memory for a block of rows."""
+        count = min(self._whole_tiles(rows.columns, self._block_weights(unit.op)), unit.last - unit.first)
+        read = self._buffer("read", (count, rows.row_bytes), np.dtype(np.uint8))
+        if rows.row_bytes == unit.row_bytes:
+            return Memory(rows=count, read=read, made=read)
+        return Memory(rows=count, read=read, made=self._buffer("result", (count, unit.row_bytes), read.dtype))
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         result = self._computed(unit, first, last, sampled=sampled)
@@ -90,7 +138,7 @@ class NativeBackend(NativeFactors):
         out = self._place(rows, unit, count)
         at = 0
         if sampled:
-            at = min(self._sampled_rows(op.source.shape[1]), count)
+            at = min(self._whole_tiles(op.source.shape[1], kernels.CACHE_BLOCK), count)
             if not self._change_and_sample(rows, out[:at], unit.out.dtype, terms):
                 return None
         if at < count:
@@ -99,9 +147,9 @@ class NativeBackend(NativeFactors):
                 return None
         return out.reshape(-1)
 
-    def _sampled_rows(self, width: int) -> int:
-        """Return how many rows hold `CACHE_BLOCK` elements, in whole tiles: packed factors begin at these."""
-        return -(-kernels.CACHE_BLOCK // max(1, width * self._kernel.rows)) * self._kernel.rows
+    def _whole_tiles(self, width: int, weights: int) -> int:
+        """Return how many rows hold so many weights, in whole tiles: packed factors begin at these."""
+        return -(-weights // max(1, width * self._kernel.rows)) * self._kernel.rows
 
     def _change_and_sample(self, rows: Rows, out: Array, dtype: DType, terms: tuple[Term, ...]) -> bool:
         """Write rows of W + Δ by way of float32, and keep what rounding left of Δ; False where one is not finite."""

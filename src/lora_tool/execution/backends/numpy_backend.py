@@ -89,13 +89,17 @@ class NumpyBackend:
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """See `Backend`."""
         with self._ready_for(unit):
-            for first, last in self._blocks(unit):
-                if self._stopped():
-                    break
-                offset = unit.at + first * unit.row_bytes
-                self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
-                self.write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
+            self._write(unit, out)
         return self._retained
+
+    def _write(self, unit: ComputeUnit, out: int) -> None:
+        """Compute the unit and write it, some rows after the others."""
+        for first, last in self._blocks(unit):
+            if self._stopped():
+                break
+            offset = unit.at + first * unit.row_bytes
+            self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
+            self.write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
 
     def write(self, result: Array, out: int, offset: int) -> None:
         """Write an array, whose elements lie one after the other, to the descriptor `out` at `offset`."""
@@ -143,11 +147,8 @@ class NumpyBackend:
 
     def _blocks(self, unit: ComputeUnit) -> Iterator[tuple[int, int]]:
         """Yield the unit's rows in blocks of about as many weights and about the same height."""
-        shape = unit.out.shape
-        rows = unit.last - unit.first
-        width = max(1, math.prod(shape[1:]))
-        weights = self._block_weights(unit.op)
-        count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
+        rows, width = unit.last - unit.first, max(1, math.prod(unit.out.shape[1:]))
+        count = max(1, math.ceil(rows / max(_LEAST_ROWS, self._block_weights(unit.op) // width)))
         edges = [unit.first + rows * number // count for number in range(count + 1)]
         return itertools.pairwise(edges)
 

@@ -190,6 +190,12 @@ class Kernel:
         done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
         return done
 
+    def pass_on(self, passage: int, terms: tuple[Term, ...]) -> int:
+        """Write rows from file to file; return how many before something has to be done otherwise; see `passage_of`."""
+        listed = (Term * len(terms))(*terms)
+        done: int = self.library.lora_tool_pass(self.level.number, passage, listed, len(terms))
+        return done
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -284,7 +290,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
     library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
-    library.lora_tool_write.restype = size
+    library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
+    library.lora_tool_write.restype = library.lora_tool_pass.restype = size
     return library
 
 

@@ -12,7 +12,7 @@
  *
  * A level is one set of vector instructions: `tile.h` is written once, and compiled with the words of each.
  */
-#define _XOPEN_SOURCE 700    /* pwrite, */
+#define _XOPEN_SOURCE 700    /* pread and pwrite, */
 #define _FILE_OFFSET_BITS 64 /* also beyond 2 GB where a long has 32 bits */
 #include <float.h>
 #include <math.h>
@@ -337,9 +337,9 @@ static uint32_t merged_area(const struct words *words, const struct weight *weig
     return largest;
 }
 
-/* Write W + deltas of `rows` rows. */
+/* Write W + deltas of `rows` rows, the first of which has the row `packed` of the left factors. */
 static uint32_t merged(const struct words *words, const struct weight *weight, void *out, int out_type, int64_t rows,
-                       const struct term *terms, int64_t count) {
+                       int64_t packed, const struct term *terms, int64_t count) {
     const int64_t wide = words->columns, columns = weight->columns;
     int64_t depth = 1;
     for (int64_t t = 0; t < count; t++) {
@@ -353,7 +353,8 @@ static uint32_t merged(const struct words *words, const struct weight *weight, v
                                   .column = from,
                                   .columns = least_of(cached, columns - from),
                                   .out = (char *)out + (size_t)from * size_of(out_type),
-                                  .apart = columns};
+                                  .apart = columns,
+                                  .packed = packed};
         uint32_t size = merged_area(words, weight, &area, out_type, terms, count);
         largest = size > largest ? size : largest;
     }
@@ -390,7 +391,7 @@ EXPORT int lora_tool_merge(int level, const void *source, int source_type, void 
     }
     const struct weight weight = {.source = source, .type = source_type, .columns = columns};
     mode_type before = ieee_mode();
-    uint32_t largest = merged(words, &weight, out, out_type, rows, terms, count);
+    uint32_t largest = merged(words, &weight, out, out_type, rows, 0, terms, count);
     restore_mode(before);
     return largest >= too_large[out_type];
 }
@@ -404,7 +405,7 @@ EXPORT int lora_tool_merge_codes(int level, const struct codes *codes, void *out
     }
     const struct weight weight = {.codes = codes, .type = codes->type, .columns = columns};
     mode_type before = ieee_mode();
-    uint32_t largest = count ? merged(words, &weight, out, out_type, rows, terms, count)
+    uint32_t largest = count ? merged(words, &weight, out, out_type, rows, 0, terms, count)
                              : decoded(words, codes, out, out_type, rows, columns);
     restore_mode(before);
     return largest >= too_large[out_type];
@@ -424,19 +425,6 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     return largest >= too_large[out_type];
 }
 
-/* Write `count` bytes to the open `file` at `offset`, some at a time; return how many were written before the system
- * refused, or was interrupted: who calls writes the rest, and is told why. */
-EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64_t offset, int64_t some) {
-    int64_t done = 0;
-    while (done < count) {
-        int64_t now = pwrite(file, bytes + done, (size_t)least_of(count - done, some), offset + done);
-        if (now <= 0) {
-            break;
-        }
-        done += now;
-    }
-    return done;
-}
-
+#include "files.h"
 #include "factors.h"
 #include "products.h"

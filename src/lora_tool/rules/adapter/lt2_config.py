@@ -10,7 +10,6 @@ from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
 from lora_tool.adapter.tied_lora import is_lost_on_loading
 from lora_tool.adapter.view import LoraLayer, WholeTensor
 from lora_tool.architectures.ends import is_end
-from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -22,94 +21,12 @@ from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_ROUTER, _FUSED = "gate.weight", "gate_up_proj"
-"""What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
 _OF_THAT_RUN = "or take the config of the run that wrote the weights"
-_A_LIST = 'write the names as a list, ["q_proj", "v_proj"]: PEFT reads one string as a regular expression'
 _FROM_NEWER_PEFT = (
     "load the adapter with the PEFT version that wrote it or a newer one; remove the field if it is misspelt"
 )
-
-
-@rule("LT205", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
-def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    """A target without tensors in the file.
-
-    What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors.
-
-    Why it matters: Either the model had no such module, so what you meant to train was not trained; or the tensors were
-    lost. PEFT then loads missing LoRA as zeros with a warning, and stops with an error on a missing whole module.
-
-    Example: `target_modules` of a Llama adapter lists "c_attn", which is a module of GPT-2.
-
-    What to do: Compare the entry with the base's module names (`lora-tool inspect BASE`), and remove it or train again.
-    """
-    config = subject.config
-    if not subject.layers:
-        return
-    if isinstance(config.target_modules, str):
-        if not any(targeting.layer_is_targeted(config, layer) for layer in subject.view.kinds):
-            message = "matches none of the modules that have LoRA tensors"
-            hint = _A_LIST if "," in config.target_modules else None
-            yield Fault(
-                subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path, hint=hint
-            )
-    else:
-        # "all-linear" also names the layers inside a head that is saved whole
-        carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
-        held = {*(layer.target for layer in subject.view.kinds), *_saved_whole(subject), *carried}
-        entries = config.target_modules or ()
-        seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
-        for entry in entries:
-            if entry not in seen and not _is_left_out(subject, entry):
-                message = "matches no module that has LoRA tensors"
-                yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
-    yield from _parameters_without_tensors(subject)
-    yield from _saved_without_tensors(subject)
-
-
-def _suffixes(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.partition(".")[2]
-
-
-def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
-    """Whether an entry may rightly have no LoRA: it is excluded or saved whole, or a pattern might exclude it."""
-    config = subject.config
-    if isinstance(config.exclude_modules, str) or targeting.is_saved_whole(config, entry):
-        return True
-    return any(name in config.exclude_modules or () for name in _suffixes(entry)) if config.exclude_modules else False
-
-
-def _saved_whole(subject: AdapterSubject) -> Iterator[str]:
-    for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE):
-        if targeting.is_saved_whole(subject.config, item.module):
-            yield item.module
-
-
-def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    entries = subject.config.target_parameters or ()
-    for entry in entries:
-        if entry == _ROUTER and _FUSED in entries:
-            continue  # PEFT adds both to every mixture of experts, whatever its router is called
-        parent = entry.rpartition(".")[0]
-        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.view.kinds):
-            message = "matches no module that has LoRA tensors"
-            yield Fault(subject=f"target_parameters: {entry}", message=message, path=subject.config_path)
-
-
-def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    config = subject.config
-    # PEFT adds these names to every such adapter, whatever its head is called; LT301 looks at heads
-    entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
-    whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
-    for entry in entries:
-        if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
-            message = "the file has no tensor of such a module"
-            yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
 
 
 @rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)

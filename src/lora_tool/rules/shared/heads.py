@@ -48,9 +48,15 @@ def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
 
 
 def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
-    """Return the lora_B that has one row per label, None where no head is known to end in its module."""
-    heads = lora_heads(subject).items()
-    return next((lora_b for module, lora_b in heads if is_last_layer(module) and lora_b.shape), None)
+    """Return the lora_B that has one row per label, None where no head is known to end in its module.
+
+    That is the base's head where it has one: XLNet has its labels behind what XLM's head is called.
+    """
+    own = head_weight(subject.base.tensors) if subject.base is not None else None
+    for module, lora_b in lora_heads(subject).items():
+        if lora_b.shape and (is_last_layer(module) if own is None else own.name == f"{module}.weight"):
+            return lora_b
+    return None
 
 
 def has_labels(model: ModelDir) -> bool:

@@ -1,0 +1,78 @@
+/* Rows that go from file to file in one call. What the system refuses, and what is not finite, ends it early: whoever calls
+ * does the rest in another way, which is told why, or says what is wrong. */
+
+/* Write `count` bytes to the open `file` at `offset`, some at a time; return how many were written before the system
+ * refused, or was interrupted. */
+EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64_t offset, int64_t some) {
+    int64_t done = 0;
+    while (done < count) {
+        int64_t now = pwrite(file, bytes + done, (size_t)least_of(count - done, some), offset + done);
+        if (now <= 0) {
+            break;
+        }
+        done += now;
+    }
+    return done;
+}
+
+/* Return whether all of `count` bytes of the open `file` could be read from `offset`. */
+static int read_whole(int file, char *bytes, int64_t count, int64_t offset) {
+    for (int64_t done = 0, now; done < count; done += now) {
+        now = pread(file, bytes + done, (size_t)(count - done), offset + done);
+        if (now <= 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Rows of W in an open file, numbers or codes, and where their results go in another. */
+struct passage {
+    int64_t from, to; /* where in the files the first row begins, and its result */
+    int64_t rows, columns;
+    int64_t block; /* rows that are in memory together: all, or whole tiles */
+    int64_t some;  /* bytes of a write */
+    void *read, *made; /* memory of a block and of its results: the same, if both types are of one size */
+    const struct codes *codes; /* of all rows, but that their bytes are read; null where rows are numbers */
+    int32_t source, out;       /* descriptors */
+    int32_t source_type, out_type;
+};
+
+/* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Return how many rows
+ * were written before the system refused, or a result was NaN or infinite. */
+EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    const int in = passage->codes ? passage->codes->type : passage->source_type, out = passage->out_type;
+    if (!words || !is_type(in) || !is_type(out)) {
+        return 0;
+    }
+    const int64_t columns = passage->columns, made = columns * (int64_t)size_of(out);
+    struct codes codes = {0};
+    if (passage->codes) {
+        codes = *passage->codes;
+        codes.bytes = passage->read;
+    }
+    const int64_t stored = passage->codes ? codes.stride : columns * (int64_t)size_of(in);
+    const struct weight weight = {
+        .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .columns = columns};
+    mode_type before = ieee_mode();
+    int64_t done = 0;
+    while (done < passage->rows) {
+        const int64_t rows = least_of(passage->block, passage->rows - done);
+        if (!read_whole(passage->source, passage->read, rows * stored, passage->from + done * stored)) {
+            break;
+        }
+        uint32_t largest = count           ? merged(words, &weight, passage->made, out, rows, done, terms, count)
+                           : passage->codes ? decoded(words, &codes, passage->made, out, rows, columns)
+                                            : words->convert[in][out](passage->read, passage->made, rows * columns);
+        if (largest >= too_large[out] ||
+            lora_tool_write(passage->out, passage->made, rows * made, passage->to + done * made, passage->some) <
+                rows * made) {
+            break;
+        }
+        codes.above += rows;
+        done += rows;
+    }
+    restore_mode(before);
+    return done;
+}
