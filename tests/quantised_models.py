@@ -101,6 +101,26 @@ def bnb_int8(name: str, weight: torch.Tensor) -> Made:
     return tensors, codes.float() * largest[:, None] * 7.874015718698502e-3
 
 
+def torchao_int8(name: str, weight: torch.Tensor) -> Made:
+    """Return what torchao stores of its Int8Tensor; `quantise` writes what it says of it."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127.5
+    codes = (weight.float() / scales).round().clamp(-128, 127).to(torch.int8)
+    parts = {"qdata": codes, "scale": scales, "zero_point": torch.zeros_like(scales).to(torch.int8)}
+    return {f"{name}._weight_{part}": tensor for part, tensor in parts.items()}, codes.float() * scales
+
+
+def said_by_torchao(tensors: Table, quantised: Table) -> dict[str, str]:
+    """Return the metadata of every file of a model with these weights, of which some are quantised."""
+    of_type = {"_type": "torch.dtype", "_data": "bfloat16"}
+    said = {
+        name: {"_type": "Int8Tensor", "_data": {"block_size": [1, tensor.shape[-1]], "dtype": of_type}}
+        if name in quantised
+        else {"_type": "Tensor"}
+        for name, tensor in tensors.items()
+    }
+    return {**{name: json.dumps(each) for name, each in said.items()}, "tensor_names": json.dumps([*said])}
+
+
 def nf4_double(name: str, weight: torch.Tensor) -> Made:
     flat = weight.float().reshape(-1, 64)
     largest = flat.abs().amax(1)
@@ -169,6 +189,7 @@ def _compressed(**weights: Any) -> dict[str, Any]:
 FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "nf4-double": (nf4_double, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "torchao-int8": (torchao_int8, {"quant_method": "torchao", "include_input_output_embeddings": False}),
     "fp8-block": (
         fp8_block,
         {"quant_method": "fp8", "weight_block_size": [TILE, TILE], "activation_scheme": "dynamic"},
@@ -271,9 +292,11 @@ def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) ->
         else:
             stored[name] = tensor
     out.mkdir()
+    metadata = {"format": "pt"} | (said_by_torchao(tensors, values) if form.startswith("torchao") else {})
     halves = list(stored)[::2], list(stored)[1::2]  # a weight and its scales lie in different files
     for number, names in enumerate(halves, 1):
-        save_file({name: stored[name] for name in names}, out / f"model-{number:05d}-of-00002.safetensors")
+        file = out / f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: stored[name] for name in names}, file, metadata)
     places = {
         name: f"model-{number:05d}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
     }

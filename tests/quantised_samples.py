@@ -2,8 +2,10 @@
 
 They are kept in `quantised_samples.safetensors`, so that the tests need none of the libraries. `python -m
 tests.quantised_samples` makes the file again, with bitsandbytes 0.50.2, compressed-tensors 0.20.0, gptqmodel 7.7.0 (GPTQ
-and AWQ), nvidia-modelopt 0.47.0 and torchao 0.18.0 installed.
-Every sample is called `NAME|TENSOR`; `NAME|expected` is the dequantised weight.
+and AWQ), nvidia-modelopt 0.47.0 and torchao 0.18.0 installed; `python -m tests.quantised_samples in_order` those in the
+order of activations, which compressed-tensors knew until 0.13.0.
+Every sample is called `NAME|TENSOR`; `NAME|expected` is the dequantised weight, and the file's metadata have `NAME|WEIGHT`
+as torchao writes it for WEIGHT.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ Tensors = dict[str, Any]
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "int4-group": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
     "int4-group-asymmetric": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+    "int4-order": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
     "int4-channel": {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True},
     "int3-group": {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
     "int8-packed": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
     "int8-channel": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "int8-asymmetric": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
     "fp8-channel": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     "fp8-tensor": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
     "fp8-block": {
@@ -49,7 +53,8 @@ _COLUMNS: dict[str, dict[str, Any]] = {
     "awq-4": {"quant_method": "awq", "bits": 4, "version": "gemm"},
 }
 """What the configs of GPTQ and AWQ say."""
-_FORMATS = {"int8-channel": "int-quantized", "fp8-channel": "float-quantized", "fp8-tensor": "float-quantized"}
+_FORMATS = dict.fromkeys(("int8-channel", "int8-asymmetric"), "int-quantized")
+_FORMATS |= {"fp8-channel": "float-quantized", "fp8-tensor": "float-quantized"}
 _FORMATS |= {"fp8-block": "float-quantized", "nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
 
@@ -61,6 +66,8 @@ def config_of(name: str) -> dict[str, Any]:
         return {**_COLUMNS[name], "group_size": _GROUP}
     if name.startswith(("modelopt", "torchao-nvfp4")):
         return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if name.startswith("torchao-own"):
+        return {"quant_method": "torchao"}
     if name.startswith("torchao"):
         return {"quant_method": "fp8", "weight_block_size": [16, 32]}
     weights = _WEIGHTS[name.partition("@")[0]]
@@ -84,11 +91,21 @@ def make() -> Tensors:
     found |= _bnb4(torch.randn((300, 64), dtype=torch.bfloat16), "nf4", nested=True)
     found |= _bnb8(torch.randn((10, 48), dtype=torch.float16))
     for name in _WEIGHTS:
+        if name in ("int4-order", "int8-asymmetric"):
+            continue  # made elsewhere
         shape = (36, 80) if name == "fp8-block" else (20, 96)
         found |= _compressed(name, torch.randn(shape, dtype=torch.bfloat16))
     found |= _compressed("int4-group@float32", torch.randn((20, 96)))
     found |= _compressed("int4-group-asymmetric@float16", torch.randn((20, 96), dtype=torch.float16))
-    return found | columns_and_modelopt() | torchao()
+    return found | uneven() | columns_and_modelopt() | torchao() | torchao_own()[0]
+
+
+def uneven() -> Tensors:
+    """Return a weight of eight bits whose zero points are not 0."""
+    import torch
+
+    torch.manual_seed(15)
+    return _compressed("int8-asymmetric", torch.randn((20, 96), dtype=torch.bfloat16) + 1)
 
 
 def columns_and_modelopt() -> Tensors:
@@ -187,6 +204,47 @@ def torchao() -> Tensors:
         found |= _as_sample(f"torchao-fp8-{name}", {"weight": made.qdata, "weight_scale": made.scale}, made)
     made = Int8Tensor.from_hp(torch.randn((12, 96)), PerRow())
     return found | _as_sample("torchao-int8-row", {"weight": made.qdata, "weight_scale": made.scale}, made)
+
+
+def torchao_own() -> tuple[Tensors, dict[str, str]]:
+    """Return weights that torchao quantised and stored itself, and what it says of them in the metadata of a file."""
+    import torch
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Float8Tensor, IntxUnpackedToInt8Tensor, MappingType, PerBlock, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
+
+    torch.manual_seed(13)
+    plain = torch.randn((32, 96), dtype=torch.bfloat16)
+    shifted, asymmetric = plain + 1, MappingType.ASYMMETRIC
+    by_name = {"row": PerRow(), "tensor": PerTensor()}
+    made = {
+        **{f"fp8-{name}": Float8Tensor.from_hp(plain, granularity=how) for name, how in by_name.items()},
+        "fp8-tiles": Float8Tensor.from_hp(plain, granularity=PerBlock([16, 32])),
+        **{f"int8-{name}": Int8Tensor.from_hp(plain, how) for name, how in by_name.items()},
+        "int8-asymmetric": Int8Tensor.from_hp(shifted, PerRow(), mapping_type=asymmetric),
+        **{
+            f"{kind}-unpacked": IntxUnpackedToInt8Tensor.from_hp(
+                shifted, (1, 32), getattr(torch, kind), mapping_type=asymmetric
+            )
+            for kind in ("int2", "int4")
+        },
+        "mxfp8": MXTensor.to_mx(plain, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
+        "mxfp4": MXTensor.to_mx(plain, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL),
+        "nvfp4": NVFP4Tensor.to_nvfp4(plain),
+        "nvfp4-overall": NVFP4Tensor.to_nvfp4(plain, per_tensor_scale=per_tensor_amax_to_scale(plain.abs().amax())),
+    }
+    found: Tensors = {}
+    said: dict[str, str] = {}
+    for kind, weight in made.items():
+        name = f"torchao-own-{kind}"
+        stored, metadata = flatten_tensor_state_dict({"m.weight": weight})
+        found |= {f"{name}|{key}": part.contiguous() for key, part in stored.items()}
+        found[f"{name}|expected"] = weight.dequantize()
+        said[f"{name}|m.weight"] = metadata["m.weight"]
+    return found, said
 
 
 def _as_sample(name: str, stored: Tensors, made: Any) -> Tensors:
@@ -289,6 +347,26 @@ def _compressed(name: str, weight: Any) -> Tensors:
     return {**{f"{name}|m.{key}": tensor for key, tensor in stored.items()}, f"{name}|expected": expected}
 
 
+def in_order() -> Tensors:
+    """Return weights whose inputs are in groups by the order of their activations, from an older compressed-tensors."""
+    import torch
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    torch.manual_seed(14)
+    args = QuantizationArgs(**_WEIGHTS["int4-order"])
+    weight, groups = torch.randn((20, 96), dtype=torch.bfloat16), (torch.randperm(96) // _GROUP).to(torch.int32)
+    sorted_by_group = weight[:, torch.argsort(groups, stable=True)]
+    scale, zero = calculate_qparams(*_extremes(sorted_by_group, args), args)
+    scale = scale.to(weight.dtype)
+    compressor = PackedQuantizationCompressor()
+    packed = compressor.compress_weight(weight, scale, args, zero_point=zero, g_idx=groups)
+    packed |= {"weight_scale": scale, "weight_g_idx": groups}
+    expected = compressor.decompress_weight(dict(packed), args)
+    return {**{f"int4-order|m.{key}": tensor for key, tensor in packed.items()}, "int4-order|expected": expected}
+
+
 def _extremes(weight: Any, args: Any) -> tuple[Any, Any]:
     """Return the least and the largest value of what has one scale."""
     rows, columns = weight.shape
@@ -306,7 +384,18 @@ def _extremes(weight: Any, args: Any) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    from safetensors.torch import save_file
+    import sys
 
-    for path, made in ((KEPT, make()), (ROUNDED, make_rounded()), (FRESH, make_fresh())):
-        save_file({name: tensor.detach().contiguous() for name, tensor in made.items()}, path)
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(KEPT, framework="pt") as file:
+        said = file.metadata() or {}
+    if "in_order" in sys.argv:
+        parts = {KEPT: load_file(KEPT) | in_order()}
+    else:
+        said = torchao_own()[1]
+        parts = {KEPT: load_file(KEPT) | make(), ROUNDED: make_rounded(), FRESH: make_fresh()}
+    for path, made in parts.items():
+        table = {name: tensor.detach().contiguous() for name, tensor in made.items()}
+        save_file(table, path, said if path == KEPT else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.commands import must_hold, run
-from tests.hostile.folders import assert_refused, copy_pair, lora_tool
+from tests.hostile.folders import FIXTURES, assert_refused, copy_pair, lora_tool
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,29 @@ def test_a_link_out_of_the_folder_is_refused_by_name(
     if (folder, name) == ("base", "tokenizer.json"):
         (pair.adapter / name).unlink()  # else the adapter's own is taken
     assert_refused(pair, str(file), "link")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("convert --to peft", "README.md"),
+        ("resize --rank 1", "tokenizer.json"),
+        ("prepare --for peft", "tokenizer.json"),
+        ("consolidate", "tokenizer.json"),
+    ],
+)
+def test_no_command_copies_what_a_link_leads_to(command: str, name: str, tmp_path: Path) -> None:
+    source = "zero/stage3-reward" if command == "consolidate" else "reward-qwen2/adapter"
+    folder, out = shutil.copytree(FIXTURES / source, tmp_path / "in"), tmp_path / "out"
+    (tmp_path / "secret").write_text("{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "secret")
+    called, *options = command.split()
+    assert "LT112  is a link that leads out" in run(("validate", folder)).out
+    done = run((called, folder, *options, "-o", out))
+    assert done.code in (1, 3)
+    assert "is a link that leads out of its folder" in done.err
+    assert not out.exists()
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:

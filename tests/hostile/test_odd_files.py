@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.folders import assert_refused, copy_pair, lora_tool
+from tests.hostile.folders import FIXTURES, assert_refused, copy_pair, lora_tool
 
 
 def make_socket(path: Path) -> None:
@@ -60,6 +61,14 @@ def test_an_unreadable_file_is_named(name: str, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "open", refuse)
     assert_refused(pair, "cannot be opened", f"chmod u+r {tmp_path / name}")
+
+
+def test_a_config_near_rank_files_that_is_no_object(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero" / "stage3-full", tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("[1]")
+    done = lora_tool("consolidate", str(tmp_path / "run"), "-o", str(tmp_path / "out"))
+    assert done.code == 3
+    assert "config.json: expected a JSON object" in done.err
 
 
 @pytest.mark.parametrize("folder", ["base", "adapter"])

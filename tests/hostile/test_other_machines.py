@@ -262,6 +262,9 @@ def test_the_working_directory_is_refused_before_the_work(
     found = call(*COMMANDS["merge"], "-o", out)
     assert found.code == 6
     assert "is the working directory" in found.err
+    found = call("ci", *COMMANDS["merge"][1:], "-o", out)
+    assert found.code == 6
+    assert "is the working directory" in found.out
 
 
 def test_home_is_put_in_where_no_shell_does(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,13 @@ def _link_out(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(outside)
 
 
+@breaks("LT112 of a file that is copied", REWARD)
+def _tokenizer_out(folder: Path) -> None:
+    outside = folder.parent / "elsewhere.json"
+    (folder / "tokenizer_config.json").rename(outside)
+    (folder / "tokenizer_config.json").symlink_to(outside)
+
+
 @breaks("LT113", CAUSAL)
 def _empty_config(folder: Path) -> None:
     (folder / CONFIG).write_bytes(b"")
@@ -146,6 +153,11 @@ def _cut_large_tokenizer(folder: Path) -> None:
 @breaks("LT113 tokenizer's config", SHARDED)
 def _empty_tokenizer_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("")
+
+
+@breaks("LT113 manifest", CAUSAL)
+def _cut_manifest(folder: Path) -> None:
+    (folder / "lora_tool.json").write_text('{"schema_version": ')
 
 
 @breaks("LT115 shards", CAUSAL)

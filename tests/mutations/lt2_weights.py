@@ -19,6 +19,14 @@ def _never_moved(folder: Path) -> None:
                 table[name] = raw(*tensor.shape, value=0.0)
 
 
+@breaks("LT208 either factor", CAUSAL, ignore=("LT219",))
+def _a_factor_of_each_is_zero(folder: Path) -> None:
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            if (".lora_A." if "layers.0." in name else ".lora_B.") in name:
+                table[name] = raw(*tensor.shape, value=0.0)
+
+
 def _keep_rows_of(rank: int, folder: Path) -> None:
     """Leave of every lora_B the rows that one of four ranks gathered, the others zero."""
     with tensors(folder) as table:

@@ -44,6 +44,22 @@ def _add_pad_token(folder: Path) -> None:
         tokenizer["added_tokens"].append({"id": 304, "content": "[PAD]", "special": True})
 
 
+@breaks("LT309 chat template", CAUSAL, with_base=True)
+def _turns_without_rows(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}")
+    with fields(folder, "tokenizer.json") as tokenizer:
+        tokenizer["added_tokens"] += [
+            {"id": 304 + at, "content": text, "special": True} for at, text in enumerate(("<|turn|>", "<|end|>"))
+        ]
+
+
+@breaks("LT309 end of text", MODEL)
+def _eos_without_row(folder: Path) -> None:
+    with fields(folder, "tokenizer_config.json") as config:
+        config["eos_token"] = "</t>"
+        config["added_tokens_decoder"] = {"304": {"content": "</t>", "special": True}}
+
+
 @breaks("LT310", SHARDED)
 def _fewer_layers(folder: Path) -> None:
     with fields(folder, "config.json") as config:

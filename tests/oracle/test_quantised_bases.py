@@ -23,6 +23,7 @@ from lora_tool.formats import stored
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised import encodings
 from lora_tool.formats.quantised.four_bits import TrainedAs
+from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.validation.validating import validate
@@ -126,6 +127,7 @@ LISTS = {
     "bnb-int8": "llm_int8_skip_modules",
     "fp8-block": "modules_to_not_convert",
     "fp4": "modules_to_not_convert",
+    "torchao-int8": "modules_to_not_convert",
 }
 
 
@@ -153,6 +155,26 @@ def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
         model, info = AutoModelForCausalLM.from_pretrained(merged, dtype=BF16, output_loading_info=True)
         assert not any(info.values())
         assert not different(model.state_dict(), whole)
+
+
+@pytest.mark.parametrize("store", ["touched-16bit", "as-base", None])
+def test_the_files_of_torchao_say_what_each_weight_is(
+    store: str | None, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", "torchao-int8", is_mlp if store is None else is_linear)
+    merged = merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", store=store)
+    after = saved_tensors(merged)
+    stay = {name for name in values if f"{name.removesuffix('weight')}_weight_qdata" in after}
+    assert stay == (
+        {name for name in values if ".mlp." in name or "o_proj" in name} if store == "touched-16bit" else {*values}
+    )
+    before = scan_file(base / "model-00001-of-00002.safetensors").metadata
+    for file in sorted(merged.glob("*.safetensors")):  # torchao's loader reads the metadata of all, one upon the other
+        said = scan_file(file).metadata
+        names = json.loads(said["tensor_names"])
+        assert {*names} == {*saved_tensors(plain)}
+        assert {name: said[name] for name in stay} == {name: before[name] for name in stay}
+        assert {said[name] for name in names if name not in stay} == {'{"_type": "Tensor"}'}
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4"])

@@ -30,8 +30,8 @@ from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, FileStamp, TensorSpec
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 from tests.quantised_models import EIGHT_BITS, FORMS, quantise
-from tests.quantised_samples import KEPT, config_of
-from tests.unit.test_quantised_weights import NAMES, stored
+from tests.quantised_samples import KEPT
+from tests.unit.test_quantised_weights import NAMES, encoding_in
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -56,8 +56,7 @@ def test_a_change_of_every_librarys_weight_is_rounded_once(
     monkeypatch.setenv(VARIABLE, kernel)
     random, shares = np.random.default_rng(3), {}
     for sample in NAMES:
-        (encoding,) = read_quantised(stored(sample), config_of(sample)).weights.values()
-        weight = dequantised(encoding)
+        weight = dequantised(encoding_in(sample))
         rows, columns = weight.shape
         b, a = (random.standard_normal(shape, np.float32) / 8 for shape in ((rows, 4), (4, columns)))
         save_file({"a": a, "b": b}, tmp_path / "factors.safetensors")

@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 0.15, "target_modules": TARGETS}
-FORMS = ["fp8-block", "fp8-channel", "bnb-int8", *EIGHT_BITS]
+FORMS = ["fp8-block", "fp8-channel", "bnb-int8", "torchao-int8", *EIGHT_BITS]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,11 @@ def is_linear(module: str) -> bool:
 def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return codes and scales of a merged float32 weight, a tile at a time."""
     module = name.removesuffix(".weight")
-    ends = (".weight_scale_inv", ".weight_scale", ".SCB")
+    ends = (".weight_scale_inv", ".weight_scale", ".SCB", "._weight_scale")
+    of_codes = name if name in base else f"{module}._weight_qdata"
     scale_name = next(f"{module}{end}" for end in ends if f"{module}{end}" in base)
     scales = base[scale_name]
-    of_type = base[name].dtype
+    of_type = base[of_codes].dtype
     rows, columns = merged.shape
     tile = {"fp8-tensor": (rows, columns)}.get(
         form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE)
@@ -54,7 +55,7 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
-    codes, new = torch.empty_like(base[name]), scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1]))
+    codes, new = torch.empty_like(base[of_codes]), scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1]))
     for at in range(new.shape[0]):
         for across in range(new.shape[1]):
             part = (slice(at * tile[0], (at + 1) * tile[0]), slice(across * tile[1], (across + 1) * tile[1]))
@@ -69,7 +70,7 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
                 new[at, across] = needed.log2().ceil().exp2() if form == "fp8-powers" else needed
             divided = (values / new[at, across].float()).clamp(least, most)
             codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
-    return {name: codes, scale_name: new.reshape(scales.shape)}
+    return {of_codes: codes, scale_name: new.reshape(scales.shape)}
 
 
 @pytest.mark.parametrize("form", FORMS)

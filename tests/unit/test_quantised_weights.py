@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 from dataclasses import replace
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 
 from lora_tool.formats.quantised.arrays import widened
 from lora_tool.formats.quantised.bitsandbytes import state_bytes, with_mean
-from lora_tool.formats.quantised.encodings import BnbInt8, NestedScales, dequantised
+from lora_tool.formats.quantised.encodings import BnbInt8, Encoding, NestedScales, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.fresh import codes_of, quantised_scales, scales_of_blocks
 from lora_tool.formats.quantised.grids import Blockwise
@@ -28,7 +29,8 @@ from lora_tool.verification.elements import Files
 from tests import checkpoint_edits as edit
 from tests.quantised_samples import FRESH, KEPT, ROUNDED, config_of
 
-ALL = scan_file(KEPT).tensors
+SAMPLES = scan_file(KEPT)
+ALL = SAMPLES.tensors
 NAMES = sorted({name.partition("|")[0] for name in ALL})
 
 
@@ -41,6 +43,13 @@ def stored(sample: str) -> dict[str, StoredTensor]:
             spec = type(tensor.spec)(name=own, dtype=tensor.dtype, shape=tensor.shape)
             found[own] = StoredTensor(spec=spec, spans=tensor.spans)
     return found
+
+
+def encoding_in(sample: str) -> Encoding:
+    """Return how the weight of a sample is stored."""
+    said = {name.partition("|")[2]: text for name, text in SAMPLES.metadata.items() if name.startswith(f"{sample}|")}
+    (encoding,) = read_quantised(stored(sample), config_of(sample), said).weights.values()
+    return encoding
 
 
 def expected(sample: str) -> StoredTensor:
@@ -58,7 +67,7 @@ def as_dtype(raw: bytes, tensor: StoredTensor, wanted: StoredTensor) -> np.ndarr
 
 @pytest.mark.parametrize("sample", NAMES)
 def test_both_formulas_give_the_bits_of_the_library(sample: str) -> None:
-    (encoding,) = read_quantised(stored(sample), config_of(sample)).weights.values()
+    encoding = encoding_in(sample)
     tensor, wanted = dequantised(encoding), expected(sample)
     assert encoding.spec.name == "m.weight"
     assert tensor.shape == wanted.shape
@@ -391,3 +400,96 @@ def test_a_few_rows_of_what_lies_turned_need_little_memory(form: str, tmp_path: 
     finally:
         tracemalloc.stop()
     assert peak < 6 << 20, "8 MB of codes were in memory"
+
+
+OF_TORCHAO = {"dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": None}
+
+
+def said_by_torchao(kind: str, **data: Any) -> dict[str, str]:
+    """Return the metadata of a file with one weight of torchao's class `kind`."""
+    return {"experts.up_proj": json.dumps({"_type": kind, "_data": {**OF_TORCHAO, **data}})}
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "scales"),
+    [
+        ("Float8Tensor", [1, 1, 64], (3, 16, 1)),
+        ("Float8Tensor", [3, 16, 64], (1, 1, 1)),  # one scale for all experts
+        ("Float8Tensor", [], ()),
+        ("Int8Tensor", [1, 8, 32], (3, 2, 2)),
+    ],
+)
+def test_stacks_of_torchao(kind: str, block: list[int], scales: tuple[int, ...], tmp_path: Path) -> None:
+    rng, name = np.random.default_rng(5), "experts._up_proj"
+    of_type = ml_dtypes.float8_e4m3fn if kind == "Float8Tensor" else np.int8
+    codes = rng.integers(0, 127, (3, 16, 64), dtype=np.uint8)
+    each, zeros = rng.random(scales, np.float32), np.zeros(scales, np.int8)
+    edit.write(
+        tmp_path / "w.safetensors",
+        {
+            f"{name}_qdata": edit.Raw("F8_E4M3" if of_type is not np.int8 else "I8", codes.shape, codes.tobytes()),
+            f"{name}_scale": edit.Raw("F32", scales, each.tobytes()),
+            **({f"{name}_zero_point": edit.Raw("I8", scales, zeros.tobytes())} if of_type is np.int8 else {}),
+        },
+    )
+    found = read_quantised(
+        scan_file(tmp_path / "w.safetensors").tensors,
+        {"quant_method": "torchao"},
+        said_by_torchao(kind, block_size=block),
+    )
+    assert not found.calibrated
+    tensor = dequantised(found.weights["experts.up_proj"])
+    sides = block or [3, 16, 64]
+    wide = each.reshape([size // side for size, side in zip((3, 16, 64), sides, strict=True)])
+    for axis, side in enumerate(sides):
+        wide = wide.repeat(side, axis)
+    values = (codes.view(of_type).astype(np.float32) * wide).tobytes()
+    assert read_part(tensor, 0, tensor.nbytes) == values
+    with Files() as files:
+        assert files.read(tensor, 0, tensor.nbytes).tobytes() == values
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "words", "is_fault"),
+    [
+        ({}, {}, r"is part of `m.weight`, of which the metadata of the files does not say the class", True),
+        ({"m.weight": "[1]"}, {}, r"does not say the class", True),
+        ({"m.weight": '{"_type": "Int4Tensor", "_data": {}}'}, {}, r"is part of torchao's Int4Tensor", False),
+        (
+            {"m.weight": '{"_type": "Int8Tensor", "_data": {"block_size": [1, 96]}}'},
+            {},
+            r"is F8_E4M3; lora-tool reads I8",
+            False,
+        ),
+        (
+            {"m.weight": '{"_type": "Float8Tensor", "_data": {"block_size": [1, 95]}}'},
+            {},
+            r"blocks of \[1, 95\] do not fill",
+            True,
+        ),
+        (
+            {"m.weight": '{"_type": "Float8Tensor", "_data": {"block_size": [1, 32]}}'},
+            {},
+            r"expected \[32, 3\]",
+            True,
+        ),
+        (None, {"m___weight_scale": None}, r"its other part `m._weight_scale` is missing", True),
+        (None, {"m___weight_qdata": None}, r"`m._weight_scale` is a part of a quantised weight", True),
+    ],
+)
+def test_what_torchao_does_not_say_is_named(
+    said: dict[str, str] | None, changes: dict[str, Any], words: str, *, is_fault: bool
+) -> None:
+    sample = "torchao-own-fp8-row"
+    own = {"m.weight": SAMPLES.metadata[f"{sample}|m.weight"]} if said is None else said
+    with pytest.raises(LayoutError, match=words) as error:
+        read_quantised(changed(sample, **changes), config_of(sample), own)
+    assert error.value.is_fault == is_fault
+
+
+def test_scales_in_the_order_of_a_kernel_are_refused() -> None:
+    own = json.loads(SAMPLES.metadata["torchao-own-mxfp8|m.weight"])
+    own["_data"]["is_swizzled_scales"] = True
+    with pytest.raises(LayoutError, match=r"has scales in the order of a GPU's kernel") as error:
+        read_quantised(stored("torchao-own-mxfp8"), {"quant_method": "torchao"}, {"m.weight": json.dumps(own)})
+    assert not error.value.is_fault

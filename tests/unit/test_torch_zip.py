@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -119,3 +121,24 @@ def saved_on_gpu(path: Path, rank: int) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members:
             archive.writestr(name, data.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:%d" % rank))
+
+
+class Int8Tensor(torch.Tensor):
+    """A weight as torchao pickles it: an object that is no tensor of torch's own."""
+
+    __torch_dispatch__ = classmethod(lambda *_: None)  # type: ignore[assignment]
+
+
+def test_weights_that_only_torchao_can_build_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("torchao.quantization")
+    monkeypatch.setattr(Int8Tensor, "__module__", module.__name__)
+    monkeypatch.setattr(module, "Int8Tensor", Int8Tensor, raising=False)
+    for name in ("torchao", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    weight = torch.Tensor._make_wrapper_subclass(Int8Tensor, (2, 3), dtype=torch.bfloat16)
+    torch.save({"m.weight": weight}, tmp_path / "pytorch_model.bin")
+    words = r"of weights that torchao quantised \(torchao.quantization.Int8Tensor\).* save it again, which writes safetensors"
+    with pytest.raises(CorruptFile, match=words):
+        read_torch_file(tmp_path / "pytorch_model.bin")

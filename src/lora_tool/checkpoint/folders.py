@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool.errors import BadConfig, BrokenFile, Defect, NotACheckpoint, Problem
-from lora_tool.formats import tokenizer, trainer_state
+from lora_tool.formats import generation_config, manifest, model_card, tokenizer, trainer_state
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.trainer_state import TrainerState, read_trainer_state
 from lora_tool.formats.weights import Weights
@@ -42,9 +42,27 @@ class Folder:
         return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
 
     @property
+    def templates(self) -> tuple[str, ...]:
+        """Paths in the folder of the named chat templates."""
+        if tokenizer.TEMPLATES not in self.folders:
+            return ()
+        return tuple(
+            f"{tokenizer.TEMPLATES}/{name}"
+            for name in sorted(self.names_in(tokenizer.TEMPLATES))
+            if name.endswith(".jinja")
+        )
+
+    @property
     def licence_files(self) -> tuple[str, ...]:
         """Names of the files that say what may be done with the model."""
         return tuple(name for name in self.files if name.upper().startswith(_LICENCES))
+
+    @property
+    def copied_files(self) -> tuple[str, ...]:
+        """Paths in the folder of the files that commands copy or publish with the weights, byte for byte."""
+        others = (generation_config.FILE_NAME, model_card.FILE_NAME, manifest.FILE_NAME)
+        beside = (name for name in self.files if name in others)
+        return (*self.tokenizer_files, *self.templates, *self.licence_files, *beside)
 
     @property
     def trained_beside(self) -> tuple[str, ...]:

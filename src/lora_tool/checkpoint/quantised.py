@@ -96,9 +96,14 @@ def quantised_weights(model: ModelDir) -> QuantisedWeights:
     if not table and sign_of(model) is None:
         return QuantisedWeights(weights={}, calibrated=())
     if _TABLE not in model.read:
-        model.read[_TABLE] = read_quantised(model.tensors, table)
+        model.read[_TABLE] = read_quantised(model.tensors, table, metadata_in_files(model))
     found: QuantisedWeights = model.read[_TABLE]
     return found
+
+
+def metadata_in_files(model: ModelDir) -> Mapping[str, str]:
+    """Return the texts in the headers of a model's files, one upon the other."""
+    return {name: text for file in model.weights.files for name, text in file.metadata.items()}
 
 
 def quantisation_table(config: ModelConfig) -> Mapping[str, Any]:

@@ -121,7 +121,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
     merging = replace(asked(MergeOptions, options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
-        output=Path(merging.out) if merging.out else from_here(real.with_name(f"{real.name}-merged")),
+        output=Path(merging.out) if merging.out else from_here(real.parent / f"{real.name}-merged"),
         options=merging,
         deep=criteria.deep,
         servers=criteria.servers,

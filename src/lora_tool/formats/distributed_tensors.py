@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+from lora_tool.formats.pickle_machine import Refused
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, name_of, stub_class
 from lora_tool.formats.torch_objects import PLAIN, LazyTensor, is_sizes
 
 Shape = tuple[int, ...]
 _OF_TORCH = "torch.distributed."
+_OF_TORCHAO = "torchao."
 
 
 class Part(NamedTuple):
@@ -67,6 +69,11 @@ def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | Dist
             return _dtensor(built.shape, state)
         if module.startswith(_OF_TORCH) and name == "ShardedTensor":
             return _sharded_tensor(built.shape, state)
+        if built.kind.startswith(_OF_TORCHAO):
+            raise Refused(
+                f"of weights that torchao quantised ({built.kind:.80}), which only torchao can build: load the model with "
+                "torchao and save it again, which writes safetensors: model.save_pretrained(NEW)"
+            )
         raise ValueError(
             f"holds a tensor of the class {built.kind:.80}, which is neither a DTensor nor a ShardedTensor"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -162,19 +162,24 @@ def tokenizer_of(paths: Mapping[str, Path]) -> Tokenizer:
     return Tokenizer(paths=paths, tables=tables, problems=problems)
 
 
-def added_pad_token(folder: Path, names: Iterable[str]) -> SpecialToken | None:
-    """Return the pad token if it is among the tokens that the tokenizer lists by themselves, as special ones are.
+def tokens_in_use(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, SpecialToken]]:
+    """Yield the tokens that every batch or chat needs, each with what needs it: "pad_token", "eos_token" or
+    "chat_template". Of the template those count that are control tokens and stand for no image or sound.
 
-    Reads the small files, and of `tokenizer.json` the beginning, where the list is. None where they do not tell.
+    Reads the small files, and of `tokenizer.json` the beginning, where the tokens are that it lists by themselves: no
+    others are yielded.
     """
     tokenizer = read_tokenizer(folder, names)
-    named = (_content(tokenizer.tables.get(source, {}).get("pad_token")) for source in (CONFIG, SPECIAL_MAP))
-    token = next(filter(None, named), None)
-    found = None if token is None else tokenizer.added.get(token)
-    if token is None or found is None:
-        return None
     source = next((name for name in (FAST, CONFIG) if name in tokenizer.paths), ADDED)
-    return SpecialToken(token=token, id=found, path=folder / source)
+    for role in ("pad_token", "eos_token"):
+        named = (_content(tokenizer.tables.get(table, {}).get(role)) for table in (CONFIG, SPECIAL_MAP))
+        token = next(filter(None, named), None)
+        if token is not None and token in tokenizer.added:
+            yield role, SpecialToken(token=token, id=tokenizer.added[token], path=folder / source)
+    template = tokenizer.chat_template or ""
+    for token, number in tokenizer.control.items():
+        if token in template and not re.search(_MEDIA, token):
+            yield "chat_template", SpecialToken(token=token, id=number, path=folder / source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,6 @@ from lora_tool.formats import (
     manifest,
     model_config,
     sentence_transformers,
-    tokenizer,
 )
 from lora_tool.formats.files import require_own_file
 from lora_tool.hub.model import LeftOut, PushContent
@@ -113,9 +112,7 @@ def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
     names |= dict.fromkeys(folder.tokenizer_files, "tokenizer")
     names |= dict.fromkeys(folder.licence_files, "licence")
     yield from ((name, what) for name, what in names.items() if name in folder.files)
-    if tokenizer.TEMPLATES in folder.folders:
-        for path in sorted((checkpoint.root / tokenizer.TEMPLATES).glob("*.jinja")):
-            yield f"{tokenizer.TEMPLATES}/{path.name}", "chat template"
+    yield from ((name, "chat template") for name in folder.templates)
     yield from ((name, "module of sentence-transformers") for name in _modules(folder) if never(name) is None)
 
 

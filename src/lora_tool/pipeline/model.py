@@ -56,7 +56,7 @@ class Job:
     @property
     def consolidated(self) -> Path:
         """Where an adapter goes that had to be put together from rank files first."""
-        return self.output.with_name(f"{self.output.name}-adapter")
+        return self.output.parent / f"{self.output.name}-adapter"
 
     @property
     def own(self) -> tuple[Path, ...]:

@@ -32,7 +32,7 @@ FILE_NAME = ".lora-tool-ci.json"
 
 
 def _beside(output: Path) -> Path:
-    return output.with_name(f".{output.name}{FILE_NAME}")
+    return output.parent / f".{output.name}{FILE_NAME}"
 
 
 def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()) -> str:

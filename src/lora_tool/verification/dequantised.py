@@ -25,6 +25,7 @@ from lora_tool.formats.quantised.encodings import (
     Encoding,
     Fp4,
     NestedScales,
+    OffsetIntegers,
     PackedIntegers,
     RoundedAs,
     Tiled,
@@ -51,6 +52,8 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, str
     match encoding:
         case Tiled():
             values = _tiled(encoding, rows, columns, read)
+        case OffsetIntegers():
+            values = _offset(encoding, rows, columns, read)
         case BnbInt8():
             codes = _signed(_elements(encoding.codes, rows * width + columns, 1, read))
             values = _single(_single(codes * _floats(encoding.largest, rows, read)) * float(np.float32(1 / 127)))
@@ -147,6 +150,18 @@ def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
     low, high = int(line.min()), int(line.max()) + 1
     scales = floats_of(encoding.scales, low * grid[1], high * grid[1], read).reshape(-1, grid[1])
     return np.asarray(codes * scales[line - low][:, columns[0] // across])
+
+
+def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: Read) -> Array:
+    height, width = encoding.spec.shape[-2:]
+    down, across = encoding.tile
+    matrix, row = np.divmod(rows, height)
+    place = (matrix * math.ceil(height / down) + row // down) * math.ceil(width / across) + columns // across
+    codes, zeros = (
+        _signed(_elements(tensor, at, 1, read))
+        for tensor, at in ((encoding.codes, rows * width + columns), (encoding.zeros, place))
+    )
+    return np.asarray((codes - zeros) * _floats(encoding.scales, place, read))
 
 
 def _bnb4(encoding: Bnb4, at: Array, read: Read) -> Array:

@@ -22,6 +22,7 @@ from lora_tool.formats.quantised.encodings import (
     Encoding,
     Fp4,
     NestedScales,
+    OffsetIntegers,
     PackedIntegers,
     RoundedAs,
     Tiled,
@@ -40,6 +41,7 @@ _127 = 0x42FE0000
 _TOP_BITS = {2: 0xAA, _NIBBLE: 0x88, 8: 0x80}
 """Bits of a code → the highest bit of each code in a byte."""
 _UNSCALED = "its scales were not applied"
+_NO_ZEROS = "its zero points were left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
             yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
         case Bnb4():
             yield from _of_bnb4(encoding)
-        case PackedIntegers():
+        case PackedIntegers() | OffsetIntegers():
             yield from _of_integers(encoding)
         case Fp4():
             yield from _of_fp4(encoding)
@@ -127,8 +129,11 @@ def _of_bnb4(encoding: Bnb4) -> Iterator[Misreading]:
     yield _swapped(encoding)
 
 
-def _of_integers(encoding: PackedIntegers) -> Iterator[Misreading]:
+def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreading]:
     yield _unscaled(encoding, encoding.scales)
+    if isinstance(encoding, OffsetIntegers):
+        yield Misreading(what=_NO_ZEROS, encoding=encoding, parts={encoding.zeros.name: np.zeros_like})
+        return
     if encoding.bits in _TOP_BITS:
         top = np.uint8(_TOP_BITS[encoding.bits])
         yield Misreading(
@@ -139,7 +144,7 @@ def _of_integers(encoding: PackedIntegers) -> Iterator[Misreading]:
     if encoding.bits == _NIBBLE:
         yield _swapped(encoding)
     if encoding.zeros is not None:
-        yield Misreading(what="its zero points were left out", encoding=replace(encoding, zeros=None))
+        yield Misreading(what=_NO_ZEROS, encoding=replace(encoding, zeros=None))
 
 
 def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:

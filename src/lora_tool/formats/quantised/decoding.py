@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_tool.exhaustive import assert_never
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, rows_of, widened
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, numbers, rows_of, widened
 from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows
 from lora_tool.formats.quantised.encodings import (
     ORDER,
@@ -21,6 +21,7 @@ from lora_tool.formats.quantised.encodings import (
     ColumnIntegers,
     Encoding,
     Fp4,
+    OffsetIntegers,
     PackedIntegers,
     RoundedAs,
     Tiled,
@@ -91,8 +92,8 @@ def _otherwise(
     match encoding:
         case Bnb4():
             return _bnb4(encoding, first, last, read, arithmetic)
-        case PackedIntegers():
-            return _packed(encoding, first, last, read)
+        case PackedIntegers() | OffsetIntegers():
+            return _integers(encoding, first, last, read)
         case Fp4():
             return _fp4(encoding, first, last, read, arithmetic, strips)
         case ColumnIntegers():
@@ -103,6 +104,27 @@ def _otherwise(
             raise AssertionError(f"{encoding} is codes with their scales")
         case _:
             return assert_never(encoding)
+
+
+def _integers(encoding: PackedIntegers | OffsetIntegers, first: int, last: int, read: Read) -> F32:
+    if isinstance(encoding, PackedIntegers):
+        return _packed(encoding, first, last, read)
+    return _offset(encoding, first, last, read)
+
+
+def _offset(encoding: OffsetIntegers, first: int, last: int, read: Read) -> F32:
+    height, width = encoding.spec.shape[-2:]
+    down, across = encoding.tile
+    matrices, rows = np.divmod(np.arange(first, last), height)
+    lines, groups = matrices * -(-height // down) + rows // down, -(-width // across)
+    begin, end = int(lines[0]), int(lines[-1]) + 1
+    scales, zeros = (
+        numbers(each, begin * groups, end * groups, read).reshape(-1, groups)[lines - begin]
+        for each in (encoding.scales, encoding.zeros)
+    )
+    codes = rows_of(encoding.codes, first, last, read).astype(np.float32)
+    group = np.arange(width) // across
+    return np.asarray((codes - zeros[:, group]) * scales[:, group])
 
 
 def _bnb4(encoding: Bnb4, first: int, last: int, read: Read, arithmetic: Arithmetic) -> F32:

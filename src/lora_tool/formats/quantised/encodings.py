@@ -21,7 +21,7 @@ class _Stored:
     label: str
     """What the format is called."""
     record: StoredTensor | None = None
-    """The tensor that says shape or order of the codes, where one does."""
+    """The tensor that says shape or order of the codes, or zero points that are all 0, where one does."""
 
     def __str__(self) -> str:
         return self.label
@@ -36,6 +36,16 @@ class Tiled(_Stored):
     """
 
     scales: StoredTensor
+    tile: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffsetIntegers(_Stored):
+    """Integers of eight bits, [.., out, in], with a scale and a zero for each tile: value = (code - zero) · scale in float32."""
+
+    scales: StoredTensor
+    zeros: StoredTensor
+    """In the grid of the scales, int8."""
     tile: tuple[int, int]
 
 
@@ -144,7 +154,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _WHOLE = 32
 """Rows of a weight that are whole words, and whole groups of MX, where they are columns on disk."""
 
-Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | RoundedAs
+Encoding = Tiled | OffsetIntegers | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | RoundedAs
 """A closed union: whoever decodes one decodes all."""
 
 

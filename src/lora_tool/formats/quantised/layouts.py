@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
 from lora_tool.formats.quantised.columns import columns
-from lora_tool.formats.quantised.encodings import Encoding, Fp4, Tiled, parts
+from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
 from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
@@ -41,6 +43,9 @@ _CALIBRATED = (
     ".kv_scale",
     "_proj_activation_scale",
     "_proj_input_scale",
+    "_act_quant_scale",
+    "_act_quant_zero_point",
+    "_act_per_tensor_scale",
 )
 """Ends of the names of what was measured on the quantised model, for inputs and caches: no part of a weight. A stack of
 experts is a parameter, and its scales are named after it."""
@@ -66,15 +71,19 @@ _PARTS = (
     ".qweight",
     ".qzeros",
     ".g_idx",
+    "._weight_scale",
+    "._weight_zero_point",
 )
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 _BESIDE = {
     "pre_quant_scale": "scales what its layer reads: lora-tool does not read modelopt's AWQ",
+    "_act_pre_scale": "scales what its layer reads, which lora-tool does not read",
     ".bitmask": "says where a weight is not zero: lora-tool does not read sparse weights",
 }
 """Ends of the names of what a weight has beside codes and scales, and why it is not read."""
-_SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks")
+_SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks", f"._weight{CODES}")
 """Those of them that nothing else is called."""
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
 _NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_", "F4"))
 
 
@@ -88,13 +97,17 @@ class QuantisedWeights:
     """Tensors that belong to the quantised model alone, and to no weight: scales of inputs and of caches."""
 
 
-def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedWeights:
+def read_quantised(
+    tensors: TensorTable, table: Mapping[str, Any], metadata: Mapping[str, str] = _NO_METADATA
+) -> QuantisedWeights:
     """Return the quantised weights among `tensors`; `table` is the config's quantization table, empty without one.
+
+    `metadata` are the texts in the headers of the files, where torchao says what its weights are.
 
     Reads headers, and a few bytes where a format keeps shapes as tensors. Raises `LayoutError`, OSError.
     """
     _require_whole(tensors, table)
-    found = {each.spec.name: each for each in _Layouts(tensors, table).found()}
+    found = {each.spec.name: each for each in _Layouts(tensors, table, metadata).found()}
     used = {part.name for each in found.values() for part in parts(each)}
     calibrated = tuple(name for name in tensors if name not in used and name.endswith(_CALIBRATED))
     used.update(calibrated)
@@ -166,8 +179,9 @@ def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozen
 class _Layouts(Parts):
     """The tensors of a checkpoint, asked for the quantised weights among them."""
 
-    def __init__(self, tensors: TensorTable, table: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: TensorTable, table: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         super().__init__(tensors)
+        self._metadata = metadata
         self._tiles, self._bits = _sizes(table)
         self._table = table
         self._known_tiles: dict[tuple[Shape, Shape, DType], tuple[int, int]] = {}
@@ -183,6 +197,8 @@ class _Layouts(Parts):
         """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
         if STATE in name:
             return partial(four_bits, self)
+        if name.endswith(CODES) and weight_of(name) is not None:
+            return partial(torchao, self, self._metadata)
         if tensor.dtype in (DType.I8, DType.U8) and self._scales_of_halves(name, tensor):
             return self._fp4_of_integers
         of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
@@ -212,12 +228,7 @@ class _Layouts(Parts):
         scales = next((self.tensors[each] for each in names if each in self.tensors), None)
         if scales is None:
             raise LayoutError(codes, f"is {codes.dtype}, but has no scale `{names[0]}`")
-        if f"{name}_zero_point" in self.tensors:
-            raise LayoutError(
-                codes,
-                f"has `{name}_zero_point`: lora-tool does not read codes of 8 bits with a zero point",
-                is_fault=False,
-            )
+        zeros = self.tensors.get(f"{name}_zero_point")
         if scales.dtype not in (*_SCALES, *_POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
         if math.prod(scales.shape) == 1 < math.prod(codes.shape[:-2]):
@@ -229,13 +240,15 @@ class _Layouts(Parts):
         kind = "int8" if codes.dtype is DType.I8 else "fp8 e4m3"
         height, width = codes.shape[-2:]
         whole = {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")
-        return Tiled(
-            spec=TensorSpec(name=name, dtype=DType.F32, shape=codes.shape),
-            codes=codes,
-            label=f"{kind} {whole}",
-            scales=scales,
-            tile=tile,
-        )
+        spec, label = TensorSpec(name=name, dtype=DType.F32, shape=codes.shape), f"{kind} {whole}"
+        if zeros is None:
+            return Tiled(spec=spec, codes=codes, label=label, scales=scales, tile=tile)
+        if (codes.dtype, zeros.dtype, zeros.shape) != (DType.I8, DType.I8, scales.shape):
+            raise LayoutError(
+                zeros,
+                f"is {zeros.dtype} {list(zeros.shape)} for codes of {codes.dtype} with scales of {list(scales.shape)}",
+            )
+        return OffsetIntegers(spec=spec, codes=codes, label=label, scales=scales, zeros=zeros, tile=tile)
 
     def _tile(self, codes: StoredTensor, scales: StoredTensor) -> tuple[int, int]:
         """Return the rows and columns of a tile: as the config says where the grid is that, else a row or all."""

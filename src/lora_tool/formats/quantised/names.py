@@ -17,7 +17,19 @@ _BITS = (
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
 READ_METHODS = frozenset(
-    {None, "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"}
+    {
+        None,
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "fbgemm_fp8",
+        "fp8",
+        "gptq",
+        "modelopt",
+        "mxfp4",
+        "mxfp8",
+        "torchao",
+    }
 )
 """What `quant_method` may say of a model whose weights are decoded; None where the files alone say it."""
 # patterns as text: hardly a command needs them, and compiling takes a while

@@ -14,7 +14,7 @@ from lora_tool.plan.algebra.ranks import ModuleRank, rank_warnings
 from lora_tool.plan.core.manifest import describe_input, input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.report import Finding
 from lora_tool.sources import source_of
 from lora_tool.tensors import FileStamp
@@ -82,7 +82,7 @@ def tokenizer_files(inputs: Sequence[AdapterDir | ModelDir]) -> Iterator[SideFil
     if folder is None:
         return
     for name in folder.tokenizer_files:
-        yield SideFile(filename=name, source=folder.root / name, reason=f"copied from {folder.root}")
+        yield copied_file(folder.root, name, folder.root)
 
 
 def _used(adapters: Sequence[AdapterDir], steps: Sequence[Step]) -> Iterator[InputRecord]:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from lora_tool.checkpoint import Folder
 from lora_tool.errors import CorruptFile
-from lora_tool.formats.files import require_own_file
 from lora_tool.formats.sentence_transformers import (
     MODULES,
     SETTINGS,
@@ -22,7 +20,7 @@ from lora_tool.formats.sentence_transformers import (
     root_files,
 )
 from lora_tool.plan.base.task import CLASSIFIERS, Task
-from lora_tool.plan.core.steps import SideFile
+from lora_tool.plan.core.steps import SideFile, copied_file
 
 _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM})
 
@@ -61,7 +59,7 @@ def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSide
         for name in root_files(folder.files):
             if name not in taken:
                 taken.add(name)
-                found.files.append(_copied(folder.root, name, whose))
+                found.files.append(copied_file(folder.root, name, f"the {whose}"))
     if home is not None and modules is not None:
         _add_folders(found, modules, [home, *(owner for owner in owners if owner is not home)])
     return found
@@ -81,7 +79,7 @@ def _add_folders(found: ModuleSideFiles, modules: Modules, owners: Sequence[tupl
         if folder is None or files is None:
             _say_missing(found, name, modules)
             continue
-        found.files += [_copied(folder.root, path, whose) for path in files.kept]
+        found.files += [copied_file(folder.root, path, f"the {whose}") for path in files.kept]
         if files.left:
             found.notes.append(f"not copied from the {whose}: {', '.join(files.left)}")
     if modules.foreign:
@@ -97,8 +95,3 @@ def _say_missing(found: ModuleSideFiles, name: str, modules: Modules) -> None:
         found.notes.append(f"{said}: it needs none")
     else:
         found.warnings.append(f"{said}: sentence-transformers uses defaults for it, or cannot load the model")
-
-
-def _copied(root: Path, name: str, whose: str) -> SideFile:
-    require_own_file(root, root / name)
-    return SideFile(filename=name, source=root / name, reason=f"copied from the {whose}")

@@ -11,10 +11,10 @@ from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.display import and_more
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import generation_config, model_config
-from lora_tool.formats.files import json_bytes, read_json, read_object, require_own_file, same_content
+from lora_tool.formats.files import json_bytes, read_json, read_object, same_content
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
-from lora_tool.plan.core.steps import SideFile
+from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
+from lora_tool.plan.core.steps import SideFile, copied_file
 from lora_tool.tensors import FLOAT_NAMES, DType
 
 _QUANTISATION, _EXCLUDED = "hf_quant_config.json", "exclude_modules"
@@ -122,13 +122,13 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
     """
     taken = set()
     for folder, whose in owners(adapters, base):
-        for name in (*folder.tokenizer_files, *_templates(folder)):
+        for name in (*folder.tokenizer_files, *folder.templates):
             if name not in taken:
                 taken.add(name)
-                yield _copied(folder, name, whose)
+                yield copied_file(folder.root, name, f"the {whose}")
     for name in base.folder.files:
         if name in base.folder.licence_files or (generation and name == generation_config.FILE_NAME):
-            yield _copied(base.folder, name, "base")
+            yield copied_file(base.root, name, "the base")
 
 
 def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]:
@@ -139,7 +139,7 @@ def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]
     if _QUANTISATION not in base.folder.files:
         return
     if not config.edited:
-        yield _copied(base.folder, _QUANTISATION, "base")
+        yield copied_file(base.root, _QUANTISATION, "the base")
     elif table := quantisation_table(config):
         raw = read_object(base.root / _QUANTISATION)
         said = raw.get("quantization")
@@ -149,13 +149,6 @@ def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]
         added = [name for name in table.get("ignore") or () if name not in listed]
         content = json_bytes({**raw, "quantization": {**inner, _EXCLUDED: [*listed, *added]}}, indent=2)
         yield SideFile(filename=_QUANTISATION, content=content, reason="the base's, with fewer quantised modules")
-
-
-def _templates(folder: Folder) -> list[str]:
-    """Return the paths of the named chat templates, relative to the folder."""
-    if TEMPLATES not in folder.folders:
-        return []
-    return sorted(f"{TEMPLATES}/{path.name}" for path in (folder.root / TEMPLATES).glob("*.jinja"))
 
 
 def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
@@ -176,11 +169,6 @@ def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
         if len(holders) > 1 and not all(same_content(holders[0] / name, holder / name) for holder in holders[1:]):
             others = ", ".join(str(holder) for holder in holders[1:])
             yield f"{name} is copied from {holders[0]}; {others} has another one"
-
-
-def _copied(folder: Folder, name: str, whose: str) -> SideFile:
-    require_own_file(folder.root, folder.root / name)
-    return SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
 
 
 def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:

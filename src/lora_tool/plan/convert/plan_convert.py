@@ -24,7 +24,7 @@ from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.report import Report, Severity
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import NO_BASE, Judge
@@ -151,8 +151,8 @@ def _steps(named: PeftNames) -> Iterator[Step]:
 def _beside(adapter: AdapterDir) -> Iterator[SideFile]:
     folder = adapter.folder
     for name in dict.fromkeys((*folder.tokenizer_files, *folder.licence_files, *_CARD)):
-        if name in folder.files and (folder.root / name).is_file():
-            yield SideFile(filename=name, source=folder.root / name, reason=f"copied from {folder.root}")
+        if name in folder.files:
+            yield copied_file(folder.root, name, folder.root)
 
 
 _CARD = ("README.md",)

@@ -21,19 +21,26 @@ def base_files(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
     return {name: file for name, file in held.items() if file is not None}
 
 
-def lay_out(steps: Sequence[Step], *, homes: Mapping[str, str], max_shard_bytes: int | None) -> tuple[Shard, ...]:
-    """Return shards that hold each step once.
+def lay_out(
+    steps: Sequence[Step],
+    *,
+    homes: Mapping[str, str],
+    max_shard_bytes: int | None,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[Shard, ...]:
+    """Return shards that hold each step once, all with the same `metadata`, by default the usual.
 
     With `max_shard_bytes` None the base's own grouping is kept: `homes` gives the base's file of each output name,
     and names that the base does not have go to the last file. Otherwise files are filled in order up to the size;
     only a tensor that is larger alone gets a file over it.
     """
     groups = _by_home(steps, homes) if max_shard_bytes is None else _by_size(steps, max_shard_bytes)
+    said = {} if metadata is None else {"metadata": metadata}
     if len(groups) == 1:
-        return (Shard(filename=SINGLE, steps=tuple(groups[0])),)
+        return (Shard(filename=SINGLE, steps=tuple(groups[0]), **said),)
     total = len(groups)
     return tuple(
-        Shard(filename=f"model-{number:05d}-of-{total:05d}.safetensors", steps=tuple(group))
+        Shard(filename=f"model-{number:05d}-of-{total:05d}.safetensors", steps=tuple(group), **said)
         for number, group in enumerate(groups, start=1)
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.actions import TensorAction
+from lora_tool.formats.files import require_own_file
 from lora_tool.formats.safetensors import build_header
 from lora_tool.plan.core.ops import Op
 from lora_tool.tensors import TensorSpec
@@ -62,3 +63,12 @@ class SideFile:
     def __post_init__(self) -> None:
         if (self.source is None) == (self.content is None):
             raise ValueError(f"{self.filename}: a side file has either a source or a content")
+
+
+def copied_file(root: Path, name: str, whose: object) -> SideFile:
+    """Return the file `name` of the folder `root`, `whose` it is, to be copied as it is.
+
+    Raises `CorruptFile` for a link out of the folder, and for what is no regular file or cannot be opened.
+    """
+    require_own_file(root, root / name)
+    return SideFile(filename=name, source=root / name, reason=f"copied from {whose}")

@@ -55,11 +55,13 @@ def build_plan(
     original: ModelDir | None = None,
     precision: Precision,
     max_shard_bytes: int | None,
+    metadata: Mapping[str, str] | None = None,
     options: Mapping[str, Any],
 ) -> Plan:
     """Return the plan of these steps: shards of at most `max_shard_bytes`, else the base's own; side files; manifest.
 
-    `base` is the one on disk, `original` the model that it was made from, where that is read; `options` go into the manifest.
+    `base` is the one on disk, `original` the model that it was made from, where that is read; `metadata` goes into the headers of the weight
+    files, `options` into the manifest.
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
     read: dict[str, AdapterDir | ModelDir] = {
@@ -69,7 +71,7 @@ def build_plan(
     }
     fingerprints = {name: fingerprint(each.weights) for name, each in read.items()}
     files = sharding.base_files(steps, base.tensors)
-    shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
+    shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes, metadata=metadata)
     side_files, notes, warnings = _side_files(merge, base)
     side_files = (*side_files, *sharding.index_files(shards))
     weights = {

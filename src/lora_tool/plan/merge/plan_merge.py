@@ -147,6 +147,7 @@ def plan_merge(
         original=whole,
         precision=asked.precision,
         max_shard_bytes=max_shard_bytes,
+        metadata=written.metadata,
         options={**asked.recorded(), **written.options},
     )
     return replace(plan, findings=report.findings, notes=(*plan.notes, *written.notes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.quantised.encodings import Bnb4, ColumnIntegers, Encoding, dequantised
+from lora_tool.formats.quantised.encodings import Bnb4, ColumnIntegers, Encoding, OffsetIntegers, dequantised
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable, grid_of, scales_of
 from lora_tool.plan.core.delta_retention import DeltaRetention, summary
 from lora_tool.plan.core.operation import rows_of
@@ -84,7 +84,9 @@ def _rows(step: Step) -> Computed:
 
 def _only_read(step: Step, encoding: Encoding) -> str:
     """Return why a changed weight is not stored in its format."""
-    if isinstance(encoding, ColumnIntegers):
+    if isinstance(encoding, OffsetIntegers):
+        why = "lora-tool does not round to codes with zero points"
+    elif isinstance(encoding, ColumnIntegers):
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
     else:
         why = "rounding to four bits removes a change of 1% of the weights, or adds several times as much noise"

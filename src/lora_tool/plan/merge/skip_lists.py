@@ -27,6 +27,7 @@ _LISTS = {
     "modelopt": ("ignore",),
     "mxfp4": ("modules_to_not_convert",),
     "mxfp8": ("ignored_layers", "modules_to_not_convert"),
+    "torchao": ("modules_to_not_convert",),
 }
 """`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
 

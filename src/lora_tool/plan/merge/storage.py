@@ -18,12 +18,14 @@ from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.fused_layers import together
 from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint.quantised import metadata_in_files
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.grids import Blockwise
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
+from lora_tool.formats.quantised.torchao import is_told, metadata_of
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.afresh import original_of
@@ -105,6 +107,16 @@ class QuantisedBase:
         if storage is Storage.AS_BASE and touched:
             return self._requantised(steps, dropped, touched, allow_loss=allow_loss)
         return self._mostly_as_stored(steps, storage, dropped, frozenset(step.out.name for step in touched))
+
+    def metadata(self, steps: Sequence[Step]) -> Mapping[str, str] | None:
+        """Return the metadata of the files where loaders tell quantised weights by it; None where they need none."""
+        said, of = metadata_in_files(self.stored), self._weights_of_parts
+        written = {step.out.name for step in steps}
+        told = {name for name, each in self.encodings.items() if is_told(each) and each.codes.name in written}
+        if not told:
+            return None
+        names = dict.fromkeys(of[name] if of.get(name) in told else name for name in (step.out.name for step in steps))
+        return metadata_of(said, names, told)
 
     def _requantised(
         self, steps: Sequence[Step], dropped: Collection[str], touched: Sequence[Step], *, allow_loss: bool

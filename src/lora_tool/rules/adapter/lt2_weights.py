@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.formats.stored import read_part
 from lora_tool.keys import Part
@@ -27,7 +28,8 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter looks untrained: every lora_B is zero.
 
     What it does: Reads each layer's `lora_B` (for an embedding, its `lora_embedding_A`), which is zero before training.
-    It is an error if all are zero; single zero ones are reported as info.
+    It is an error if all are zero; single zero ones are reported as info. It is an error, too, if every layer has a
+    factor of zeros, whichever of the two it is.
 
     Why it matters: With B = 0 the adapter changes nothing, and the merged model equals the base. The run did not train:
     its learning rate was 0, its parameters were frozen, all gradients were zero, or it saved before the first step. A
@@ -43,9 +45,19 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     if zero and len(zero) == len(read):
         yield Fault(message=f"all {len(zero)} lora_B are zero, as before training, so the adapter changes nothing")
         return
+    if subject.layers and all(_without_delta(subject, layer) for layer in subject.layers):
+        message = f"in all {len(subject.layers)} modules lora_A or lora_B is zero, so the adapter changes nothing"
+        yield Fault(message=message)
+        return
     for tensor in zero:
         message = "is all zero: this module was not trained"
         yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
+
+
+def _without_delta(subject: AdapterSubject, layer: LoraLayer) -> bool:
+    """Return whether a factor of the layer is all zero, and with it ΔW."""
+    read = (tensor for tensor in layer.factors if tensor.dtype.is_float and tensor.spec.numel)
+    return any(subject.scan(tensor).all_zero for tensor in read)
 
 
 @rule("LT227", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)

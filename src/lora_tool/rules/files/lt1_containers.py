@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint import AdapterDir, Folder
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
-from lora_tool.errors import Defect
-from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, inside
+from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats import manifest
+from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
@@ -26,9 +27,10 @@ _BESIDE = frozenset(
         "special_tokens_map.json",
         "added_tokens.json",
         "generation_config.json",
+        manifest.FILE_NAME,
     }
 )
-"""JSON objects that are copied with the weights, and are not read to open the folder."""
+"""JSON objects that are copied or published with the weights; all but a model's manifest are not read to open the folder."""
 
 
 def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
@@ -243,7 +245,7 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     """Something other than a plain file in this folder.
 
     What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
-    files.
+    files: among the weights and configs, and the tokenizer, licence and model card, which commands copy.
 
     Why it matters: The files that are checked and published should lie in the folder itself; the target of a link may
     change.
@@ -253,13 +255,27 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
+    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
+    for name in folder.copied_files:
+        path, wrong = str(folder.root / name), _no_own_file(folder, name)
+        if wrong and path not in told:
+            yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
+
+
+def _no_own_file(folder: Folder, name: str) -> str | None:
+    """Return why a file of the folder cannot be copied, None where it can."""
+    try:
+        require_own_file(folder.root, folder.root / name)
+    except CorruptFile as error:
+        return error.problem.message
+    return None
 
 
 @rule("LT113", Severity.ERROR, on=Subject)
 def bad_json(subject: Subject) -> Iterator[Fault]:
     """A JSON file that cannot be read.
 
-    What it does: Parses the JSON files beside the weights, the tokenizer's among them.
+    What it does: Parses the JSON files beside the weights, the tokenizer's and `lora_tool.json` among them.
 
     Why it matters: Without a readable config the weights cannot be interpreted.
 
@@ -268,12 +284,12 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
-    folder = subject.checkpoint.folder
+    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
     for name in folder.files:
-        if name in _BESIDE and inside(folder.root, folder.root / name):
+        path = str(folder.root / name)
+        if name in _BESIDE and path not in told and _no_own_file(folder, name) is None:
             wrong = broken_json(folder.root / name)
             if wrong:
-                path = str(folder.root / name)
                 yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import INPUTS, MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
-from lora_tool.display import some
+from lora_tool.display import named, some
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.formats.tokenizer import added_pad_token
+from lora_tool.formats.tokenizer import tokens_in_use
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -27,19 +28,20 @@ _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 @rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE)
 def token_without_row(subject: Subject) -> Iterator[Fault]:
-    """The pad token has no row in the embeddings.
+    """A special token has no row in the embeddings.
 
-    What it does: Compares the id of the tokenizer's pad token, and a model's `pad_token_id`, with the rows of the
-    embeddings: the adapter's if it has them, else the base's.
+    What it does: Compares the ids of the tokenizer's pad and eos token and of the control tokens in its chat template,
+    and a model's `pad_token_id`, with the rows of the embeddings: the adapter's if it has them, else the base's.
 
-    Why it matters: A pad token was added to the tokenizer, but the embeddings were not resized, or were resized and not
-    saved. The first padded batch fails with an IndexError, or on a GPU with "device-side assert triggered"; most models
-    cannot even be built with such a `pad_token_id`.
+    Why it matters: Tokens were added to the tokenizer, but the embeddings were not resized, or were resized and not
+    saved. The first padded batch or chat fails with an IndexError, or on a GPU with "device-side assert triggered"; most
+    models cannot even be built with such a `pad_token_id`.
 
     Example: `tokenizer.json` gives `[PAD]` the id 32000, but `embed_tokens.weight` has 32,000 rows.
 
     What to do: Use an existing token as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
-    embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
+    embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter. If training resized
+    them and saved no row, the trained rows are lost: train again with `save_embedding_layers=True`.
 
     If the tokenizer's pad token has a row, `lora-tool validate --fix` writes its id into a model's config.
     """
@@ -47,11 +49,15 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     rows = _largest(subject)
     if rows is None or not isinstance(checkpoint, AdapterDir | ModelDir):
         return
-    token = added_pad_token(checkpoint.root, checkpoint.folder.files)
-    if token is not None and token.id >= rows:
-        message = f"`{token.token}` has the id {token.id:,}, but the embeddings have {rows:,} rows"
-        yield Fault(subject="pad_token", message=message, path=str(token.path))
-    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None:
+    lacking = [
+        (role, token) for role, token in tokens_in_use(checkpoint.root, checkpoint.folder.files) if token.id >= rows
+    ]
+    for role, same in itertools.groupby(lacking, lambda each: each[0]):
+        tokens = [token for _, token in same]
+        message = f"`{tokens[0].token}` has the id {tokens[0].id:,}, but the embeddings have {rows:,} rows"
+        more = f"; so it is with {named([token.token for token in tokens[1:]])}" if tokens[1:] else ""
+        yield Fault(subject=role, message=f"{message}{more}", path=str(tokens[0].path))
+    if "pad_token" not in dict(lacking) and isinstance(checkpoint, ModelDir) and checkpoint.config is not None:
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
             message = f"is {pad:,}, but the embeddings have {rows:,} rows"
