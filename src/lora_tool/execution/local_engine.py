@@ -125,6 +125,7 @@ class Run:
             looks: list[_Call] = [partial(self._look_at_each, checks) for checks in together]
             done = {task: workers.submit(task) for task in _spread(writes, looks)}
             _all_done(done.values())
+            workers.shutdown()  # whoever looks at the last file needs memory, too
             _all_done(self.flushes)
             findings = [fault for look in looks for fault in done[look].result()]
             return WorkDone(hashes={path: digest.result() for path, digest in hashing.items()}, findings=findings)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Rows = PlainRows | CodedRows
 
 _PASSED = (Copy, Cast, Dequantise, LoraDelta)
-_STEPS = 1 << 30, 1 << 26
+_STEPS = 1 << 29, 1 << 25
 """Multiplications of a call, and of one without vector instructions: a run that fails waits for it."""
 _LEAST_COLUMNS = 1 << 11
 """Of rows whose packed factors fit in the cache together."""
@@ -89,7 +89,7 @@ class NativeBackend(NativeFactors):
         """Return memory for a block of rows."""
         count = min(self._whole_tiles(rows.columns, self._block_weights(unit.op)), unit.last - unit.first)
         read = self._buffer("read", (count, rows.row_bytes), np.dtype(np.uint8))
-        if rows.row_bytes == unit.row_bytes:
+        if rows.coded is None and rows.row_bytes == unit.row_bytes:
             return Memory(rows=count, read=read, made=read)
         return Memory(rows=count, read=read, made=self._buffer("result", (count, unit.row_bytes), read.dtype))
 
