@@ -477,3 +477,30 @@ def test_what_lies_in_columns_is_read_once(
     read.clear()
     assert not verify(merged).report.findings
     assert sum(read) < 2.2 * packed  # once for the values, once for samples
+
+
+@pytest.mark.parametrize(
+    ("kind", "store"), [("deepseek_v3", "all-16bit"), ("deepseek_v3", "touched-16bit"), ("llama", "as-base")]
+)
+def test_layers_for_further_tokens_stay_and_are_dequantised_like_the_others(
+    kind: str, store: str, tmp_path: Path
+) -> None:
+    plain = save_base(tmp_path / "plain", kind, "causal-lm", BF16, hidden_size=64, intermediate_size=96)
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", {"r": 2, "target_modules": ["o_proj"]})
+    tensors = saved_tensors(plain)
+    of_last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
+    further = {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in of_last.items()}
+    further["model.layers.2.eh_proj.weight"] = torch.randn(64, 128).to(BF16)
+    further |= {f"model.layers.2.{norm}.weight": torch.ones(64, dtype=BF16) for norm in ("enorm", "hnorm")}
+    for file in plain.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors | further, plain / "model.safetensors", {"format": "pt"})
+    base, values = quantise(plain, tmp_path / "base", "fp8-block", lambda name: name.endswith(("_proj", "_mqa")))
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store=store, allow_loss=True)
+    before, after = saved_tensors(base), saved_tensors(merged)
+    for name in further:
+        kept = {name, f"{name}_scale_inv"} & before.keys()
+        if store == "all-16bit" and name in values:
+            before[name], kept = values[name].to(BF16), {name}
+        assert not different(after, {each: before[each] for each in kept})
+    assert not [found for found in verify(merged).report.findings if found.code != "LT319"]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import open_model
-from lora_tool.execution.kernels import round_to_odd
+from lora_tool.execution.kernels import AnyArray, round_to_odd
 from lora_tool.execution.native.library import VARIABLE
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.worker import Worker, batches_of
@@ -27,7 +27,7 @@ from lora_tool.formats.stored import read_part
 from lora_tool.plan.core.ops import LoraDelta, Precision
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, FileStamp, TensorSpec
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 from tests.quantised_models import EIGHT_BITS, FORMS, quantise
 from tests.quantised_samples import KEPT
@@ -48,6 +48,45 @@ def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapter(tmp_path_factory.mktemp("adapter") / "adapter", plain, "causal-lm", LORA)
 
 
+def numbers(weight: StoredTensor) -> AnyArray:
+    """Return what a weight stands for."""
+    raw = np.frombuffer(read_part(weight, 0, weight.nbytes), STORED[weight.dtype])
+    return raw.astype(np.float64).reshape(weight.shape)
+
+
+def merged_values(
+    weight: StoredTensor,
+    b: AnyArray,
+    a: AnyArray,
+    folder: Path,
+    *,
+    scaling: float,
+    precision: Precision = Precision.FLOAT32,
+) -> AnyArray:
+    """Return the bfloat16 values that a worker writes of W + scaling·B·A."""
+    save_file({"a": a, "b": b}, folder / "factors.safetensors")
+    factors = scan_file(folder / "factors.safetensors").tensors
+    delta = LoraDelta(source=weight, terms=(LoraTerm(a=factors["a"], b=factors["b"], scaling=scaling),))
+    out = TensorSpec(name="m.weight", dtype=DType.BF16, shape=weight.shape)
+    shard = Shard(filename="merged", steps=(Step(out=out, op=delta, action=TensorAction.MERGED, reason=""),))
+    with Sources([FileStamp.of(path) for path in (KEPT, factors["a"].path)]) as sources:
+        worker = Worker(sources, precision)
+        with (folder / "merged").open("wb+") as file:
+            for unit in (unit for batch in batches_of(shard, precision) for unit in batch):
+                worker.write(unit, file.fileno())
+            file.seek(len(shard.header))
+            found = np.frombuffer(file.read(), STORED[DType.BF16])
+    return np.asarray(found.astype(np.float64).reshape(weight.shape))
+
+
+def ulps(found: AnyArray, exact: AnyArray) -> AnyArray:
+    """Return how many bfloat16 numbers lie between values and the nearest to the exact ones."""
+    nearest = round_to_odd(exact).astype(STORED[DType.BF16])
+    bits = [each.astype(STORED[DType.BF16]).view(np.int16).astype(np.int32) for each in (found, nearest)]
+    of_line = [np.where(each < 0, -(each & 0x7FFF), each) for each in bits]
+    return np.asarray(np.abs(of_line[0] - of_line[1]))
+
+
 @pytest.mark.parametrize("kernel", ["auto", "off"])
 def test_a_change_of_every_librarys_weight_is_rounded_once(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,28 +98,39 @@ def test_a_change_of_every_librarys_weight_is_rounded_once(
         weight = dequantised(encoding_in(sample))
         rows, columns = weight.shape
         b, a = (random.standard_normal(shape, np.float32) / 8 for shape in ((rows, 4), (4, columns)))
-        save_file({"a": a, "b": b}, tmp_path / "factors.safetensors")
-        factors = scan_file(tmp_path / "factors.safetensors").tensors
-        delta = LoraDelta(source=weight, terms=(LoraTerm(a=factors["a"], b=factors["b"], scaling=0.3),))
-        out = TensorSpec(name="m.weight", dtype=DType.BF16, shape=weight.shape)
-        step = Step(out=out, op=delta, action=TensorAction.MERGED, reason="")
-        shard = Shard(filename="merged", steps=(step,))
-        with Sources([FileStamp.of(path) for path in (KEPT, factors["a"].path)]) as sources:
-            worker = Worker(sources, Precision.FLOAT32)
-            with (tmp_path / "merged").open("wb+") as file:
-                for unit in (unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch):
-                    worker.write(unit, file.fileno())
-                file.seek(len(shard.header))
-                found = np.frombuffer(file.read(), np.int16)
-        values = np.frombuffer(read_part(weight, 0, weight.nbytes), STORED[weight.dtype]).astype(np.float64)
-        exact = values.reshape(weight.shape) + np.float64(np.float32(0.3)) * (b.astype(np.float64) @ a)
-        nearest = round_to_odd(exact).astype(STORED[DType.BF16]).view(np.int16).reshape(-1)
-        apart = np.abs(found.astype(np.int32) - nearest)
+        found = merged_values(weight, b, a, tmp_path, scaling=0.3)
+        apart = ulps(found, numbers(weight) + np.float64(np.float32(0.3)) * (b.astype(np.float64) @ a))
         shares[sample] = float((apart == 0).mean()), int(apart.max())
     listed = "".join(f"\n{name:<40}{share:>9.2%} nearest, {most} ulp" for name, (share, most) in shares.items())
     assert all(most <= 1 for _, most in shares.values()), listed
     assert min(share for share, _ in shares.values()) > 0.998, listed  # of a few thousand values
     assert sum(share for share, _ in shares.values()) / len(shares) > 0.9995, listed
+
+
+@pytest.mark.parametrize("kernel", ["auto", "off"])
+@pytest.mark.parametrize("sample", ["fp8-channel", "bnb-int8", "int4-group"])
+def test_where_w_and_its_change_cancel_the_error_is_that_of_the_sum(
+    sample: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of W + ΔW may be smaller than a float32 sum of their size is off."""
+    monkeypatch.setenv(VARIABLE, kernel)
+    weight = dequantised(encoding_in(sample))
+    rows, columns = weight.shape
+    random, base, scaling = np.random.default_rng(4), numbers(weight), 0.25
+    b, a = (random.standard_normal(shape, np.float32) / 8 for shape in ((rows, 4), (4, columns)))
+    gone = base[:, :8] + scaling * (b.astype(np.float64) @ a[:, :8])
+    b, a = np.hstack([b, (-gone / scaling).astype(np.float32)]), np.vstack([a, np.eye(8, columns, dtype=np.float32)])
+    exact = base + scaling * (b.astype(np.float64) @ a)
+    sizes = np.abs(base) + scaling * (np.abs(b).astype(np.float64) @ np.abs(a))
+    assert np.abs(exact[:, :8]).max() < 2**-20 * sizes.max(), "nothing cancels"
+    found = merged_values(weight, b, a, tmp_path, scaling=scaling)
+    half = np.exp2(np.floor(np.log2(np.abs(exact) + 1e-300)) - 8)  # of an ulp of bfloat16
+    assert (np.abs(found - exact) <= half + (len(a) + 2) * 2.0**-24 * sizes).all()
+    apart = ulps(found, exact)
+    assert apart[:, 8:].max() <= 1
+    assert apart[:, :8].max() > 1, "the bound says more than one ulp, and there is no such value"
+    wide = merged_values(weight, b, a, tmp_path, scaling=scaling, precision=Precision.FLOAT64)
+    assert ulps(wide, exact).max() <= 1
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS | EIGHT_BITS) - {"mxfp4"}))

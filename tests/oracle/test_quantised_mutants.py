@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from lora_tool.checkpoint import open_model
 from lora_tool.inspection.comparison import compare_models
@@ -286,3 +287,63 @@ def test_a_quantised_base_is_merged_and_verified_without_torch(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "lora_tool.verification.dequantised" in done.stdout.split()
     assert not {"torch", "transformers", "peft"} & set(done.stdout.split())
+
+
+def into_misread(made: Case, of: str, change: Callable[[torch.Tensor], torch.Tensor], out: Path) -> torch.Tensor:
+    """Return what a merge makes of QUERY where the tensor `of` of its module is read as changed."""
+    stem = QUERY.removesuffix("weight")
+    (name,) = [name for name in made.stored if name.startswith(stem) and name.endswith(of)]
+    wrong = shutil.copytree(made.base, out / "base")
+    for file in wrong.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            with safe_open(file, framework="pt") as opened:
+                said = opened.metadata()
+            save_file({**tensors, name: change(tensors[name]).contiguous()}, file, said)
+    return saved_tensors(merge_with_ours(wrong, made.adapter, out / "merged", "float32", store="all-16bit"))[QUERY]
+
+
+def ones(scales: torch.Tensor) -> torch.Tensor:
+    """Return 1 in the place of every scale; powers of two are stored plus 127."""
+    if scales.dtype is torch.uint8:
+        return torch.full_like(scales, 127)
+    return torch.ones(scales.shape).to(scales.dtype)
+
+
+def swapped(codes: torch.Tensor) -> torch.Tensor:
+    raw = codes.view(torch.uint8)
+    return ((raw << 4) | (raw >> 4)).view(codes.dtype)
+
+
+SCALES = {
+    "fp8-channel": "weight_scale",
+    "fp8-block-bf16": "weight_scale_inv",
+    "fp8-powers": "weight_scale_inv",
+    "fp8-tensor": "weight_scale",
+    "int8-channel": "weight_scale",
+    "torchao-int8": "weight_scale",
+    "bnb-int8": "SCB",
+    "fp4": "scale",
+    "int4": "weight_scale",
+    "nvfp4": "weight_scale",
+    "gptq": "scales",
+}
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_scales_that_were_not_applied_are_named_in_every_format(
+    form: str, case: Callable[..., Case], tmp_path: Path
+) -> None:
+    made = case(form)
+    change = (lambda scales: torch.full_like(scales, 127)) if form == "bnb-int8" else ones
+    found = made.judged({QUERY: into_misread(made, SCALES[form], change, tmp_path)})
+    which = "the scales of its groups were" if form == "nvfp4" else "its scales were"
+    assert says(found, QUERY, f"{which} not applied")
+
+
+@pytest.mark.parametrize("form", ["fp4", "nvfp4"])
+def test_swapped_halves_are_named(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+    made = case(form)
+    codes = "q_proj.weight" if form == "fp4" else "weight_packed"
+    found = made.judged({QUERY: into_misread(made, codes, swapped, tmp_path)})
+    assert says(found, QUERY, "the halves of its bytes were swapped")

@@ -76,11 +76,16 @@ def length(config: ModelConfig, stack: str, layers: Mapping[int, Shapes]) -> int
     return config.num_hidden_layers
 
 
-def odd_tensors(tensors: Shapes) -> Iterator[OddTensor]:
-    """Yield the tensors that one layer lacks, or has in another shape than a layer that is otherwise like it."""
+def odd_tensors(config: ModelConfig, tensors: Shapes) -> Iterator[OddTensor]:
+    """Yield the tensors that one layer lacks, or has in another shape than a layer that is otherwise like it.
+
+    Layers beyond those of the config, as DeepSeek's and GLM's for multi-token prediction, have more than the others.
+    """
     if any("lora_" in name or ".base_layer." in name for name in tensors):
         return  # an adapter that lies beside the weights is in some layers alone
-    for stack, layers in (*stacks(tensors).items(), *stacks(tensors, _EXPERT).items()):
+    for stack, every in (*stacks(tensors).items(), *stacks(tensors, _EXPERT).items()):
+        size = None if _EXPERT.match(f"{stack}.0.") else length(config, stack, every)
+        layers = {number: layer for number, layer in every.items() if size is None or number < size}
         kinds: dict[frozenset[tuple[str, Shape]], list[int]] = defaultdict(list)
         for number, layer in sorted(layers.items()):
             kinds[frozenset(layer.items())].append(number)

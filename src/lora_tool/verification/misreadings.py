@@ -151,6 +151,7 @@ def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
     yield _unscaled(replace(encoding, overall=None), encoding.scales)
     yield _swapped(encoding)
     if encoding.overall is not None:
+        yield replace(_unscaled(encoding, encoding.scales), what="the scales of its groups were not applied")
         yield Misreading(what="the scale of the whole tensor was left out", encoding=replace(encoding, overall=None))
         wrong, right = ("multiplied", "divides") if encoding.divides else ("divided", "multiplies")
         yield Misreading(

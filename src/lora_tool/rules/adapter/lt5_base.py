@@ -292,7 +292,9 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
             continue
         named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if named and not may_be_absent(subject, path) and _is_of_every_class(subject, path):
+        if not named or may_be_absent(subject, path) or _is_beyond(match, path):
+            continue
+        if _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
 
@@ -328,6 +330,13 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
             yield Fault(
                 subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, but the file does not have it"
             )
+
+
+def _is_beyond(match: BaseMatch, path: str) -> bool:
+    """Whether a module is in a layer beyond those of the config, which are for multi-token prediction: no class has them."""
+    layers = None if match.base.config is None else match.base.config.num_hidden_layers
+    number = split_layer(path)[0]
+    return match.facts is None and layers is not None and number is not None and number >= layers
 
 
 def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:

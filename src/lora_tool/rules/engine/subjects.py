@@ -141,7 +141,7 @@ class ModelSubject(Subject):
 
         if self._config is None or self.class_tensors is not None or self.base is not None:
             return ()
-        return tuple(odd_tensors(self.shapes)) if is_regular(self._config) else ()
+        return tuple(odd_tensors(self._config, self.shapes)) if is_regular(self._config) else ()
 
     @property
     def lost_end(self) -> str | None:
