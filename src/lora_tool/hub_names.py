@@ -13,7 +13,8 @@ FORMS = "owner/name, owner/name@revision, hf://owner/name@revision or its addres
 ANYWHERE = "path, Hub id (owner/name[@revision]), hf:// or URL"
 """What a model or an adapter can be given as, for a help text."""
 
-_NAME = re.compile(r"(?P<id>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_WORD = r"(?a:\w[\w.\-]*)"
+_NAME = re.compile(rf"(?P<id>{_WORD}(?:/{_WORD})?)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SCHEMES = ("https://", "http://")
 _REF = r"refs/\w+/[\w.\-]+"

@@ -165,6 +165,12 @@ def test_another_base_of_the_same_shape_is_a_warning(tmp_path: Path, call: Calle
     assert not (tmp_path / "no").exists()
 
 
+def test_a_number_that_is_nan_is_the_bases(copies: Path, call: Caller) -> None:
+    config = copies / "causal-llama/base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": float("nan")}))
+    assert call("merge", copies / "causal-llama/adapter", "--base", copies / "causal-llama/base", "-q").code == 0
+
+
 def test_a_base_that_the_config_does_not_name(copies: Path, call: Caller) -> None:
     path = copies / "causal-llama" / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import typing
 from importlib.metadata import version
 from itertools import product
 
@@ -20,7 +22,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lora_tool.formats.model_config import NUMBERS
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
 from lora_tool.names.order import in_natural_order
@@ -32,6 +36,20 @@ TESTED = "5.23"
 
 def test_the_installed_transformers_is_the_tested_one() -> None:
     assert version("transformers").startswith(f"{TESTED}.")
+
+
+def test_no_class_takes_a_string_for_a_number() -> None:
+    taken = {
+        (field.name, config.model_type)
+        for config in CONFIG_MAPPING.values()
+        for field in dataclasses.fields(config)
+        if field.name in NUMBERS and _takes_a_string(field.type)
+    }
+    assert taken == set()
+
+
+def _takes_a_string(kind: object) -> bool:
+    return "str" in kind if isinstance(kind, str) else str in (kind, *typing.get_args(kind))
 
 
 @pytest.mark.parametrize(

@@ -228,12 +228,15 @@ def test_a_limit_of_memory_or_threads_is_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stderr_that_takes_nothing_changes_no_exit_code() -> None:
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_takes_nothing_changes_no_exit_code(stream: str) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
         done = subprocess.run(
-            [sys.executable, "-m", "lora_tool", "validate", "nowhere"], stdout=subprocess.PIPE, stderr=full, check=False
+            [sys.executable, "-m", "lora_tool", "validate", "nowhere", "--json"], check=False, **streams
         )
     assert done.returncode == 3
+    assert b"Traceback" not in (done.stderr or b"")
 
 
 def test_the_pages_of_the_rules_do_not_need_docstrings() -> None:

@@ -2,9 +2,9 @@
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
  * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows; after
- * a product in float64 also, in every second column, its numbers times a scale, the same product of whole factors and its
- * transposed, and the Gram matrix of the left factor. Each merged result is made once more from file to file, a tile of
- * rows at a time; the program fails where that is another. */
+ * a product in float64 also, in every second column, its numbers times a scale, these once more, transposed, the same
+ * product of whole factors and its transposed, and the Gram matrix of the left factor. Each merged result is made once
+ * more from file to file, a tile of rows at a time; the program fails where that is another. */
 #define _XOPEN_SOURCE 700 /* pread, pwrite and fileno */
 #include <stdio.h>
 #include <stdlib.h>
@@ -200,6 +200,8 @@ static void run_factors(const int64_t *head) {
     fwrite(out, 1, bytes, stdout);
     putchar(lora_tool_scale(level, out, type, columns, 1, scaled, type, 2 * columns, 2, rows, columns, 0.3));
     fwrite(scaled, 1, 2 * bytes, stdout);
+    putchar(lora_tool_turn(level, out, type, columns, scaled, type, rows, rows, columns, 0.3));
+    fwrite(scaled, 1, bytes, stdout);
     run_whole(level, parts, count, rows, matrix, depth, columns, type);
     for (int64_t at = 0; at < count; at++) {
         free(memory[at]);

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.native.library import CHECKSUM, TYPES, WIDE_TYPES, Kernel, checksum, trial
-from lora_tool.execution.native.products import mix
+from lora_tool.execution.native.products import mix, turn
 from lora_tool.formats.factor_rows import Room
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
@@ -71,6 +72,8 @@ def test_factors_in_float64_have_the_bits_of_the_definition(
         assert (found.tobytes(), fine) == (stored.tobytes(), finite)
         found, fine = case.run_scaled(kernel, found)
         assert (found.tobytes(), fine) == (scaled.tobytes(), scaled_finite)
+        found, fine = case.run_turned(kernel, stored)
+        assert (found.tobytes(), fine) == (case.turned(stored)[0].tobytes(), scaled_finite)
         for below in (False, True) if ranks else ():
             found, fine = case.run_whole(kernel, below=below)
             assert (found.tobytes(), fine) == (stored.tobytes(), finite)
@@ -90,6 +93,21 @@ def test_gram_matrices_have_the_bits_of_the_definition_however_they_are_cut(
     expected = case.gram()
     for kernel in kernels:
         assert case.run_gram(kernel, int(share * rows)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [(16, 64), (17, 65), (5, 200), (200, 5), (64, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32, DType.F64], ids=str)
+def test_a_matrix_that_is_turned_round_has_every_element_in_its_place(
+    kernels: tuple[Kernel, ...], size: tuple[int, int], dtype: DType
+) -> None:
+    kind = STORAGE[dtype]
+    stored = (np.arange(size[0] * size[1]).reshape(size) % 251).astype(kind)
+    for kernel in kernels:
+        out = np.zeros((size[1], size[0] + 3), kind)  # in rows that are longer
+        assert turn(kernel, stored, dtype, out[:, 1:-2], dtype, 1.0)
+        assert np.array_equal(out[:, 1:-2], stored.T)
+        assert not out[:, 0].any()
+        assert not out[:, -2:].any()
 
 
 def test_more_rows_than_are_packed_together_give_the_same_product(kernels: tuple[Kernel, ...]) -> None:

@@ -99,7 +99,7 @@ def check_wide(case: WideCase, written: bytes, at: int) -> int:
     """Compare what the program writes of a product, from byte `at`, with the definition; return where it ends."""
     expected = case.expected()
     turned = np.ascontiguousarray(expected[0].T), expected[1]
-    for stored, fine in (expected, case.scaled(expected[0]), expected, turned):
+    for stored, fine in (expected, case.scaled(expected[0]), case.turned(expected[0]), expected, turned):
         assert (written[at] == 0) == fine
         if fine:
             assert written[at + 1 :].startswith(stored.tobytes())

@@ -10,7 +10,7 @@ import numpy as np
 
 from lora_tool.execution.kernels import STORAGE, round_to
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel, Level
-from lora_tool.execution.native.products import GramSum, Stored, mix
+from lora_tool.execution.native.products import GramSum, Stored, mix, turn
 from lora_tool.formats.factor_rows import Room
 from lora_tool.tensors import DType
 from tests.native.cases import Array, Factor, numbers
@@ -58,6 +58,15 @@ class WideCase:
         whole = np.zeros((self.size[0], 2 * self.size[1]), STORAGE[self.out_type])
         whole[:, ::2] = some
         return whole, fine
+
+    def turned(self, found: Array) -> tuple[Array, bool]:
+        """Return the result times `SCALE`, transposed."""
+        some, fine = self.stored(SCALE * found.astype(np.float64))
+        return np.ascontiguousarray(some.T), fine
+
+    def run_turned(self, kernel: Kernel, found: Array) -> tuple[Array, bool]:
+        out = np.empty(self.size[::-1], STORAGE[self.out_type])
+        return out, turn(kernel, found, self.out_type, out, self.out_type, SCALE)
 
     def run(self, kernel: Kernel) -> tuple[Array, bool]:
         widths = kernel.rows, kernel.wide_columns

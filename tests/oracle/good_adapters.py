@@ -163,6 +163,9 @@ GOOD: Mapping[str, Good] = {
     "excluded": Good(
         config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}
     ),
+    "excluded-one-by-one": Good(
+        config={"target_modules": [*QV, "up_proj"], "exclude_modules": [f"layers.{n}.mlp.up_proj" for n in range(2)]}
+    ),
     "excluded-by-regex": Good(config={"target_modules": QV, "exclude_modules": r".*layers\.0.*"}),
     "regex": Good(config={"target_modules": r".*\.(q|v)_proj"}),
     "all-linear": Good(config={"target_modules": "all-linear"}),
@@ -283,6 +286,16 @@ GOOD: Mapping[str, Good] = {
         model=partial(tiny_model, "mllama", "image-text-to-text"),
         config={"target_modules": r".*vision_model.*\.q_proj"},
         task=None,
+    ),
+    "text-and-vision": Good(
+        model=partial(tiny_model, "mllama", "image-text-to-text"),
+        config={"target_modules": ["v_proj", "lm_head"]},
+        task=None,
+    ),
+    "shared-embeddings": Good(
+        model=partial(_classifier, AutoModelForSeq2SeqLM, "bart"),
+        config={"target_modules": ["q_proj", "embed_tokens"]},
+        task="SEQ_2_SEQ_LM",
     ),
     "biased-reward": Good(
         model=partial(tiny_model, "gpt2", "seq-cls"),

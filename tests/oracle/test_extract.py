@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
-from lora_tool import extract, merge, validate, verify
+from lora_tool import extract, merge, resize, validate, verify
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
 from lora_tool.formats.stored_numbers import Matrix
@@ -211,3 +213,33 @@ def test_a_tied_output_layer_changes_with_its_embedding(tmp_path: Path) -> None:
     assert torch.allclose(unmerged, expected, atol=1e-5)
     assert torch.allclose(merged, expected, atol=1e-5)
     assert not verify(out).report.findings
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # PEFT's own patterns
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_peft_loads_experts_that_changed_by_different_ranks(model_type: str, tmp_path: Path) -> None:
+    """It stacks the factors of a layer's experts, of gate and up, and takes the rank of all stacks from `r`."""
+    base, tuned = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32), tmp_path / "tuned"
+    shutil.copytree(base, tuned)
+    generator = torch.Generator().manual_seed(0)
+    for path in tuned.glob("*.safetensors"):
+        table = load_file(path)
+        for name, tensor in [*table.items()]:
+            expert = re.search(r"layers\.0\..*experts\.(\d+)\.(w1|w2|gate_proj|down_proj)\.", name)
+            rank = 1 + int(expert[1]) if expert else 4 if "layers.1.self_attn.q_proj.weight" in name else 0
+            if rank and not name.endswith("experts.1.w2.weight"):
+                left, right = (torch.randn(shape, generator=generator) for shape in ((len(tensor), rank), (rank, 32)))
+                table[name] = tensor + 0.02 * left @ right[:, torch.arange(tensor.shape[1]) % 32]
+        save_file(table, path, metadata={"format": "pt"})
+    tokens = torch.tensor([[5, 17, 3, 42, 8]])
+    with torch.no_grad():
+        expected = load_model(tuned, "causal-lm")(tokens).logits
+    out = extract(tuned, base, keep=1 - 1e-6, out=tmp_path / "out").path
+    small = resize(out, keep=0.7, out=tmp_path / "small").path
+    shapes = {tuple(t.shape) for n, t in load_file(small / "adapter_model.safetensors").items() if "experts" in n}
+    assert len({min(shape) for shape in shapes}) == 1
+    for adapter, furthest in ((out, 1e-5), (small, 1.0)):
+        assert not verify(adapter).report.findings
+        with torch.no_grad():
+            found = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)(tokens).logits
+        assert float((found - expected).abs().max()) <= furthest

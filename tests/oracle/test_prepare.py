@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, TrainableTokensConfig, get_peft_model
+from peft import LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 from lora_tool import Server, combine, plan_merge, plan_prepare, prepare, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
@@ -105,6 +106,38 @@ def test_mlx_lm_itself_gives_the_unmerged_logits(tmp_path: Path) -> None:
     found = torch.tensor(served(mlx.array([tokens]))[0].tolist())
     assert float((found - expected).abs().max()) <= 2e-5
     assert without is not None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "layers", "theirs"),
+    [
+        ("llama", ["q_proj", "down_proj"], "layers", "model.layers"),
+        ("gpt2", ["c_attn"], "h", "model.h"),
+        ("gpt_neox", ["query_key_value"], "layers", "model.h"),
+    ],
+)
+def test_modules_are_where_mlx_lm_has_them(
+    model_type: str, targets: list[str], layers: str, theirs: str, tmp_path: Path
+) -> None:
+    """MLX-LM's classes have an output layer; `test_mlx_lm_itself_gives_the_unmerged_logits` is of usual names."""
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32)
+    lora: dict[str, Any] = {"target_modules": targets, "fan_in_fan_out": model_type == "gpt2"}
+    bare: Any = get_peft_model(AutoModel.from_pretrained(base), LoraConfig(task_type="FEATURE_EXTRACTION", **lora))
+    headed: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **lora))
+    made = {}
+    for name, model in (("bare", bare), ("headed", headed)):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        model.save_pretrained(tmp_path / name)
+        out = prepare(tmp_path / name, "mlx", base=base, out=tmp_path / f"{name}-out").path
+        assert not verify(out).report.findings
+        made[name] = load_file(out / "adapters.safetensors")
+        assert all(each.startswith(f"{theirs}.") for each in made[name])
+    assert made["bare"].keys() == made["headed"].keys()
+    with pytest.raises(UnsupportedAdapter, match=rf"`{layers}` is where some models have their layers") as refused:
+        prepare(tmp_path / "bare", "mlx", out=tmp_path / "refused")
+    assert "--for mlx --base MODEL" in str(refused.value.hint)
 
 
 def test_a_rank_that_the_server_does_not_take(tmp_path: Path) -> None:

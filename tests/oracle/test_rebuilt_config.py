@@ -18,7 +18,11 @@ from transformers import TrainingArguments
 from lora_tool.errors import BrokenFile, IncompleteCheckpoint, UnsupportedCheckpoint, WrongValue
 from lora_tool.execution.engine import execute
 from lora_tool.formats.adapter_config import FILE_NAME, read_adapter_config
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.consolidate.rebuilt_config import adapter_config_of
+from lora_tool.sharded.state import TrainingState
+from lora_tool.tensors import StoredTensor
 from tests.cli.calling import FIXTURES, Caller
 from tests.oracle.peft_merge import load_model
 
@@ -197,3 +201,32 @@ def test_files_that_say_nothing(name: str, content: bytes, error: type[Exception
     (run / name).write_bytes(content)
     with pytest.raises(error):
         plan_consolidate(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(TrainingState):
+    """A state that says of each tensor what it was to the training, as DeepSpeed's files do."""
+
+    def assemble(self, wanted: object) -> dict[str, StoredTensor]:
+        raise NotImplementedError
+
+
+BIASES = (".norm.bias", ".q_proj.base_layer.bias")
+
+
+@pytest.mark.parametrize(("trained", "bias"), [(BIASES, "all"), (BIASES[1:], "lora_only"), ((), None)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_roles_tell(trained: tuple[str, ...], bias: str | None, tmp_path: Path, *, alone: bool) -> None:
+    """Which biases were trained, with the frozen weights and without; buffers are no modules that were trained whole."""
+    prefix = "base_model.model"
+    buffers = (f"{prefix}.scale", f"{prefix}.rotary.inv_freq", f"{prefix}.norm.running_mean")
+    roles = dict.fromkeys((f"{prefix}.q_proj.lora_{half}.default.weight" for half in "AB"), Role.TRAINED)
+    roles |= dict.fromkeys(buffers, Role.BUFFER) | dict.fromkeys((prefix + name for name in trained), Role.TRAINED)
+    frozen = (".q_proj.base_layer.weight", ".norm.weight", ".score.weight", *BIASES)
+    roles = roles if alone else dict.fromkeys((prefix + name for name in frozen), Role.FROZEN) | roles
+    entries = {name: StateEntry(role=role, shape=(4, 4)) for name, role in roles.items()}
+    state = Roles(root=tmp_path, folder=tmp_path, title="", entries=entries, stamps={})
+    found = adapter_config_of(state, given=None, lora_alpha=6)
+    assert found.raw is not None
+    assert (found.raw.get("bias"), found.raw.get("modules_to_save")) == (bias, None)
+    assert not [warning for warning in found.warnings if "biases" in warning]

@@ -194,6 +194,12 @@ def test_what_a_model_config_says(fields: dict[str, Any], name: str, value: obje
         ({"id2label": ["a"]}, '`id2label`: expected object of labels, found ["a"]'),
         ({"architectures": "A"}, '`architectures`: expected list of strings, found "A"'),
         ({"model_type": 1}, "`model_type`: expected string, found 1"),
+        ({"hidden_size": "32"}, '`hidden_size`: expected number, found "32"'),
+        (
+            {"vision_config": {"layer_norm_eps": "1e-6"}},
+            '`vision_config.layer_norm_eps`: expected number, found "1e-6"',
+        ),
+        ({"num_labels": None}, "`num_labels`: expected int, found null"),
         ({"dtype": "bf16"}, '`dtype`: expected torch\'s name, "bfloat16", found "bf16"'),
         ({"torch_dtype": "torch.float32"}, '`torch_dtype`: expected torch\'s name, "float32", found "torch.float32"'),
     ],

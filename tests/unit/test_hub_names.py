@@ -44,6 +44,7 @@ def test_a_repository_is_understood(
         "https://example.com/o/m",
         "https://huggingface.co/o/m/tree/main/checkpoint-500",
         "a/b/c",
+        "o/mü",
         "../x",
         "",
         "hf://",

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from lora_tool.execution.native.library import VARIABLE
+from lora_tool.execution.native.library import VARIABLE, kernel
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
@@ -101,6 +101,7 @@ def test_nothing_of_the_rank_is_nearer(name: str, kernel: str, tmp_path: Path, m
                 assert found.discarded <= (1 - asked["keep"]) * size**2 * (1 + 1e-4)
 
 
+@pytest.mark.skipif(kernel() is None, reason="numpy adds up in another order")
 def test_a_factor_that_is_read_in_pieces_has_the_same_gram_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

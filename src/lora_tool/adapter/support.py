@@ -91,10 +91,9 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
     if init not in INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED:
         yield _init(init)
     elif init in INITS_RECOMPUTED and (config.use_dora or config.target_parameters):
-        what = "DoRA" if config.use_dora else "`target_parameters`"
-        yield _only_peft(
-            f"`init_lora_weights` {init} with {what}, whose norms belong to the base that the init changed"
-        )
+        dora = "DoRA, whose norms belong to the base that the init changed"
+        what = dora if config.use_dora else "`target_parameters`, for which only PEFT computes the init again"
+        yield _only_peft(f"`init_lora_weights` {init} with {what}")
     if config.target_parameters and (config.use_dora or config.lora_bias or config.fan_in_fan_out):
         yield Refusal(
             text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not support together",

@@ -95,6 +95,23 @@ def prefixes_of(model_type: str) -> Mapping[str, str]:
 
 
 @cache
+def tied_modules(model_type: str) -> Mapping[str, str]:
+    """Return modules whose weight is another's in some class of the model type → that other one.
+
+    Both have the paths of that class, and those of a checkpoint of the base model alone. An output layer is not among
+    them.
+    """
+    row = _row(model_type)
+    found: dict[str, str] = {}
+    for entry in row["classes"].values() if row else ():
+        for one, other in entry["tied"].items():
+            for trunk in (f"{entry['prefix']}." if entry["prefix"] else "", ""):
+                if one.startswith("@") and one.endswith(".weight") and other.startswith("@"):
+                    found[trunk + one[1:].removesuffix(".weight")] = trunk + other[1:].removesuffix(".weight")
+    return found
+
+
+@cache
 def base_prefixes() -> frozenset[str]:
     """Return what all classes of the table that have a head call their base models."""
     return frozenset(re.findall(r'"prefix":"(\w+)"', TABLE.read_text(encoding="utf-8")))

@@ -92,8 +92,8 @@ def text_class_of(model_type: str, names: Iterable[str], modules: Iterable[str])
         return None
     held = {module for name in names for module in _modules(name)}
     wanted = [module for module in modules if head_of(module) is None]
-    moved = sum(text.path(module) in held for module in wanted)
-    return text if moved > sum(module in held for module in wanted) else None
+    moved, whole = sum(text.path(module) in held for module in wanted), set(map(text.in_whole, held))
+    return text if moved > sum(module in whole for module in wanted) else None
 
 
 def _modules(name: str) -> Iterator[str]:

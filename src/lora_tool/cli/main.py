@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
-from lora_tool.cli.terminal import show_error, warn
+from lora_tool.cli.terminal import leave_stdout, show_error, warn
 from lora_tool.display import printable
 from lora_tool.errors import LoraToolError, of_system
 from lora_tool.progress import listener, reasons
@@ -201,7 +201,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = CANNOT
     except (BrokenPipeError, SystemExit):  # the second is click's for the first, with a code that means findings
         # the reader of our output has left; nothing more can be said there
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_stdout()
         code = NOBODY_READS
     except OSError as error:
         show_error(_of_system(error))

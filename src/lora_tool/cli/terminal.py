@@ -100,6 +100,11 @@ def show_findings(findings: Iterable[Finding]) -> None:
     click.echo(Report(findings=shown).counts(), err=True)
 
 
+def leave_stdout() -> None:
+    """Let what would still be written to stdout go nowhere: it cannot be written, or its reader has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool = False) -> None:
     """Write the error and its hint to stderr, or the findings that it is about, which have their own.
 
@@ -115,7 +120,10 @@ def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool =
 
         hint = error.hint and as_options(error.hint)
         said = {"message": as_options(str(error)), "hint": hint, "exit_code": code}
-        print_json(error=said, findings=[finding_json(finding) for finding in findings])
+        try:
+            print_json(error=said, findings=[finding_json(finding) for finding in findings])
+        except OSError:  # stderr has it; the exit code is that of the error
+            leave_stdout()
     if error.hint and error.hint not in {finding.hint for finding in findings}:
         tell("hint", error.hint)
 

@@ -64,7 +64,7 @@ def _rows(
     part: StoredTensor, first: int, count: int, files: OpenFiles, room: Room, name: str, *, below: bool
 ) -> NDArray[Any]:
     """Return rows of a matrix, or, `below`, of its transposed."""
-    part, turned = _as_in_the_file(part)
+    part, turned = as_in_the_file(part)
     kind = np.dtype(f"u{part.dtype.bits // 8}")
     if turned is below:
         rows = room.of(name, (count, part.shape[1]), kind)
@@ -78,7 +78,7 @@ def _rows(
     return columns.T
 
 
-def _as_in_the_file(part: StoredTensor) -> tuple[StoredTensor, bool]:
+def as_in_the_file(part: StoredTensor) -> tuple[StoredTensor, bool]:
     """Return the matrix as it lies in the file, and whether that is the transposed of the one that is meant."""
     span = part.spans[0] if len(part.spans) == 1 else None
     if not isinstance(span, TransposedSpan) or span.nbytes != span.stored_bytes:

@@ -28,6 +28,35 @@ _NO_TORCH_NAMES = {
 }
 """What a dtype is called elsewhere: transformers looks the word up in torch, and cannot read the config."""
 
+NUMBERS = frozenset(
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "initializer_range",
+        "attention_dropout",
+        "n_head",
+        "n_embd",
+        "d_model",
+        "num_heads",
+        "d_ff",
+        "ffn_dim",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "sliding_window",
+    ]
+)
+"""Fields that no class of transformers takes as a string."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -67,13 +96,15 @@ def read_model_config(path: Path) -> ModelConfig:
 def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """Return the config that the object `raw`, of the file `path`, is; wrong fields are in `problems`."""
     fields = Fields(raw, path)
-    if "model_type" not in raw:
+    if raw.get("model_type") is None:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")
     text = fields.inner("text_config") if raw.get("text_config") else fields
     for name in ("dtype", "torch_dtype"):
         meant = _NO_TORCH_NAMES.get(str(raw.get(name)))
         if meant is not None:
             fields.expected(name, f"torch's name, {shown(meant)}", raw[name])
+    if not raw.get("auto_map"):
+        _note_strings_for_numbers(fields)
     return ModelConfig(
         path=path,
         raw=raw,
@@ -96,7 +127,17 @@ def _num_labels(fields: Fields) -> int | None:
         fields.expected("id2label", "object of numbers to labels", labels)
         labels = None
     explicit = fields.optional_integer("num_labels")
+    if explicit is None and "num_labels" in fields.table:
+        fields.expected("num_labels", "int", fields.table["num_labels"])
     return len(labels) if labels is not None and explicit is None else explicit
+
+
+def _note_strings_for_numbers(fields: Fields) -> None:
+    for name, value in fields.table.items():
+        if name in NUMBERS and isinstance(value, str):
+            fields.expected(name, "number", value)
+        elif name.endswith("_config") and isinstance(value, dict):
+            _note_strings_for_numbers(fields.inner(name))
 
 
 def _is_label(entry: tuple[str, object]) -> bool:

@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from lora_tool.choices import Choice
 from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
+from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.quantise import Quantise
@@ -31,6 +32,7 @@ from lora_tool.verification.pieces import (
     batched,
     parts_of,
     row_blocks,
+    sampled_columns,
     sampled_rows,
     sampled_stretches,
     stretches,
@@ -55,10 +57,11 @@ class Level(Choice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Some of the comparison of a part: ranges of rows to recompute, or stretches of bytes."""
+    """Some of the comparison of a part: ranges of rows or columns to recompute, or stretches of bytes."""
 
     part: Compared
     rows: Sequence[Rows] = ()
+    columns: Sequence[int] = ()
     stretches: Sequence[tuple[int, int]] = ()
 
 
@@ -120,6 +123,8 @@ def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
         for some in batched(list(found), _TASK_PIECES):
             yield _Task(part=part, stretches=some)
+    elif level is Level.SAMPLE and (columns := sampled_columns(part.stored, part.op)):
+        yield _Task(part=part, columns=columns)
     elif why_not(part.op) is None and part.stored.spec.numel:
         rows = list(row_blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
         # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
@@ -166,9 +171,8 @@ def _in_parallel(
 
 def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
     part = task.part
-    if task.stretches:
-        for start, nbytes in task.stretches:
-            yield _compare_bytes(part, files, start, nbytes)
+    if not task.rows:
+        yield from _at_once(task, files, recomputer, precision)
         return
     if isinstance(part.op, Requantise | Quantise):
         from lora_tool.verification.coded import coded_tallies  # noqa: PLC0415 - for quantised weights alone
@@ -200,6 +204,31 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
                 if tally.first is not None:
                     tally.first = part.begin + _flat(tally.first, some, width)
                 yield tally
+
+
+def _at_once(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
+    for start, nbytes in task.stretches:
+        yield _compare_bytes(task.part, files, start, nbytes)
+    if task.columns:
+        yield _compare_columns(task.part, task.columns, files, recomputer, precision)
+
+
+def _compare_columns(
+    part: Compared, columns: Sequence[int], files: Files, recomputer: Recomputer, precision: Precision | None
+) -> Tally:
+    """Compare all rows of some columns of a product with a small matrix."""
+    op, dtype, chosen = part.op, part.stored.dtype, np.array(columns)
+    if not isinstance(op, Mix):
+        raise AssertionError("columns are sampled of products with a small matrix alone")  # noqa: TRY004 - ours
+    wide = working_type(op, dtype)
+    bounds = [stated_bound(op, dtype, precision or Precision.FLOAT32)]
+    with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+        expected = recomputer.columns(op, chosen, wide)
+        tally = tally_of(files.columns(part.stored, chosen), dtype, expected, bounds, wide)
+    if tally.first is not None:
+        row, at = divmod(tally.first, len(columns))
+        tally.first = part.begin + row * part.stored.shape[1] + columns[at]
+    return tally
 
 
 def _unknown(part: Compared, files: Files, why: str) -> Tally:

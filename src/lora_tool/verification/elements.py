@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
-from lora_tool.tensors import DType, Span, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.encodings import Encoding
@@ -88,6 +88,9 @@ def some_rows(stored: Bytes, rows: slice, dtype: DType, width: int) -> Bytes:
     return stored[rows.start * row_bytes : rows.stop * row_bytes]
 
 
+_READ_BYTES = 1 << 20
+
+
 class Files(OpenFiles):
     """Files open for reading: opened when they are read, a bounded number. A context manager, safe for threads."""
 
@@ -111,10 +114,31 @@ class Files(OpenFiles):
         whole = tensor.spans[0] if len(tensor.spans) == 1 else None
         if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
             self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
+        elif type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes:  # read once, not for every row
+            stored = np.empty(whole.stored_bytes, np.uint8)
+            self.read_exactly(whole.path, whole.offset, stored.data)
+            matrix = stored.view(f"u{whole.itemsize}").reshape(whole.columns, whole.rows)
+            rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
+            np.concatenate([matrix[:, first:last].T for first, last in rows], out=rows_of)
         else:
             for start, place in zip(starts, places, strict=True):
                 fill(place, tensor, start, self.read_exactly, decode or self._decode)
         return out
+
+    def columns(self, tensor: StoredTensor, columns: Array) -> Bytes:
+        """Return the bytes of these columns of a matrix, one row of them after the other.
+
+        All of it is read, some rows at a time: each column is somewhere in every row.
+        """
+        height, width = tensor.shape
+        step = (
+            max(1, _READ_BYTES // max(1, width * tensor.dtype.bits // 8)) if type(tensor.spans[0]) is Span else height
+        )
+        kind = FLOATS[tensor.dtype].bits
+        some = (self.rows(tensor, [(at, min(at + step, height))]) for at in range(0, height, step))
+        return (
+            np.concatenate([each.view(kind).reshape(-1, width)[:, columns] for each in some]).reshape(-1).view(np.uint8)
+        )
 
     def _decode(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
+from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
@@ -23,6 +24,8 @@ PRODUCT_WEIGHTS = 1 << 19
 """Weights of one product: enough rows that packing the factors costs little."""
 CACHED_WEIGHTS = 1 << 16
 """Weights compared together: the intermediate results stay in the cache, and are too small to be mapped anew each time."""
+_COLUMN_EVERY = 16
+"""Columns of which one is recomputed."""
 PIECE_BYTES = 4 << 20
 """Bytes of a copied tensor compared together."""
 
@@ -129,6 +132,16 @@ def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}
     chosen |= set(op.special_rows)
     yield from batched([(row, row + 1) for row in sorted(chosen)], rows_at_once(width))
+
+
+def sampled_columns(tensor: StoredTensor, op: Op) -> Sequence[int]:
+    """Return columns from everywhere, where a row of the output would need all of the inputs, and a column as many of
+    their columns; none where rows will do. The same each time.
+    """
+    if not isinstance(op, Mix) or not op.below or tensor.spec.numel <= _WHOLE_WEIGHTS:
+        return ()
+    last = tensor.shape[1] - 1
+    return sorted({0, last, *range(_chance(tensor).randrange(_COLUMN_EVERY), last, _COLUMN_EVERY)})
 
 
 def stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:

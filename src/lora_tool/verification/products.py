@@ -116,7 +116,7 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
     elif not found.right:
         nearest = "no difference" if exact else f"{found.best:.6g}, the least at rank {written.rank}"
         reason = f"ΔW is {found.found:.6g} away from what its inputs give, {share:.3g} of it; expected {nearest}"
-    elif share**2 > (1 - least) * (1 + _FROM_THE_BEST) + (found.rounding / found.norm if found.norm else 0.0):
+    elif found.norm and share**2 > (1 - least) * (1 + _FROM_THE_BEST) + found.rounding / found.norm:
         reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², but should keep at least {least:.4%}"
     else:
         reason = ""

@@ -208,6 +208,23 @@ class Recomputer:
             read_columns(stored, part, at, self._files)
             yield at, decode(stored.reshape(-1).view(np.uint8), part.dtype, _DOUBLE).reshape(stored.shape)
 
+    def columns(self, op: Mix, columns: Array, wide: np.dtype[Any]) -> Recomputed:
+        """Return some columns of Xᵀ·[P₁; P₂; …], all of their rows."""
+        parts = [self._files.columns(part, columns) for part in op.parts]
+        right = np.concatenate(
+            [
+                decode(each, part.dtype, _DOUBLE).reshape(-1, len(columns))
+                for each, part in zip(parts, op.parts, strict=True)
+            ]
+        )
+        left = op.matrix.values.T
+        made = left @ right
+        return Recomputed(
+            made.astype(wide, copy=False),
+            np.zeros(made.shape, wide),
+            Product(np.empty((0, 0)), ((left, right),)).norms,
+        )
+
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
         if op.source.shape[0] != op.source.shape[1] or op.taken_out:

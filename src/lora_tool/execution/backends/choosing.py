@@ -8,7 +8,7 @@ from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.native.library import TYPES, WIDE_TYPES, kernel
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Precision, RowOp, row_ops
+from lora_tool.plan.core.ops import Cast, Precision, RowOp, row_ops
 from lora_tool.plan.core.plan import Plan
 
 ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
@@ -20,8 +20,8 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
         precision = Precision.FLOAT32  # its values are only looked at
     elif op.taken_out:
         precision = Precision.PEFT  # whatever was asked for: a decomposition is PEFT's own
-    elif isinstance(op, FactorOp) and precision is Precision.FLOAT64:
-        precision = Precision.FLOAT32  # factors are computed in float64 in both
+    elif isinstance(op, FactorOp | Cast) and precision is Precision.FLOAT64:
+        precision = Precision.FLOAT32  # factors are computed in float64 in both, and a cast is rounded once
     match precision:
         case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
             from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import kernel
-from lora_tool.execution.native.products import mix
+from lora_tool.execution.native.library import WIDE_TYPES, kernel
+from lora_tool.execution.native.products import mix, turn
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
-from lora_tool.formats.factor_rows import Room, pieces
+from lora_tool.formats.factor_rows import Room, as_in_the_file, pieces
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
+from lora_tool.plan.core.ops import Cast, Precision, RowOp
 from lora_tool.tensors import DType
+
+_TURNED_BYTES = 4 << 20
+"""Of what is turned round together: all of a factor at usual ranks."""
+_MATRIX = 2
 
 
 class NativeFactors(NumpyBackend):
@@ -35,9 +40,13 @@ class NativeFactors(NumpyBackend):
 
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """See `Backend`."""
-        if isinstance(unit.op, Mix):
+        turned = _turned(unit.op)
+        if isinstance(unit.op, Mix) or turned is not None:
             with self._ready_for(unit):
-                fine = self._write_mix(unit, unit.op, out)
+                if isinstance(unit.op, Mix):
+                    fine = self._write_mix(unit, unit.op, out)
+                else:
+                    fine = turned is not None and self._write_turned(unit, turned, out)
             if fine:
                 return None
         return super().run(unit, out)
@@ -100,3 +109,36 @@ class NativeFactors(NumpyBackend):
                 for row, values in enumerate(made):
                     self.write(values, out, unit.at + row * unit.row_bytes + first * made.itemsize)
         return True
+
+    def _write_turned(self, unit: ComputeUnit, part: Columns, out: int) -> bool:
+        """Write a matrix that lies transposed in the file; return False where a value is not finite.
+
+        The file is read in the order of its bytes, as often as blocks of the output are needed to hold all of it.
+        """
+        stored, width = as_in_the_file(part.tensor)[0], math.prod(unit.out.shape[1:])
+        step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
+        for first in range(unit.first, unit.last, step):
+            rows = slice(first, min(first + step, unit.last))
+            made = self._buffer("result", (rows.stop - first, width), kernels.STORAGE[unit.out.dtype])
+            made[:, part.count :] = 0
+            for at, (some,) in pieces((stored,), self._sources, self._room, below=False):
+                if self._stopped():
+                    return True
+                place = made[:, at : at + len(some)]
+                if not turn(self._kernel, some[:, rows], part.tensor.dtype, place, unit.out.dtype, part.scale):
+                    return False
+            self.write(made, out, unit.at + first * unit.row_bytes)
+        return True
+
+
+def _turned(op: RowOp) -> Columns | None:
+    """Return the matrix that lies transposed in the file, where it is all that the operation writes but zeros after it."""
+    match op:
+        case Cast(source=source) if len(source.shape) == _MATRIX:
+            part = Columns(tensor=source, count=source.shape[1])
+        case Beside(parts=(part,), leading=0) if part.count == part.tensor.shape[1]:
+            pass
+        case _:
+            return None
+    known = part.tensor.dtype in WIDE_TYPES and part.tensor.spec.numel > 0
+    return part if known and as_in_the_file(part.tensor)[1] else None

@@ -173,3 +173,56 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     }
     return flagged;
 }
+
+#define TURNED 16 /* rows that are turned round together: a line of each lies in the first-level cache */
+#define ABREAST 64 /* and columns of them */
+
+/* Write lines of ABREAST elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
+#define TURN(type)                                                                                                     \
+    static void turn_##type(const type *lines, type *out, int64_t stride, int64_t high, int64_t wide) {                \
+        for (int64_t c = 0; c < wide; c++, out += stride) {                                                            \
+            for (int64_t r = 0; r < high; r++) {                                                                       \
+                out[r] = lines[r * ABREAST + c];                                                                       \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+TURN(uint16_t)
+TURN(uint32_t)
+TURN(uint64_t)
+
+/* Write a matrix of `rows` by `columns`, whose rows lie `apart` elements from each other, transposed: each element times
+ * `scale`, rounded to float64 and then once to `out_type`, in rows of `stride`. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_t apart, void *out, int out_type,
+                          int64_t stride, int64_t rows, int64_t columns, double scale) {
+    const struct words *words = words_of(level);
+    if (!words || !is_wide_type(source_type) || !is_wide_type(out_type)) {
+        return -1;
+    }
+    const struct part part = {.values = source, .along = apart, .down = 1, .type = source_type};
+    const int64_t down = (rows + TURNED - 1) / TURNED, across = (columns + ABREAST - 1) / ABREAST;
+    const size_t size = wide_size_of(out_type);
+    mode_type before = ieee_mode();
+    uint32_t largest = 0;
+    for (int64_t at = 0; at < down * across; at++) { /* along the longer side last */
+        const int64_t row = (rows > columns ? at / across : at % down) * TURNED;
+        const int64_t column = (rows > columns ? at % across : at / down) * ABREAST;
+        const int64_t high = least_of(rows - row, TURNED), wide = least_of(columns - column, ABREAST);
+        _Alignas(64) uint64_t lines[TURNED * ABREAST];
+        for (int64_t r = 0; r < high; r++) {
+            _Alignas(64) double line[ABREAST];
+            words->scaled[source_type](line, element(&part, row + r, column), 1, scale, wide);
+            uint32_t found = words->rounded(line, (char *)lines + (size_t)(r * ABREAST) * size, out_type, 1, wide);
+            largest = found > largest ? found : largest;
+        }
+        char *write = (char *)out + (size_t)(column * stride + row) * size;
+        if (size == 2) {
+            turn_uint16_t((uint16_t *)lines, (uint16_t *)write, stride, high, wide);
+        } else if (size == 4) {
+            turn_uint32_t((uint32_t *)lines, (uint32_t *)write, stride, high, wide);
+        } else {
+            turn_uint64_t(lines, (uint64_t *)write, stride, high, wide);
+        }
+    }
+    restore_mode(before);
+    return is_too_large(largest, out_type);
+}

@@ -102,6 +102,27 @@ def mix(
     return flagged == 0
 
 
+def turn(
+    kernel: Kernel, stored: NDArray[Any], source_type: DType, out: NDArray[Any], dtype: DType, scale: float
+) -> bool:
+    """Write a matrix transposed at `out`, times `scale`, rounded once; return False where a value is NaN or infinite.
+
+    In rows of both, elements lie one after the other.
+    """
+    flagged: int = functions(kernel.library).lora_tool_turn(
+        kernel.level.number,
+        stored.ctypes.data,
+        WIDE_TYPES[source_type],
+        stored.strides[0] // stored.itemsize,
+        out.ctypes.data,
+        WIDE_TYPES[dtype],
+        out.strides[0] // out.itemsize,
+        *stored.shape,
+        scale,
+    )
+    return flagged == 0
+
+
 def _listed(parts: Sequence[Stored]) -> Any:  # noqa: ANN401 - an array of ctypes
     return (_Part * len(parts))(
         *(
@@ -128,6 +149,9 @@ def functions(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_mix_room.argtypes = [number, size, size, number]
     library.lora_tool_mix.argtypes = [
         number, pointer, size, size, pointer, size, size, number, pointer, number, size, pointer,
+    ]  # fmt: skip
+    library.lora_tool_turn.argtypes = [
+        number, pointer, number, size, pointer, number, size, size, size, ctypes.c_double,
     ]  # fmt: skip
     for name in ("gram_sums", "gram_room", "mix_room"):
         getattr(library, f"lora_tool_{name}").restype = size

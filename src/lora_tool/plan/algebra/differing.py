@@ -14,6 +14,7 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import is_under
+from lora_tool.plan.algebra.expert_ranks import missing_experts
 from lora_tool.plan.algebra.from_base import is_tied
 from lora_tool.tensors import StoredTensor
 
@@ -31,6 +32,8 @@ class Differing:
 
     low_rank: tuple[str, ...]
     """Modules whose weight differs and can have LoRA."""
+    stacked: Mapping[str, str]
+    """Modules that PEFT stacks with those, but did not change: each with one of those that has as many columns."""
     transposed: frozenset[str]
     """Those of them that store it [in, out]."""
     whole: Mapping[str, str]
@@ -95,15 +98,17 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
     }  # PEFT loads all of such a module, or nothing
     names = {tensor.name for tensor, _ in left} & whole.keys()
     tied = _tied(tuned, arch, modules)
+    stacked = dict(missing_experts(linear, (name.removesuffix(".weight") for name in base.tensors)))
     return Differing(
         low_rank=tuple(sorted(linear)),
+        stacked=stacked,
         transposed=frozenset(module for module in linear if module.rpartition(".")[2] in conv1d),
         whole=whole,
         saved_modules=(*sorted(heads), *modules, *(name.removesuffix(".weight") for name in tied)),
         tied=tied,
         biases=biases,
         left=tuple(item for item in left if item[0].name not in names),
-        targets=_targets(linear, base),
+        targets=_targets({*linear, *stacked}, base),
         task_type=task,
     )
 

@@ -12,6 +12,7 @@ from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.plan.algebra.expert_ranks import largest_of_experts
 from lora_tool.plan.core.steps import SideFile
 
 _WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -83,8 +84,11 @@ def base_of(config: AdapterConfig) -> str | None:
 
 
 def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and a scaling of 1 for each."""
-    usual = Counter(ranks.values()).most_common(1)[0][0]
+    """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and a scaling of 1 for each.
+
+    Of fused experts, as which PEFT loads LoRA on single ones, it takes the rank from r alone.
+    """
+    usual = largest_of_experts(ranks) or Counter(ranks.values()).most_common(1)[0][0]
     others = {module: rank for module, rank in ranks.items() if rank != usual}
     if not _found(ranks, usual, others):  # one path is the end of another
         others = {f"^{re.escape(module)}": rank for module, rank in others.items()}

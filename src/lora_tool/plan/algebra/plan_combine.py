@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lora_tool.adapter.view import AdapterView, TrainedTokens, view_of
@@ -11,14 +11,17 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
-from lora_tool.plan.algebra.factor_steps import exact_type, factor_steps
+from lora_tool.plan.algebra.expert_ranks import equal_for_experts
+from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
 from lora_tool.plan.algebra.fit import require_one_base, require_sums
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
+from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
 from lora_tool.plan.algebra.turning import Ranks, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.algebra.whole_plan import adapter_plan
+from lora_tool.plan.core.factor_ops import SmallMatrix
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
@@ -105,8 +108,10 @@ def _planned(
     out = dtype or exact_type(sums, turned=bool(turned.matrices))
     whole = whole_tensors(views, head_of=None if head_of is None else views[head_of])
     matrices = turned.matrices
-    written = {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
-    steps = (*(step for each in sums for step in factor_steps(each, out, matrices.get(each.module))), *whole.steps)
+    written = equal_for_experts(
+        {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
+    )
+    steps = (*_steps(sums, out, matrices, written), *whole.steps)
     targets = {layer.module: layer.path for view in views for layer in view.layers}
     named = {targets[module]: rank for module, rank in written.items()}
     return adapter_plan(
@@ -128,6 +133,17 @@ def _planned(
             "head_of": None if head_of is None else input_name(head_of + 1),
         },
     )
+
+
+def _steps(
+    sums: Sequence[Factors],
+    dtype: DType,
+    matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]],
+    ranks: Mapping[str, int],
+) -> Iterator[Step]:
+    for each in sums:
+        yield from padded_steps(each, dtype, matrices.get(each.module), ranks[each.module])
+        yield from bias_steps(each, dtype)
 
 
 def _without_repeats(adapters: Sequence[AdapterDir], head_of: int | None) -> tuple[AdapterDir, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,13 +18,16 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.differing import Differing, differing
+from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.peft_config import PLAIN, rank_fields
 from lora_tool.plan.algebra.ranks import keeping_little, least_kept
+from lora_tool.plan.algebra.serving_steps import zero_rows
 from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.algebra.turning import Ranks
 from lora_tool.plan.algebra.whole_plan import described, stamps_of, tokenizer_files
 from lora_tool.plan.base.task import auto_class_for
-from lora_tool.plan.core.ops import Copy, Precision, copied_as
+from lora_tool.plan.core.factor_ops import Beside, Columns
+from lora_tool.plan.core.ops import Assemble, Copy, Op, Precision, copied_as, row_ops
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import told
@@ -62,6 +65,10 @@ class Extracted:
         }
 
 
+Made = tuple[Extracted, tuple[StoredTensor, StoredTensor]]
+"""A module's figures, and its A and B."""
+
+
 def plan_extract(
     model: Reference,
     base: Reference,
@@ -96,13 +103,13 @@ def plan_extract(
         )
     _require_names(first, found)
     told(f"comparing {len(found.low_rank)} changed matrices with the base's, in four passes")
-    steps: list[Step] = []
-    modules: list[Extracted] = []
-    for each, factors in _factors(tuned, first, found, asked, spool):
-        modules.append(each)
-        steps += _steps(each, factors, kind)
+    made = [*_factors(tuned, first, found, asked, spool)]
+    made += _unchanged(made, first, found, spool)
+    modules = [each for each, _ in made]
+    ranks = equal_for_experts({each.module: each.rank for each in modules})
+    steps = [step for each, factors in made for step in _steps(each, factors, kind, ranks[each.module])]
     whole = [*_whole_steps(tuned, found)]
-    side_files = (_config(first, found, modules), *tokenizer_files((tuned,)))
+    side_files = (_config(first, found, ranks), *tokenizer_files((tuned,)))
     return Plan(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=(*steps, *whole)),),
         side_files=side_files,
@@ -151,15 +158,13 @@ def _require_names(base: ModelDir, found: Differing) -> None:
         )
 
 
-def _factors(
-    tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool
-) -> Iterator[tuple[Extracted, tuple[StoredTensor, StoredTensor]]]:
+def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool) -> Iterator[Made]:
     """Yield each module's figures and factors, computed by one worker per core; only a few lie in memory at a time."""
     from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
 
     from lora_tool.plan.algebra.krylov import nearest  # noqa: PLC0415
 
-    def one(module: str) -> tuple[Extracted, tuple[StoredTensor, StoredTensor]]:
+    def one(module: str) -> Made:
         ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
         ranks = _LARGEST if asked.rank is None else (asked.rank,)
         for largest in ranks:
@@ -188,13 +193,34 @@ def _factors(
         yield from workers.map(one, found.low_rank)
 
 
-def _steps(each: Extracted, factors: tuple[StoredTensor, StoredTensor], dtype: DType) -> Iterator[Step]:
+def _unchanged(made: Sequence[Made], base: ModelDir, found: Differing, spool: Spool) -> Iterator[Made]:
+    """Yield the experts that did not change, but that PEFT stacks with those that did: B is zero, A another expert's."""
+    if not found.stacked:
+        return
+    import numpy as np  # noqa: PLC0415 - the factors of the others were computed with it
+
+    held = {each.module: a for each, (a, _) in made}
+    for module, like in found.stacked.items():
+        a, height = held[like], base.tensors[f"{module}.weight"].shape[0]
+        zeros = spool.add(f"{module}.lora_B", np.zeros((height, a.shape[0]), np.float32))
+        figures = Extracted(module=module, rank=a.shape[0], norm=0.0, residual=0.0, noise=0.0, largest=0.0, kept=1.0)
+        yield figures, (a, zeros)
+
+
+def _steps(each: Extracted, factors: tuple[StoredTensor, StoredTensor], dtype: DType, rank: int) -> Iterator[Step]:
+    """Yield the steps that write both factors, with zeros up to the `rank`."""
     reason = (
         f"rank {each.rank} of what changed, {each.residual / each.norm if each.norm else 0:.2%} of its norm left out"
     )
-    for part, tensor in zip(("lora_A", "lora_B"), factors, strict=True):
-        out = TensorSpec(name=f"{PREFIX}{each.module}.{part}.weight", dtype=dtype, shape=tensor.shape)
-        yield Step(out=out, op=copied_as(dtype, tensor), action=TensorAction.COMPUTED, reason=reason)
+    (a, b), missing = factors, rank - each.rank
+    above: Op = copied_as(dtype, a)
+    across: Op = copied_as(dtype, b)
+    if missing:
+        above = Assemble(parts=(*row_ops(above), *zero_rows(a, missing)))
+        across = Beside(parts=(Columns(tensor=b, count=each.rank),), zeros=missing)
+    for part, op, shape in (("lora_A", above, (rank, a.shape[1])), ("lora_B", across, (b.shape[0], rank))):
+        out = TensorSpec(name=f"{PREFIX}{each.module}.{part}.weight", dtype=dtype, shape=shape)
+        yield Step(out=out, op=op, action=TensorAction.COMPUTED, reason=reason)
 
 
 def _whole_steps(tuned: ModelDir, found: Differing) -> Iterator[Step]:
@@ -205,8 +231,7 @@ def _whole_steps(tuned: ModelDir, found: Differing) -> Iterator[Step]:
         yield Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=f"copied from {tuned.root}")
 
 
-def _config(base: ModelDir, found: Differing, modules: Sequence[Extracted]) -> SideFile:
-    ranks = {each.module: each.rank for each in modules}
+def _config(base: ModelDir, found: Differing, ranks: Mapping[str, int]) -> SideFile:
     raw: dict[str, Any] = {
         **PLAIN,
         **(rank_fields(ranks) if ranks else {"r": 1, "lora_alpha": 1, "rank_pattern": {}, "alpha_pattern": {}}),

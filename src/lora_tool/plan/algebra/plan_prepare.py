@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.view import AdapterView, view_of
@@ -18,6 +19,7 @@ from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import exact_type
 from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
+from lora_tool.plan.algebra.mlx_names import mlx_beginnings
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
@@ -65,21 +67,26 @@ def plan_prepare(
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
     view = view_of(opened)
     _require_form(view, chosen, based=model is not None, approximate=approximate)
-    names = beginnings_of(view, model) if form.whole_models else SAME
+    names = SAME
+    if form.whole_models or form.mlx:
+        names = beginnings_of(view, model) if form.whole_models else mlx_beginnings(view, model)
     as_dora = form.dora and not (approximate and model is not None)
     based = None if model is None else names.base(model)
     changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
-    served = served_factors(view, form, changes.sums, max_rank=max_rank, approximate=approximate)
+    # MLX-LM's config has module paths, too
+    sums = tuple(replace(each, module=names.path(each.module)) for each in changes.sums) if form.mlx else changes.sums
+    served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
     lowered = bool(served.turned.matrices)
     out = kind or exact_type(served.sums, turned=lowered)
     whole = whole_tensors((view,))
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
+    steps = (*served_steps(served, form, out), *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(
         (opened,),
         (1.0,),
-        names.steps((*served_steps(served, form, out), *(magnitude_steps(view) if as_dora else ()), *as_they_are)),
+        steps if form.mlx else names.steps(steps),
         _config(view, form, served, model, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lora_tool.adapter.view import AdapterView
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled
@@ -65,6 +66,8 @@ def served_factors(
     of_experts = {module: stack.rank for module, stack in fused.items()}
     ranks = {each.module: each.rank for each in sums} | lowered | of_experts
     one_rank = max(ranks.values()) if form.one_rank else None
+    if not form.one_rank:
+        ranks = equal_for_experts(ranks)
     # turning a module to a lower rank puts its scaling into the factors
     scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
     return ServedFactors(

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from lora_tool.choices import positive
 from lora_tool.cores import available_cores
@@ -13,6 +14,7 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.aside import Aside
@@ -68,30 +70,35 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
 
     aside, local = Aside(), threading.local()
 
-    def one(factors: Factors) -> Compressed:
+    def one(factors: Factors, rank: int | None) -> Compressed:
         if not hasattr(local, "reader"):
             local.reader = Reader(files=files)
-        return compressed(factors, local.reader, rank=asked.rank, keep=asked.keep or 1.0, aside=aside)
+        return compressed(factors, local.reader, rank=rank, keep=asked.keep or 1.0, aside=aside)
 
-    matrices, ranks = {}, []
     with (
         OpenFiles(opened_regular) as files,
         threadpool_limits(limits=1, user_api="blas"),
         ThreadPoolExecutor(available_cores()) as workers,
     ):
-        for factors, found in zip(sums, workers.map(one, sums), strict=True):
-            if found.rank < factors.rank:
-                matrices[factors.module] = (found.left, found.right)
-            values = found.singular_values
-            ranks.append(
-                ModuleRank(
-                    module=factors.module,
-                    before=factors.rank,
-                    after=min(found.rank, factors.rank),
-                    energy=found.energy,
-                    discarded=found.discarded,
-                    largest=float(values[0]) if len(values) else 0.0,
-                    enough=found.rank_for(enough()),
-                )
+        chosen = list(workers.map(partial(one, rank=asked.rank), sums))
+        raised = equal_for_experts({each.module: each.rank for each in chosen})
+        low = [(at, raised[each.module]) for at, each in enumerate(chosen) if each.rank < raised[each.module]]
+        for (at, _), found in zip(low, workers.map(lambda item: one(sums[item[0]], item[1]), low), strict=True):
+            chosen[at] = found
+    matrices, ranks = {}, []
+    for factors, found in zip(sums, chosen, strict=True):
+        if found.rank < factors.rank:
+            matrices[factors.module] = (found.left, found.right)
+        values = found.singular_values
+        ranks.append(
+            ModuleRank(
+                module=factors.module,
+                before=factors.rank,
+                after=min(found.rank, factors.rank),
+                energy=found.energy,
+                discarded=found.discarded,
+                largest=float(values[0]) if len(values) else 0.0,
+                enough=found.rank_for(enough()),
             )
+        )
     return Turned(matrices=matrices, ranks=tuple(ranks))

@@ -68,7 +68,11 @@ def adapter_config_of(
     parsed = {name: known[name] for name in state.entries}
     chosen = trained_adapter(state.entries, parsed)
     outside = outside_names(known)
-    own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None) and name not in outside}
+    own = {
+        name: key
+        for name, key in parsed.items()
+        if key.adapter_name in (chosen, None) and name not in outside and state.entries[name].role is not Role.BUFFER
+    }
     trained = _trained(state, own)
     tensors = dict(_of_tensors(state, own, trained))
     recipes = _recipes(state.near, given, tensors)

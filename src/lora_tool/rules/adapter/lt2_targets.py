@@ -66,16 +66,16 @@ def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
     pattern might exclude it.
     """
     config, match = subject.config, subject.match
-    if config.layers_to_transform and (not isinstance(match, BaseMatch) or _has(match, entry)):
-        return True
     if isinstance(config.exclude_modules, str) or targeting.is_saved_whole(config, entry):
         return True
-    return any(name in config.exclude_modules or () for name in _suffixes(entry)) if config.exclude_modules else False
-
-
-def _has(match: BaseMatch, entry: str) -> bool:
-    """Whether the base has a module that the entry of `target_modules` names."""
-    return any(is_under(name.rpartition(".")[0], frozenset({entry})) for name, _ in match.trained())
+    if isinstance(match, BaseMatch):
+        paths = (name.rpartition(".")[0] for name, _ in match.trained())
+        named = [path for path in paths if is_under(path, frozenset({entry}))]
+        return bool(named) and not any(map(config.targets, named))
+    excluded = config.exclude_modules or ()
+    if config.layers_to_transform or any(name.endswith(f".{entry}") for name in excluded):
+        return True
+    return any(name in excluded for name in _suffixes(entry))
 
 
 def _saved_whole(subject: AdapterSubject) -> Iterator[str]:

@@ -311,8 +311,9 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(subject="architectures", message=message, path=path)
     found, expected = _structure(config.raw), _structure(wanted)
     for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name] and (merged or name not in _MAY_DIFFER):
-            message = f"is {json.dumps(found[name])[:60]}, expected {json.dumps(expected[name])[:60]}"
+        said, wanted_text = json.dumps(found[name]), json.dumps(expected[name])  # where NaN is NaN
+        if found[name] != expected[name] and said != wanted_text and (merged or name not in _MAY_DIFFER):
+            message = f"is {said[:60]}, expected {wanted_text[:60]}"
             yield Fault(subject=name, message=message, path=path, severity=None if merged else Severity.WARNING)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.model_tensors import tied_modules
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _DECODERS = (".lm_head.decoder", ".predictions.decoder", ".entity_predictions.decoder")
 
 
 def may_be_absent(subject: AdapterSubject, module: str) -> bool:
-    """Return whether a module is rightly not in the base's files: a head of the class that is said, or an output layer
-    tied to the embeddings. In the names of memory everything is there.
+    """Return whether a module is rightly not in the base's files: a head of the class that is said, an output layer
+    tied to the embeddings, or embeddings that are tied to others. In the names of memory everything is there.
     """
     match = subject.matched
+    if match.facts is None and _is_tied_to_another(match, module):
+        return True
     if match.facts is not None or head_of(module) is None:
         return match.facts is None and (module in {"lm_head", *_outputs(match)} or _is_tied_decoder(match, module))
     said = subject.task or trained_for(subject.config)
@@ -30,6 +33,12 @@ def of_causal_lm(subject: AdapterSubject, module: str) -> str | None:
     match = subject.matched
     of_other = subject.is_reward() and match.name(module) in _outputs(match)
     return match.arch.sequence_classification if of_other else None
+
+
+def _is_tied_to_another(match: BaseMatch, module: str) -> bool:
+    """Return whether the module's weight is that of another, which the base has: BART's encoder and decoder share one."""
+    other = tied_modules(match.arch.model_type).get(match.name(module))
+    return other is not None and f"{other}.weight" in match.base.tensors
 
 
 def _is_tied_decoder(match: BaseMatch, module: str) -> bool:

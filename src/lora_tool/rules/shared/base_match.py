@@ -65,7 +65,8 @@ def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: S
     outside = frozenset(name for name in base.tensors if not text.holds(name))
     match = BaseMatch(base=base, arch=text.architecture, strip=text.strip, add=text.add, outside=outside)
     found = sum(match.name(module) in held for module in wanted)
-    as_they_are = sum(module in held for module in wanted)
+    whole = frozenset(map(text.in_whole, held))
+    as_they_are = sum(module in whole for module in wanted)
     return match if found > as_they_are and not any(map(_EXPERT.search, held)) else None
 
 

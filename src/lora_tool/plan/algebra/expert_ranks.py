@@ -1,0 +1,45 @@
+"""The ranks of LoRA on single experts: PEFT stacks the factors of all of a layer's experts, which need one rank for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from lora_tool.adapter.experts import EXPERT, PROJECTIONS
+from lora_tool.keys import without_numbers
+
+
+def largest_of_experts(ranks: Mapping[str, int]) -> int | None:
+    """Return the largest rank of the modules that are matrices of single experts; None where none is."""
+    return max((rank for module, rank in ranks.items() if EXPERT.fullmatch(module)), default=None)
+
+
+def equal_for_experts(ranks: Mapping[str, int]) -> dict[str, int]:
+    """Return the ranks of modules, that of each expert's matrix raised to the largest of them."""
+    largest = largest_of_experts(ranks)
+    return {
+        module: rank if largest is None or not EXPERT.fullmatch(module) else largest for module, rank in ranks.items()
+    }
+
+
+def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield what PEFT needs besides, to stack the factors of `modules`, of all modules that are `known`: the other experts,
+    in all layers, and up beside gate. Each comes with one of the modules that has as many columns.
+    """
+    present = set(modules)
+    likes: dict[tuple[str, str], str] = {}
+    for module in sorted(present):
+        if match := EXPERT.fullmatch(module):
+            for projection in _stacked_with(match["projection"]):
+                likes.setdefault((without_numbers(match["experts"]), projection), module)
+    for module in sorted(set(known) - present):
+        match = EXPERT.fullmatch(module)
+        if match and (like := likes.get((without_numbers(match["experts"]), match["projection"]))):
+            yield module, like
+
+
+def _stacked_with(projection: str) -> tuple[str, ...]:
+    """Return the projections that are one parameter of the fused experts with this one."""
+    for gate, up, _ in PROJECTIONS:
+        if projection in (gate, up):
+            return gate, up
+    return (projection,)
