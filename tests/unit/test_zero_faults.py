@@ -253,6 +253,25 @@ def test_a_part_that_was_never_written(stage3: Path) -> None:
 def test_masters_that_do_not_belong_to_the_weights_beside(stage2: Path) -> None:
     masters(lambda tensor: tensor.mul_(1.5))(stage2 / OPTIM.format(1))
     assert codes(stage2) == {"LT414"}
+    with pytest.raises(FindingsFound, match="it is of another run or step"):
+        plan(stage2)
+
+
+def test_masters_that_zenflow_leaves_behind(stage2: Path, tmp_path: Path) -> None:
+    masters(lambda tensor: tensor.mul_(1.5))(stage2 / OPTIM.format(1))
+    for rank in range(2):
+        path = stage2 / OPTIM.format(rank)
+        table = torch.load(path, weights_only=False)
+        table["ds_config"] = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}
+        torch.save(table, path)
+    with pytest.raises(FindingsFound, match="ZenFlow updates some of those without their masters") as refused:
+        plan(stage2)
+    assert refused.value.report is not None
+    (model,) = stage2.glob("*model_states.pt")
+    assert f"copy {model} alone into an empty folder as state.pt" in str(refused.value.report.findings[0].hint)
+    (tmp_path / "alone").mkdir()
+    shutil.copy(model, tmp_path / "alone" / "state.pt")
+    assert open_checkpoint(tmp_path / "alone").kind.name == "training state in one file"
 
 
 @pytest.fixture

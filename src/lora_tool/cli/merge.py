@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def command(
         from lora_tool.cli.merge_each import carry_out_each  # noqa: PLC0415 - only where asked for
 
         return carry_out_each(adapters or (".",), options, dry_run=dry_run, as_json=as_json, quiet=quiet)
-    from lora_tool.pipeline.merging import meant_instead, merge_inputs, planned  # noqa: PLC0415 - after the options
+    from lora_tool.pipeline.merging import begun, meant_instead, merge_inputs, planned  # noqa: PLC0415 - after the options
 
     if len(adapters) > 1 and options.out is None:
         meant = meant_instead(adapters, options.base)
@@ -73,7 +74,8 @@ def command(
         _note(f"note: {note}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
-    with planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:
+    ahead = begun(inputs, options.spread) if part is None and not dry_run else nullcontext()
+    with ahead, planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:
         if plan is None:
             click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
         else:

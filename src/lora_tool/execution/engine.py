@@ -24,7 +24,7 @@ from lora_tool.execution.folder import (
     write_file,
 )
 from lora_tool.execution.journal import Journal, digest_of, retained_in
-from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.local_engine import LocalEngine, Written
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from lora_tool.execution.ray_engine import RayEngine
 
 
-def engine_of(spread: Spread, *, jobs: int | None) -> Engine:
-    """Return the engine that was asked for; on this machine it has `jobs` workers."""
-    return LocalEngine(jobs=jobs) if spread.cluster is None else _engine_on(spread.cluster)
+def engine_of(spread: Spread, *, jobs: int | None, written: Written | None = None) -> Engine:
+    """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
+    return LocalEngine(jobs=jobs, written=written) if spread.cluster is None else _engine_on(spread.cluster)
 
 
 def engine_of_several(spread: Spread, *, jobs: int | None) -> EngineOfSeveral:

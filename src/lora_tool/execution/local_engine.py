@@ -16,19 +16,20 @@ from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
+from lora_tool.execution.hashing import hash_of
 from lora_tool.execution.output import ShardFile, most_open
 from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
+Written = Callable[[Shard], None]
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.
@@ -45,6 +46,8 @@ class LocalEngine:
     """How many; by default one per available core."""
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
+    written: Written | None = None
+    """Called with a shard when all of it is written, by one thread at a time, while it is flushed to the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`."""
@@ -56,7 +59,7 @@ class LocalEngine:
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
             cached = not exceeds_memory(plan.data_bytes)
-            done = Run(self.choose, work, sources, finished, progress, cached).all(batches, jobs)
+            done = Run(self.choose, work, sources, finished, progress, cached, self.written).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -92,9 +95,12 @@ class Run:
     progress: Progress
     cached: bool
     """Whether the files are written by way of the page cache."""
+    written: Written | None = None
+    """See `LocalEngine`."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    looker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     flushes: list[Future[None]] = field(default_factory=list)
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
@@ -105,9 +111,10 @@ class Run:
             contextlib.ExitStack() as files,
             ThreadPoolExecutor(jobs) as workers,
             self.flusher,
+            self.looker,
             self._errors_stop_all(),
         ):
-            hashing = {path: workers.submit(sha256_of, path) for path in self.work.plan.hashed}
+            hashing = {path: hash_of(path, workers) for path in self.work.plan.hashed}
             for shard, some in batches:
                 out = self.file(shard, len(some), slots)
                 if out is None:
@@ -160,6 +167,8 @@ class Run:
         with self._errors_stop_all():
             if not self.stop.is_set() and out.is_complete():
                 self.flushes.append(self.flusher.submit(self._finish, out))
+                if self.written is not None:
+                    self.flushes.append(self.looker.submit(self._see, out.shard, self.written))
 
     def _worker(self) -> Worker:
         """Return this thread's own."""
@@ -174,6 +183,11 @@ class Run:
         with self._errors_stop_all():
             out.flush()
             self.finished(out.shard, added_up(out.samples))
+
+    def _see(self, shard: Shard, written: Written) -> None:
+        with self._errors_stop_all():
+            if not self.stop.is_set():
+                written(shard)
 
     def _look_at_each(self, parts: Iterable[ValuePart]) -> list[Finding]:
         return [fault for part in parts for fault in self.look(part)]

@@ -21,6 +21,7 @@ from lora_tool.checkpoint import (
     open_model,
     require_whole,
 )
+from lora_tool.cluster.spread import Spread
 from lora_tool.display import from_here, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.files import expanded
@@ -176,6 +177,25 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
 
 
 @contextlib.contextmanager
+def begun(inputs: FoundInputs, spread: Spread) -> Iterator[None]:
+    """Begin, beside the planning of what is written next, what only the writing needs, where this machine writes it.
+
+    The adapters are hashed by a core that has nothing else to do; with numpy loaded their values are looked at in less
+    than half the time.
+    """
+    if spread.cluster is not None:
+        yield
+        return
+    from lora_tool.execution.hashing import hashed_meanwhile  # noqa: PLC0415 - no dry run uses it
+
+    with hashed_meanwhile(file.path for adapter in inputs.adapters for file in adapter.weights.files):
+        import numpy as np  # noqa: PLC0415 - see above
+
+        del np
+        yield
+
+
+@contextlib.contextmanager
 def planned(
     inputs: FoundInputs,
     options: MergeOptions,
@@ -275,7 +295,7 @@ def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> W
     inputs = merge_inputs(adapters, asked.base)
     out = Path(asked.out) if asked.out else inputs.default_output
     check_output(out, overwrite=asked.overwrite, inputs=inputs.paths)
-    with planned(inputs, asked, out) as plan:
+    with begun(inputs, asked.spread), planned(inputs, asked, out) as plan:
         if plan is None:
             raise AssertionError("only a dry run has no plan")
         return write(plan, out, **asked.writing())

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,11 +157,12 @@ def write(
     """
     from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it
 
-    read_back = ReadBack(plan=plan, out=Path(out), jobs=jobs, found=found)
+    read_back = ReadBack(plan=plan, out=Path(out), jobs=jobs, found=found, while_flushed=spread.cluster is None)
     with watch(*work_of((plan,))) as progress:
         folder = being_written(read_back, verify=verify, overwrite=overwrite, resume=resume, progress=progress)
         with folder as weights:
-            weights.write(engine_of(spread, jobs=jobs))
+            look = partial(read_back.look, weights.work.folder) if verify else None
+            weights.write(engine_of(spread, jobs=jobs, written=look))
     return read_back.written()
 
 
@@ -179,6 +181,8 @@ class ReadBack:
     out: Path
     jobs: int | None = None
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None
+    while_flushed: bool = False
+    """Whether the engine calls `look` with each file while it is flushed."""
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
     _at_the_end: bool = field(init=False)
@@ -188,14 +192,19 @@ class ReadBack:
         # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
         self._at_the_end = self.plan.recomputes_inits
 
-    def check_file(self, folder: Path, shard: Shard) -> None:
-        """Read samples of a large file back while others are written; `check` reads those of small ones, and the last."""
-        if self._at_the_end or shard.data_bytes < _LARGE_FILE or shard is self.plan.shards[-1]:
-            return
-        from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
+    def look(self, folder: Path, shard: Shard) -> None:
+        """Read samples of a large file back while it is flushed; `check` reads those of small ones."""
+        if not self._at_the_end and shard.data_bytes >= _LARGE_FILE:
+            from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
 
-        workers = self.jobs or available_cores()
-        self._seen.update(check_file(self.plan, folder, shard, jobs=max(1, workers // 2)))
+            workers = self.jobs or available_cores()
+            jobs = workers if shard is self.plan.shards[-1] else max(1, workers // 2)
+            self._seen.update(check_file(self.plan, folder, shard, jobs=jobs))
+
+    def check_file(self, folder: Path, shard: Shard) -> None:
+        """Do what `look` does where the engine did not: once the file is on the disk, while there are others to write."""
+        if not self.while_flushed and shard is not self.plan.shards[-1]:
+            self.look(folder, shard)
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""

@@ -2,10 +2,14 @@
 
 Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
 every rank's part is compared: it proves order, step and run of the ranks, which names and counters cannot.
+
+ZenFlow updates the weights whose gradients are the largest without their masters, which are behind then
+(`runtime/zenflow/zenflow_stage_1_and_2.py`, `ops/adam/zenflow_torch_adam.py` in DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +38,8 @@ class MasterRounding:
     """Of some of them, of the same shape, each in one piece."""
     severity: Severity
     """The severity of a difference: a file that may have been written at another time proves less."""
+    by_zenflow: bool = False
+    """Whether masters may be behind their copies."""
 
     @property
     def name(self) -> str:
@@ -56,11 +62,19 @@ class MasterRounding:
                 count, size = min(_SAMPLE, span.nbytes // 4), copy.dtype.bits // 8
                 held = read_part(copy, at * size, count * size)
                 if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
-                    message = f"does not round to the {copy.dtype} weights in {copy.path}: it is of another run or step"
-                    hint = f"copy this rank's file again, or {another_save(span.path)}"
+                    why, hint = self._why(copy, span.path)
+                    message = f"does not round to the {copy.dtype} weights in {copy.path}: {why}"
                     yield fault("LT414", span.path, message, subject=name, hint=hint, severity=self.severity)
                     break
                 at += span.nbytes // 4
+
+    def _why(self, copy: StoredTensor, path: Path) -> tuple[str, str]:
+        """Return why a master in the file `path` differs from its `copy`, and what to do."""
+        if self.by_zenflow:
+            way = f"copy {copy.path} alone into an empty folder as state.pt, and consolidate that"
+            why = "ZenFlow updates some of those without their masters"
+            return why, f"for the weights that training went on from, {way}"
+        return "it is of another run or step", f"copy this rank's file again, or {another_save(path)}"
 
 
 def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:
@@ -79,7 +93,14 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
     elif tag.stage == ZeroStage.WEIGHTS:
         copies, same_step = _gathered_beside(root, tag, masters)
         severity = Severity.ERROR if same_step else Severity.WARNING
-    return MasterRounding(masters=masters, copies=copies, severity=severity)
+    return MasterRounding(masters=masters, copies=copies, severity=severity, by_zenflow=_is_of_zenflow(tag))
+
+
+def _is_of_zenflow(tag: ZeroTag) -> bool:
+    """Return whether DeepSpeed trained with ZenFlow, by the config in the optimizer's files."""
+    configs = (json.loads(states.config or "{}") for states in tag.optim.values())
+    sections = (config.get("zero_optimization") for config in configs)
+    return any(isinstance(section, dict) and section.get("zenflow") for section in sections)
 
 
 def _gathered_beside(root: Path, tag: ZeroTag, masters: TensorTable) -> tuple[dict[str, StoredTensor], bool]:

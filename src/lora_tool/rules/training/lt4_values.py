@@ -77,6 +77,8 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
 
     Without a `trainer_state.json` of the same step it is unknown when the weights beside the checkpoint were written,
     so the finding is only a warning.
+
+    ZenFlow updates some of the 16-bit weights without their masters. The finding then says how to take these weights.
     """
     yield from subject.values("LT414")
 
