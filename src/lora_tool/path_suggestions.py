@@ -38,11 +38,26 @@ def probably_meant(path: str | Path) -> str | None:
         if part.parent.is_dir():
             for name in difflib.get_close_matches(part.name, _folders(part.parent), n=3):
                 meant = part.parent.joinpath(name, *rest)
+                if meant.is_dir() and _composed(name) == _composed(part.name):
+                    return f"the name is there with its accents encoded in another way: {_in_ascii(meant)}"
                 if meant.is_dir():
                     return f"did you mean {meant}?"
             return None
         rest.insert(0, part.name)
     return None
+
+
+def _composed(name: str) -> str:
+    """Return the name in one Unicode form: macOS and archives made there take letter and accent apart, keyboards do not."""
+    import unicodedata  # noqa: PLC0415 - only for what is misspelled
+
+    return unicodedata.normalize("NFC", name)
+
+
+def _in_ascii(path: Path) -> str:
+    """Return the path as bash and zsh take it, with the numbers of what looks alike but is not."""
+    text = str(path).replace("\\", r"\\").replace("'", r"\'")
+    return "$'" + "".join(each if each.isascii() else f"\\U{ord(each):08x}" for each in text) + "'"
 
 
 def _folders(parent: Path) -> list[str]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
@@ -21,6 +21,7 @@ from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
+from lora_tool.version import __version__
 from tests.cli.calling import REPOSITORY, Caller
 
 
@@ -30,6 +31,15 @@ def test_env_names_versions_and_nothing_private(call: Caller) -> None:
     assert f"torch            {version('torch')}" in done.out
     assert str(Path.home()) not in done.out
     assert call("env", "--json").json["numpy"] == version("numpy")
+
+
+def test_env_runs_from_a_clone_that_is_not_installed(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("lora_tool.cli.env.metadata.version", missing)
+    done = call("env")
+    assert (done.code, done.out.split()[:2]) == (0, ["lora-tool", __version__])
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

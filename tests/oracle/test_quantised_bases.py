@@ -504,3 +504,24 @@ def test_layers_for_further_tokens_stay_and_are_dequantised_like_the_others(
             before[name], kept = values[name].to(BF16), {name}
         assert not different(after, {each: before[each] for each in kept})
     assert not [found for found in verify(merged).report.findings if found.code != "LT319"]
+
+
+def test_experts_of_which_one_is_not_quantised_are_left_as_they_are(tmp_path: Path) -> None:
+    plain = save_base(tmp_path / "plain", "qwen3_moe", "causal-lm", BF16, hidden_size=64)
+    base, values = quantise(
+        plain, tmp_path / "base", "fp8-block", lambda name: ".experts." in name and ".experts.1." not in name
+    )
+    beside = save_adapter(tmp_path / "beside", plain, "causal-lm", {"r": 2, "target_modules": ["q_proj"]})
+    before = saved_tensors(base)
+    stays = saved_tensors(merge_with_ours(base, beside, tmp_path / "stays", "float32"))
+    assert stays.keys() == before.keys()
+    assert all("q_proj" in name for name in different(stays, before))
+    after = saved_tensors(merge_with_ours(base, beside, tmp_path / "plain16", "float32", store="all-16bit"))
+    assert not different(after, {name: value.to(BF16) for name, value in values.items()})
+    assert not verify(tmp_path / "plain16").report.findings
+    lora = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    on_them = save_adapter(tmp_path / "on-them", plain, "causal-lm", lora)
+    with pytest.raises(
+        UnsupportedAdapter, match=r"changes `\S+experts.down_proj`, .* some are quantised and some are not"
+    ):
+        plan_merge(base, on_them)

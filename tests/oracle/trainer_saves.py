@@ -172,6 +172,23 @@ def accelerate_fsdp1(state: str, *, original: bool = True, meshed: bool = False,
     return make
 
 
+def accelerate_fsdp1_full(out: Path, folder: Path) -> None:
+    """FSDP1 as accelerate saves it whole: torch's own gathering ends the process on a CPU, so that parameters are summoned."""
+    from accelerate.utils import fsdp_utils
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = wrapped(adapted(out))
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+        state = {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in module.named_parameters()
+        }
+    gather = vars(fsdp_utils)["_get_model_state_dict"]
+    vars(fsdp_utils)["_get_model_state_dict"] = lambda *_, **__: state
+    accelerate_saves(module, folder, FULL, version=1)
+    vars(fsdp_utils)["_get_model_state_dict"] = gather
+
+
 def verl(dtype: str, *, version: int = 2, meshed: tuple[int, ...] = (RANKS,), lora_only: bool = False) -> Maker:
     """What `FSDPCheckpointManager.save_checkpoint` of verl writes for an actor, by the same calls of torch."""
 
@@ -241,6 +258,7 @@ KINDS: dict[str, Maker] = {
     "fsdp2-full": accelerate_fsdp2("float32", FULL, adapter_only=True),
     "fsdp2-full-model-bf16": accelerate_fsdp2("bfloat16", FULL),
     "fsdp2-ranks": accelerate_fsdp2("float32", SHARDED, adapter_only=True, use_dcp=False),
+    "fsdp1-full-model": accelerate_fsdp1_full,
     "fsdp1-dcp": accelerate_fsdp1(SHARDED),
     "fsdp1-dcp-flat-mesh": accelerate_fsdp1(SHARDED, original=True, meshed=True),
     "fsdp1-ranks": accelerate_fsdp1(SHARDED, use_dcp=False),

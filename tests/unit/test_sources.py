@@ -143,3 +143,13 @@ def test_a_mistyped_path_is_told_from_the_nearest_folder(
         resolve(typed)
     said = caught.value.hint or ""
     assert said == f"did you mean {meant}?" if meant else not said.startswith("did you mean")
+
+
+def test_a_name_in_another_unicode_form_is_told_as_bash_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mode\u0300le's").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        resolve("mod\u00e8le's")
+    assert (caught.value.hint or "").endswith(r": $'mode\U00000300le\'s'")

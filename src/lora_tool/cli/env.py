@@ -12,6 +12,7 @@ from lora_tool.cli.options import json_option
 from lora_tool.cores import available_cores
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.native.library import FILE, VARIABLE, kernel, loaded
+from lora_tool.version import __version__
 
 _PACKAGES = (
     *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich"),
@@ -29,7 +30,7 @@ def command(*, as_json: bool) -> None:
     why.
     """
     facts = {
-        "lora-tool": metadata.version("lora-tool"),
+        "lora-tool": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(available_cores()),

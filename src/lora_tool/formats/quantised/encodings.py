@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
-from lora_tool.tensors import Span, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +199,12 @@ def dequantised(encoding: Encoding) -> StoredTensor:
     place = encoding.codes.spans[0]
     span = QuantisedSpan(path=place.path, offset=place.offset, nbytes=encoding.spec.nbytes, encoding=encoding)
     return StoredTensor(spec=encoding.spec, spans=(span,))
+
+
+def rounded(tensor: StoredTensor, dtype: DType) -> StoredTensor:
+    """Return a quantised weight's matrix rounded to a type when it is read; another tensor as it is."""
+    encoding = encoding_of(tensor)
+    return tensor if encoding is None else dequantised(replace(encoding, spec=replace(encoding.spec, dtype=dtype)))
 
 
 _STRIP_WEIGHTS = 1 << 24

@@ -126,8 +126,9 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
             if name not in taken:
                 taken.add(name)
                 yield copied_file(folder.root, name, f"the {whose}")
+    wanted = {*base.folder.licence_files, *((generation_config.FILE_NAME,) if generation else ())}
     for name in base.folder.files:
-        if name in base.folder.licence_files or (generation and name == generation_config.FILE_NAME):
+        if name in wanted:
             yield copied_file(base.root, name, "the base")
 
 
@@ -173,9 +174,10 @@ def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
 
 def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     """Yield notes on the base's files and folders that are neither weights nor copied, with its code apart."""
-    weights = {file.path.name for file in base.weights.files}
-    index = {base.weights.index.name} if base.weights.index else set()
-    names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
+    known = copied | {file.path.name for file in base.weights.files}
+    if base.weights.index:
+        known.add(base.weights.index.name)
+    names = [name for name in base.folder.files if name not in known and _is_worth_a_word(name)]
     taken = {name.partition("/")[0] for name in copied}
     skipped = {*taken, *base.folder.checkpoints, *piece_folders(base.folder)}
     names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]

@@ -27,6 +27,7 @@ from lora_tool.plan.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
+from lora_tool.plan.merge.partly_quantised import of_one_type, require_unchanged
 from lora_tool.plan.merge.split_steps import disk_steps
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
@@ -50,6 +51,8 @@ class ConvertedBase:
     """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
     plain: bool = False
     """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
+    partly_quantised: frozenset[str] = frozenset()
+    """Parameters of which some rows are quantised on disk and some are not: they can only be left as they are."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -135,6 +138,8 @@ class ConvertedBase:
                 per_expert[name] = lora.pop(module)
         if precision is Precision.PEFT:
             _require_pefts_experts(self, per_expert)
+        changed = (*parameters, *(f"{name}.weight" for name in lora), *map(self.mapping.place, per_expert))
+        require_unchanged(self.base.root, self.partly_quantised.intersection(changed))
         _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
@@ -171,13 +176,16 @@ def converted_base(
     """
     tensors: dict[str, StoredTensor] = {}
     copied_only: dict[str, StoredTensor] = {}
+    mixed: set[str] = set()
     for name, made in mapping.parameters.items():
         if made.transposed and mapping.is_written_as_in_memory(name):
             tensors[name] = _transposed(name, made, base.tensors[made.sources[0]])
         elif made.pieces is None:
             copied_only[name] = base.tensors[made.sources[0]]
         else:
-            tensors[name] = _parameter(name, made, base.tensors)
+            held, partly = of_one_type(made, base.tensors)
+            tensors[name] = _parameter(name, made, held)
+            mixed |= {name} if partly else set()
     class_name = mapping.facts.class_name
     reasons = dict.fromkeys(mapping.unexpected, f"{class_name} has no place for it, and transformers leaves it out too")
     for name in mapping.facts.unsaved & tensors.keys():
@@ -198,6 +206,7 @@ def converted_base(
         leftovers=dropped,
         copied_only=copied_only,
         plain=plain,
+        partly_quantised=frozenset(mixed),
     )
 
 

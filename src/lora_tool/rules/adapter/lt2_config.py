@@ -146,8 +146,9 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
 def wrong_field(subject: Subject) -> Iterator[Fault]:
     """A config field that is missing, of the wrong type, or unknown.
 
-    What it does: Checks the type of every field of `adapter_config.json`, `config.json` and `trainer_state.json`. A
-    field that no known PEFT release has is reported as info.
+    What it does: Checks the type of every field of `adapter_config.json`, `config.json` and `trainer_state.json`, and
+    looks for fields that PEFT refuses beside or without others. A field that no known PEFT release has is reported as
+    info.
 
     Why it matters: PEFT silently accepts a string in place of a number and fails later, or computes something else. It
     ignores unknown fields when it loads an adapter: if a newer PEFT wrote them, the feature they turn on stays off.
