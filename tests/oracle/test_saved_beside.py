@@ -212,11 +212,12 @@ def test_the_bias_under_the_lora_of_an_output_layer(tmp_path: Path) -> None:
     require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
 
 
-def test_embeddings_of_several_layers_saved_whole_at_one_are_refused(tmp_path: Path) -> None:
-    """BART's encoder and decoder have the matrix of `shared`: PEFT's merge writes the copy, and drops theirs."""
+@pytest.mark.parametrize("saved", ["shared", "lm_head"])
+def test_embeddings_of_several_layers_saved_whole_at_one_are_refused(saved: str, tmp_path: Path) -> None:
+    """BART's encoder and decoder have the matrix of both: PEFT's merge writes the copy, and drops theirs."""
     save_base(tiny_model("bart", "seq-2-seq-lm"), tmp_path / "base", torch.float32)
     auto = AUTO["seq-2-seq-lm"]
-    targets: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["shared"]}
+    targets: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
     train(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter", "SEQ_2_SEQ_LM", **targets)
     with pytest.raises(UnsupportedAdapter, match="drops the tensor that the other layers read") as refused:
         merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "no", "peft")

@@ -123,16 +123,21 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
 
 
 def _require_nothing_lost(merge: MergeContext) -> None:
-    """Raise `UnsupportedAdapter` where PEFT's merge would drop tensors that were tied to an embedding saved whole."""
+    """Raise `UnsupportedAdapter` where PEFT's merge would drop weights that were tied to an end which is saved whole."""
+    tied = merge.ends.tied
+    lost = next((pair for pair in merge.ends.untied_unsaved.items() if pair[0].endswith(".weight")), None)
+    if tied is None or lost is None:
+        return
+    name, of = lost
     configs = [part.config for part in merge.adapted]
-    for name, of in merge.ends.untied_unsaved.items():
-        module = of.rpartition(".")[0]
-        if name.endswith(".weight") and any(config.saves(module) for config in configs):
-            raise UnsupportedAdapter(
-                f"{merge.adapted[0].adapter.root}: `{module}` is in `modules_to_save`, and `{name}` was tied to it: "
-                "PEFT's merge drops the tensor that the other layers read",
-                hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
-            )
+    modules = (of.rpartition(".")[0], tied.output.removesuffix(".weight"))
+    saved = next((module for module in modules if any(config.saves(module) for config in configs)), None)
+    if saved is not None:
+        raise UnsupportedAdapter(
+            f"{merge.adapted[0].adapter.root}: `{saved}` is in `modules_to_save`, and `{name}` was tied to it: "
+            "PEFT's merge drops the tensor that the other layers read",
+            hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
+        )
 
 
 def _require_unchanged_by_init(merge: MergeContext, tied: TiedEmbeddings) -> None:
