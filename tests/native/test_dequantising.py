@@ -14,18 +14,16 @@ from lora_tool.execution.native.requantising import KernelRounding
 from lora_tool.formats.quantised.decoding import Arithmetic, decoded
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import grid_of
-from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
 from tests.native.coded_cases import CodedCase, coded_cases, weight_of
-from tests.quantised_samples import config_of
-from tests.unit.test_quantised_weights import NAMES, stored
+from tests.unit.test_quantised_weights import NAMES, encoding_in
 
 
 @pytest.mark.parametrize("sample", NAMES)
 def test_every_format_has_the_bits_of_numpy(sample: str, kernels: tuple[Kernel, ...]) -> None:
-    (encoding,) = read_quantised(stored(sample), config_of(sample)).weights.values()
+    encoding = encoding_in(sample)
     rows = dequantised(encoding).shape[0]
     with Files() as files:
 
