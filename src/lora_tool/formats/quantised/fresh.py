@@ -69,7 +69,9 @@ def numbers_of(encoding: Blockwise, values: F32, scales: F32, read: Read, stored
 def as_nested(nested: NestedScales, scales: F32, first: int, read: Read) -> F32:
     """Return the scales of blocks from `first`, quantised with the mean and the scales that `nested` has."""
     levels = np.array(Levels.of(nested.levels, read).values, np.float32)
-    outer = read(nested.scales, 0, nested.scales.nbytes).view("<f4")[np.arange(first, first + len(scales)) // nested.block]
+    outer = read(nested.scales, 0, nested.scales.nbytes).view("<f4")[
+        np.arange(first, first + len(scales)) // nested.block
+    ]
     moved = np.clip((scales - np.float32(nested.offset)) / np.maximum(outer, blockwise.LEAST), -1, 1)
     near = np.searchsorted(blockwise.midpoints(tuple(levels.tolist())), moved)
     return np.asarray(levels[near] * outer + np.float32(nested.offset))
