@@ -99,7 +99,7 @@ def test_layers_inside_a_module_whose_parameter_has_lora(dtype: torch.dtype, tmp
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
     model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
     model.merge_adapter()
-    state = {name.replace(".base_layer", ""): tensor for name, tensor in model.base_model.model.state_dict().items()}
+    state = {name.replace(".base_layer", ""): tensor for name, tensor in model.get_base_model().state_dict().items()}
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
     assert not different(ours, {name: state[name] for name in ours})
     assert set(different(ours, saved_tensors(base))) == {
