@@ -11,7 +11,7 @@ import numpy as np
 from lora_tool.execution.kernels import STORAGE, round_to
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel, Level
 from lora_tool.execution.native.products import GramSum, Stored, mix, turn
-from lora_tool.formats.factor_rows import Room
+from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
 from tests.native.cases import Array, Factor, numbers
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
-from lora_tool.formats.factor_rows import Room
+from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
 
 Stored = tuple[NDArray[Any], DType]
