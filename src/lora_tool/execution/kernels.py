@@ -135,8 +135,3 @@ def retention(source: AnyArray, meant: AnyArray, written: AnyArray) -> DeltaRete
     delta, effect = after - before, now - before
     sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
     return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
-
-
-def bytes_of(array: AnyArray) -> memoryview:
-    """Return the bytes of a contiguous array, to read into or write from."""
-    return array.reshape(-1).view(np.uint8).data
