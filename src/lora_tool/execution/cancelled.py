@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,10 +71,15 @@ def _sums(weights: AnyArray, products: Sequence[Product], rows: AnyArray, column
         left, right = each.left[rows].astype(np.float64), each.right[:, columns].astype(np.float64)
         wide += each.scaling * np.einsum("nk,kn->n", left, right)
     for at in np.flatnonzero(np.abs(wide) < doubt * 2.0**-29):
-        wide[at] = float(Fraction(float(weights[at])) + sum(_exact(each, rows[at], columns[at]) for each in products))
+        wide[at] = _exact_sum(float(weights[at]), products, rows[at], columns[at])
     return wide
 
 
-def _exact(product: Product, row: int, column: int) -> Fraction:
-    pairs: NDArray[np.float64] = np.stack([product.left[row], product.right[:, column]]).astype(np.float64)
-    return Fraction(product.scaling) * sum((Fraction(b) * Fraction(a) for b, a in pairs.T.tolist()), Fraction())
+def _exact_sum(weight: float, products: Sequence[Product], row: int, column: int) -> float:
+    from fractions import Fraction  # noqa: PLC0415 - imports decimal, for what is rare
+
+    total = Fraction(weight)
+    for each in products:
+        pairs: NDArray[np.float64] = np.stack([each.left[row], each.right[:, column]]).astype(np.float64)
+        total += Fraction(each.scaling) * sum((Fraction(b) * Fraction(a) for b, a in pairs.T.tolist()), Fraction())
+    return float(total)
