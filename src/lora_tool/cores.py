@@ -1,14 +1,18 @@
-"""How many cores this process may use: fewer than the machine has in a container, or under `taskset`."""
+"""What this process has of the machine: cores, fewer in a container or under `taskset`, and the size of its pages."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+PAGE = max(4096, mmap.PAGESIZE)
+"""Bytes of what is written past the page cache, in the file and in memory, are a multiple of this."""
 
 
 def available_cores() -> int:

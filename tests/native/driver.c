@@ -132,7 +132,7 @@ static void store_again(int level, const struct codes *codes, int64_t rows, int6
 }
 
 /* Return a part of a factor, `length` rows, and pack it in float64 behind the `deep` columns of those before it. */
-static struct part read_part(int level, double *packed, int64_t width, int64_t depth, int64_t deep, void **memory) {
+static struct part read_part(int level, double *packed, int64_t depth, int64_t deep, void **memory) {
     int64_t n[FACTOR];
     read_into(n, sizeof n);
     const size_t size = wide_size_of((int)n[FACTOR_TYPE]), held = (size_t)n[HELD] * size;
@@ -140,7 +140,7 @@ static struct part read_part(int level, double *packed, int64_t width, int64_t d
     read_into(*memory, held);
     struct part part = {.values = (char *)*memory + (size_t)n[BEGIN] * size, .along = n[ALONG], .down = n[DOWN],
                         .depth = n[DEPTH], .type = (int32_t)n[FACTOR_TYPE]};
-    lora_tool_pack_wide(level, packed, width, depth, deep, part.values, part.type, n[LENGTH], n[DEPTH], n[ALONG], n[DOWN]);
+    lora_tool_pack_wide(level, packed, depth, deep, part.values, part.type, n[LENGTH], n[DEPTH], n[ALONG], n[DOWN]);
     return part;
 }
 
@@ -150,7 +150,7 @@ static void run_whole(int level, struct part *parts, int64_t count, int64_t rows
     const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
     char *out = memory_of(bytes);
     for (int below = 0; below < 2; below++) {
-        double *room = memory_of((size_t)lora_tool_mix_room(level, depth, columns, below) * sizeof *room);
+        double *room = memory_of((size_t)lora_tool_mix_room(level, depth, columns) * sizeof *room);
         putchar(lora_tool_mix(level, parts, count, rows, matrix, columns, columns, below, out, type,
                               below ? rows : columns, room));
         fwrite(out, 1, bytes, stdout);
@@ -176,20 +176,21 @@ static void run_whole(int level, struct part *parts, int64_t count, int64_t rows
 static void run_factors(const int64_t *head) {
     const int level = (int)head[LEVEL_NUMBER], type = (int)head[OUT_TYPE];
     const int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT], count = head[TERM_COUNT];
-    const int64_t high = lora_tool_rows(level), wide = lora_tool_wide_columns(level);
+    const int64_t wide = lora_tool_wide_columns(level);
     int64_t depth, deep = 0;
     read_into(&depth, sizeof depth);
-    double *left = memory_of((size_t)((rows + high - 1) / high * high * depth) * sizeof *left);
-    double *right = memory_of((size_t)((columns + wide - 1) / wide * wide * depth) * sizeof *right);
+    double *left = memory_of((size_t)(rounded_up(rows, wide) * depth) * sizeof *left);
+    double *right = memory_of((size_t)(rounded_up(columns, wide) * depth) * sizeof *right);
     double *matrix = memory_of((size_t)(columns * depth) * sizeof *matrix);
     struct part *parts = memory_of((size_t)count * sizeof *parts);
     void **memory = memory_of((size_t)count * sizeof *memory);
     for (int64_t at = 0; at < count; at++) {
         void *held;
-        parts[at] = read_part(level, left, high, depth, deep, memory + at);
-        const struct part other = read_part(level, right, wide, depth, deep, &held);
-        lora_tool_pack_wide(level, matrix, columns, depth, deep, other.values, other.type, columns, other.depth, other.along,
-                            other.down);
+        parts[at] = read_part(level, left, depth, deep, memory + at);
+        const struct part other = read_part(level, right, depth, deep, &held);
+        for (int64_t k = 0; k < other.depth; k++) {
+            words_of(level)->scaled[other.type](matrix + (deep + k) * columns, element(&other, 0, k), other.along, 1.0, columns);
+        }
         free(held);
         deep += other.depth;
     }

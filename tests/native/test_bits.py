@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.native.library import CHECKSUM, TYPES, WIDE_TYPES, Kernel, checksum, trial
 from lora_tool.execution.native.products import mix, turn
-from lora_tool.formats.factor_rows import Room
+from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
 from tests.native.wide_cases import drawn_wide

@@ -11,7 +11,7 @@ import numpy as np
 from lora_tool.execution.kernels import STORAGE, round_to
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel, Level
 from lora_tool.execution.native.products import GramSum, Stored, mix, turn
-from lora_tool.formats.factor_rows import Room
+from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
 from tests.native.cases import Array, Factor, numbers
 
@@ -69,16 +69,14 @@ class WideCase:
         return out, turn(kernel, found, self.out_type, out, self.out_type, SCALE)
 
     def run(self, kernel: Kernel) -> tuple[Array, bool]:
-        widths = kernel.rows, kernel.wide_columns
-        panels = [
-            np.full(-(-length // w) * w * self.depth, np.nan) for length, w in zip(self.size, widths, strict=True)
-        ]
+        wide = kernel.wide_columns
+        panels = [np.full(-(-length // wide) * wide * self.depth, np.nan) for length in self.size]
         deep = 0
         for pair in self.parts:
-            for factor, packed, width in zip(pair, panels, widths, strict=True):
+            for factor, packed in zip(pair, panels, strict=True):
                 begin = factor.memory.ctypes.data + factor.begin * factor.memory.itemsize
                 place = self.depth, deep
-                kernel.pack_wide(packed.ctypes.data, width, place, begin, factor.dtype, factor.size, factor.strides)
+                kernel.pack_wide(packed.ctypes.data, place, begin, factor.dtype, factor.size, factor.strides)
             deep += pair[0].size[1]
         out = np.empty(self.size, STORAGE[self.out_type])
         left, right, made = (each.ctypes.data for each in (*panels, out))

@@ -213,6 +213,18 @@ def other(original: Path, folder: Path, change: Callable[[str, torch.Tensor], to
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
+def test_an_outlier_that_makes_the_scales_of_other_blocks_coarse(original: Path, adapter: Path, tmp_path: Path) -> None:
+    def outlier(name: str, each: torch.Tensor) -> torch.Tensor:
+        return (
+            each.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(8, dtype=BF16)) if name == QUERY else each
+        )
+
+    wide = other(original, tmp_path / "original", outlier)
+    asked: dict[str, Any] = {"store": "as-base", "original": wide}
+    quantised_base = quantise(wide, tmp_path / "base", "nf4-double")
+    assert not verify(merge_with_ours(quantised_base, adapter, tmp_path / "merged", "float32", **asked)).report.findings
+
+
 @pytest.mark.parametrize(
     ("form", "change", "words"),
     [

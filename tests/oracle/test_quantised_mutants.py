@@ -186,6 +186,8 @@ def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_pat
     fp8 = case("fp8-block")
     folder = merge_with_ours(fp8.base, fp8.adapter, tmp_path / "merged", "float32", store="touched-16bit")
     assert not verify(folder).report.findings
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("lora_tool.json"))
+    assert not verify(bare, base=fp8.base, adapters=[fp8.adapter]).report.findings
     assert not validate(folder).findings
     table = saved_tensors(folder)
     again = table[f"{UP}_scale_inv"].clone()

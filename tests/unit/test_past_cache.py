@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.cores import PAGE
 from lora_tool.execution import local_engine, past_cache
 from lora_tool.execution.engine import execute
 from lora_tool.execution.output import ShardFile, write_exactly
-from lora_tool.execution.past_cache import PAGE, PageBuffer, PastCache, exceeds_memory
+from lora_tool.execution.past_cache import PageBuffer, PastCache, exceeds_memory
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.bench.models import Sizes, make_adapter, make_base

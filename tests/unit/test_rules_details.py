@@ -84,6 +84,27 @@ def test_the_field_that_leaves_a_module_out_is_named(field: str, value: list[Any
     assert f"correct `{field}` in {folder / CONFIG}" in (found.hint or "")
 
 
+def test_targets_of_pefts_own_choice_are_one_finding(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_modules"] = None
+    assert "takes its default modules" in _only(judge(folder), "LT207").message
+    with fields(folder) as config:
+        config["target_parameters"] = ["mlp.down_proj.weight"]
+    found = [finding.message for finding in judge(folder).findings if finding.code == "LT207"]
+    assert found
+    assert all("of `target_modules` or `target_parameters` matches" in message for message in found)
+
+
+def test_a_layer_that_two_fields_name_is_wrong(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_parameters"] = ["q_proj.weight"]
+    found = _only(judge(folder), "LT205")
+    assert found.severity is Severity.ERROR
+    assert "PEFT fails to load" in found.message
+
+
 def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     with fields(folder) as config:

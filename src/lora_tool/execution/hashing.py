@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -13,9 +12,6 @@ from types import MappingProxyType
 
 from lora_tool.plan.core.manifest import sha256_of
 
-_PIECE_BYTES = 2 << 20
-"""Hashed at a time: each piece waits twice for the interpreter lock, which whoever plans holds."""
-
 _BEGUN: ContextVar[Mapping[Path, Future[str]]] = ContextVar("_BEGUN", default=MappingProxyType({}))
 
 
@@ -24,7 +20,7 @@ def hashed_meanwhile(paths: Iterable[Path]) -> Iterator[None]:
     """Hash the files beside what is done inside; what is not finished then is given up. `hash_of` has the results."""
     ended = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        token = _BEGUN.set({path: thread.submit(_hashed, path, ended) for path in paths})
+        token = _BEGUN.set({path: thread.submit(sha256_of, path, ended.is_set) for path in paths})
         try:
             yield
         finally:
@@ -36,11 +32,3 @@ def hashed_meanwhile(paths: Iterable[Path]) -> Iterator[None]:
 def hash_of(path: Path, workers: Executor) -> Future[str]:
     """Return the file's sha256, in hex, that was begun already, or is now by one of the workers."""
     return _BEGUN.get().get(path) or workers.submit(sha256_of, path)
-
-
-def _hashed(path: Path, ended: threading.Event) -> str:
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while (count := file.readinto(piece)) and not ended.is_set():
-            digest.update(piece[:count])
-    return digest.hexdigest()

@@ -13,10 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.cores import CONTROL_GROUP
-
-PAGE = max(4096, mmap.PAGESIZE)
-"""Bytes of what is written past the page cache, in the file and in memory, are a multiple of this."""
+from lora_tool.cores import CONTROL_GROUP, PAGE
 
 MOUNTS = Path("/proc/self/mountinfo")
 _ON_A_DISK = frozenset({"ext4", "xfs"})

@@ -6,7 +6,7 @@ Nothing is turned round in memory: what is returned is an array whose strides sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,24 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lora_tool.formats.open_files import OpenFiles
+    from lora_tool.formats.room import Room
 
 PIECE_BYTES = 2 << 20
 """What each worker reads of all parts together: whole factors at usual ranks, and large reads of others."""
-
-
-@dataclass(slots=True, eq=False)
-class Room:
-    """One thread's memory, which is used again."""
-
-    _held: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-
-    def of(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return the array of that name, whose elements are any: it is valid until the next of the name."""
-        needed = int(np.prod(shape)) * dtype.itemsize
-        held = self._held.get(name)
-        if held is None or held.nbytes < needed:
-            held = self._held[name] = np.empty(needed, np.uint8)
-        return held[:needed].view(dtype).reshape(shape)
 
 
 def pieces(

@@ -88,10 +88,10 @@ class NativeBackend(NativeFactors):
     def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
         """Return memory for a block of rows."""
         count = min(self._whole_tiles(rows.columns, self._block_weights(unit.op)), unit.last - unit.first)
-        read = self._buffer("read", (count, rows.row_bytes), np.dtype(np.uint8))
+        read = self._room.of("read", (count, rows.row_bytes), np.dtype(np.uint8))
         if rows.coded is None and rows.row_bytes == unit.row_bytes:
             return Memory(rows=count, read=read, made=read)
-        return Memory(rows=count, read=read, made=self._buffer("result", (count, unit.row_bytes), read.dtype))
+        return Memory(rows=count, read=read, made=self._room.of("result", (count, unit.row_bytes), read.dtype))
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         result = self._computed(unit, first, last, sampled=sampled)
@@ -113,7 +113,7 @@ class NativeBackend(NativeFactors):
                 return None
 
     def _wider(self, single: Array) -> Array:
-        wide = self._buffer("wider", single.shape, np.dtype(np.float64))
+        wide = self._room.of("wider", single.shape, np.dtype(np.float64))
         np.copyto(wide, single)
         return wide
 
@@ -154,8 +154,8 @@ class NativeBackend(NativeFactors):
     def _change_and_sample(self, rows: Rows, out: Array, dtype: DType, terms: tuple[Term, ...]) -> bool:
         """Write rows of W + Δ by way of float32, and keep what rounding left of Δ; False where one is not finite."""
         some = slice(0, len(out))
-        before = self._buffer("before", out.shape, kernels.STORAGE[rows.dtype])
-        meant = self._buffer("meant", out.shape, np.dtype(np.float32))
+        before = self._room.of("before", out.shape, kernels.STORAGE[rows.dtype])
+        meant = self._room.of("meant", out.shape, np.dtype(np.float32))
         fine = rows.write(some, before, rows.dtype) and rows.write(some, meant, DType.F32, terms)
         fine = fine and PlainRows(self._kernel, meant, DType.F32).write(some, out, dtype)
         if fine:
@@ -165,7 +165,7 @@ class NativeBackend(NativeFactors):
 
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
         rows, terms = self._weight(op.source, first, last), self._terms(op, first, last)
-        moved = self._buffer("moved", (last - first, op.source.shape[1]), self._wide)
+        moved = self._room.of("moved", (last - first, op.source.shape[1]), self._wide)
         return moved if rows.write(slice(None), moved, DType.F32, terms) else super()._moved(op, first, last)
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
@@ -182,11 +182,11 @@ class NativeBackend(NativeFactors):
             if isinstance(rows, PlainRows) or rows.part.above:
                 return None
             made = StoredAgain(
-                codes=self._buffer("codes", (count, grid.width), np.dtype(np.uint8)),
+                codes=self._room.of("codes", (count, grid.width), np.dtype(np.uint8)),
                 scales=np.empty(rows.part.scales.shape, np.float32),
                 meant=np.empty((min(kept, count), grid.width), np.float32),
             )
-            scratch = self._buffer("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
+            scratch = self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
             storing = storing_of(encoding, panel, made, scratch)
             terms = self._terms(op, unit.first, unit.last, panel.rows)
             return made if rows.write_again(storing, made.codes, terms) else None
@@ -205,7 +205,7 @@ class NativeBackend(NativeFactors):
         storage = kernels.STORAGE[unit.out.dtype]
         if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize:
             return rows.stored.view(storage)
-        return self._buffer("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
+        return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
 
     def _terms(self, op: LowRank, first: int, last: int, together: int | None = None) -> tuple[Term, ...]:
         """Return the terms of rows `first` to `last`, their factors packed, those of so many rows `together`."""
@@ -242,7 +242,7 @@ class NativeBackend(NativeFactors):
         each = max(1, min(together or length, length))
         starts = range(0, length, each)
         panels = -(-each // width) * width * depth
-        packed = self._buffer(place, (len(starts), panels), np.dtype(np.float32))
+        packed = self._room.of(place, (len(starts), panels), np.dtype(np.float32))
         along, down = (stride // factor.itemsize for stride in factor.strides)
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)
         for at, first in enumerate(starts):

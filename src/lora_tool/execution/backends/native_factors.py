@@ -14,8 +14,7 @@ from lora_tool.execution.native.products import mix, turn
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
-from lora_tool.formats.factor_rows import Room, as_in_the_file, pieces
-from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.formats.factor_rows import as_in_the_file, pieces
 from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
 from lora_tool.plan.core.ops import Cast, Precision, RowOp
 from lora_tool.tensors import DType
@@ -36,30 +35,27 @@ class NativeFactors(NumpyBackend):
         if found is None:
             raise AssertionError("no kernel: `backend_for` should have chosen another backend")
         self._kernel = found
-        self._room = Room()
 
-    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
-        """See `Backend`."""
+    def _write(self, unit: ComputeUnit, out: int) -> None:
+        """See `NumpyBackend`."""
         turned = _turned(unit.op)
-        if isinstance(unit.op, Mix) or turned is not None:
-            with self._ready_for(unit):
-                if isinstance(unit.op, Mix):
-                    fine = self._write_mix(unit, unit.op, out)
-                else:
-                    fine = turned is not None and self._write_turned(unit, turned, out)
-            if fine:
-                return None
-        return super().run(unit, out)
+        fine = False
+        if isinstance(unit.op, Mix):
+            fine = self._write_mix(unit, unit.op, out)
+        elif turned is not None:
+            fine = self._write_turned(unit, turned, out)
+        if not fine:
+            super()._write(unit, out)
 
     def _factor(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
         match op:
             case Beside():
-                out = self._buffer("result", (last - first, op.shape[1]), kernels.STORAGE[unit.out.dtype])
+                out = self._room.of("result", (last - first, op.shape[1]), kernels.STORAGE[unit.out.dtype])
                 fine = self._write_beside(op, out, unit.out.dtype, first, last)
                 return out.reshape(-1) if fine else None
             case Mix():
-                return None  # see `run`: what it leaves is computed again, which names what is not finite
+                return None  # see `_write`: what it leaves is computed again, which names what is not finite
             case _:
                 return assert_never(op)
 
@@ -98,7 +94,7 @@ class NativeFactors(NumpyBackend):
             ]
             count = len(some[0])
             shape = (op.shape[0], count) if op.below else (count, op.shape[1])
-            made = self._buffer("result", shape, kernels.STORAGE[dtype])
+            made = self._room.of("result", shape, kernels.STORAGE[dtype])
             if not mix(self._kernel, stored, matrix, made, dtype, self._room, below=op.below):
                 return False
             if not op.below:
@@ -119,7 +115,7 @@ class NativeFactors(NumpyBackend):
         step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
         for first in range(unit.first, unit.last, step):
             rows = slice(first, min(first + step, unit.last))
-            made = self._buffer("result", (rows.stop - first, width), kernels.STORAGE[unit.out.dtype])
+            made = self._room.of("result", (rows.stop - first, width), kernels.STORAGE[unit.out.dtype])
             made[:, part.count :] = 0
             for at, (some,) in pieces((stored,), self._sources, self._room, below=False):
                 if self._stopped():

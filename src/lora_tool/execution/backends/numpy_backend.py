@@ -15,12 +15,13 @@ from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import write_exactly
-from lora_tool.execution.past_cache import PAGE, PastCache
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.room import Room
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plan.core.ops import (
@@ -52,8 +53,6 @@ _STRIP, _TALL = 1 << 9, 1 << 9
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
 
-_ALIGNMENT = 64
-"""Of buffers, in bytes: a cache line, and the widest vector."""
 _WIDEST = 8
 """Bytes of the largest element, at whose multiples every one is aligned."""
 
@@ -71,7 +70,7 @@ class NumpyBackend:
         self._wide: np.dtype[Any] = np.dtype(np.float32)
         self._column_norms: Array = np.empty(0)
         self._stopped = stopped
-        self._buffers: dict[str, Array] = {}
+        self._room = Room()
         self._like: int | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
@@ -163,7 +162,7 @@ class NumpyBackend:
         """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
-        result = self._buffer("result", source.shape, kernels.STORAGE[dtype], like=self._like)
+        result = self._room.of("result", source.shape, kernels.STORAGE[dtype], like=self._like)
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
             if change is None:
@@ -222,7 +221,7 @@ class NumpyBackend:
 
     def _beside(self, op: Beside, first: int, last: int) -> Array:
         """Return the scaled columns, flat, in float64."""
-        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        made = self._room.of("made", (last - first, op.shape[1]), self._wide)
         parts = sum(part.count for part in op.parts)
         made[:, : op.leading] = made[:, op.leading + parts :] = 0
         for part, place in zip(op.parts, op.places, strict=True):
@@ -235,13 +234,13 @@ class NumpyBackend:
 
     def _mixed(self, op: Mix, first: int, last: int) -> Array:
         """Return the product with the small matrix, flat, in float64."""
-        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        made = self._room.of("made", (last - first, op.shape[1]), self._wide)
         if op.below:
             columns = op.matrix.values[:, first:last].T
             stacked = self._stacked(op.parts)
             for at in range(0, op.shape[1], _STRIP):
                 strip = slice(at, min(at + _STRIP, op.shape[1]))
-                wide = self._buffer("factors", (op.matrix.rows, strip.stop - at), self._wide)
+                wide = self._room.of("factors", (op.matrix.rows, strip.stop - at), self._wide)
                 np.matmul(
                     columns,
                     np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
@@ -250,7 +249,7 @@ class NumpyBackend:
         else:
             for at in range(first, last, _TALL):
                 end = min(at + _TALL, last)
-                wide = self._buffer("factors", (end - at, op.matrix.rows), self._wide)
+                wide = self._room.of("factors", (end - at, op.matrix.rows), self._wide)
                 rows = [self._rows(part, at, end) for part in op.parts]
                 np.matmul(
                     np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
@@ -268,7 +267,7 @@ class NumpyBackend:
 
     def _wide_copy(self, stored: Array) -> Array:
         """Return the elements in the working precision, in this worker's buffer."""
-        wide = self._buffer("wide", stored.shape, self._wide)
+        wide = self._room.of("wide", stored.shape, self._wide)
         np.copyto(wide, stored, casting="unsafe")
         return wide
 
@@ -289,10 +288,10 @@ class NumpyBackend:
 
     def _delta(self, op: LowRank, first: int, last: int) -> Array:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer."""
-        delta = self._buffer("delta", (last - first, *op.source.shape[1:]), self._wide)
+        delta = self._room.of("delta", (last - first, *op.source.shape[1:]), self._wide)
         self._product(op, op.terms[0], first, last, delta)
         for term in op.terms[1:]:
-            more = self._buffer("more", delta.shape, self._wide)
+            more = self._room.of("more", delta.shape, self._wide)
             self._product(op, term, first, last, more)
             delta += more
         return delta.reshape(-1)
@@ -358,7 +357,7 @@ class NumpyBackend:
         The array is new, or this worker's buffer `place` where one is named: the system clears the pages of a new one.
         """
         shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
-        out = self._buffer(place, shape, storage) if place else np.empty(shape, storage)
+        out = self._room.of(place, shape, storage) if place else np.empty(shape, storage)
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
         self._sources.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
         return out
@@ -366,18 +365,9 @@ class NumpyBackend:
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
         row = math.prod(tensor.shape[1:])
-        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
+        stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored
-
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, like: int | None = None) -> Array:
-        """Return this worker's buffer of that name, at an address that differs from an offset `like` it by whole pages."""
-        needed = math.prod(shape) * dtype.itemsize
-        held = self._buffers.get(name)
-        if held is None or held.nbytes < needed + PAGE:
-            held = self._buffers[name] = np.empty(needed + PAGE, np.uint8)
-        at = -held.ctypes.data % _ALIGNMENT if like is None else (like - held.ctypes.data) % PAGE
-        return held[at : at + needed].view(dtype).reshape(shape)
 
 
 _SAMPLES = 1024

@@ -70,6 +70,8 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define LARGEST(b) avx2_largest(b)
 #define WIDE __m256d
 #define WIDE_LANES 4
+#define PANEL 4
+#define PANELS 3
 #define WIDE_SET(x) _mm256_set1_pd(x)
 #define WIDE_LOAD(p) _mm256_loadu_pd(p)
 #define WIDE_STORE(p, v) _mm256_storeu_pd(p, v)

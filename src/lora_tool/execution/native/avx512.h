@@ -52,6 +52,8 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define LARGEST(b) _mm512_reduce_max_epu32(b)
 #define WIDE __m512d
 #define WIDE_LANES 8
+#define PANEL 8
+#define PANELS 2
 #define WIDE_SET(x) _mm512_set1_pd(x)
 #define WIDE_LOAD(p) _mm512_loadu_pd(p)
 #define WIDE_STORE(p, v) _mm512_storeu_pd(p, v)

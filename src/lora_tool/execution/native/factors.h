@@ -44,27 +44,37 @@ EXPORT int lora_tool_scale(int level, const void *source, int source_type, int64
     return is_too_large(largest, out_type);
 }
 
-/* As `lora_tool_pack`, in float64 and of any type, into the places `from` to `from + depth` of panels that are `whole`
- * deep: parts of a factor are packed one after the other. */
-EXPORT int lora_tool_pack_wide(int level, double *packed, int64_t width, int64_t whole, int64_t from, const void *factor,
-                               int type, int64_t length, int64_t depth, int64_t along, int64_t down) {
+/* Pack lanes of a factor behind the `first` ones of panels that are `apart` numbers apart; see `packed` in wide.h. */
+static void pack_lanes(const struct words *words, double *panels, int64_t apart, int64_t first, const void *values, int type,
+                       int64_t along, int64_t down, int64_t lanes, int64_t depth) {
+    const int64_t panel = words->panel;
+    const char *read = values;
+    for (int64_t some; lanes > 0; lanes -= some, first += some, read += (size_t)(some * along) * wide_size_of(type)) {
+        some = least_of(panel - first % panel, lanes);
+        if (along == 1 && some == panel) { /* lines of memory to their end: often one of them at a time is in the cache */
+            some = least_of(ABREAST, lanes) / panel * panel;
+        }
+        words->packed[type](panels + first / panel * apart + first % panel, apart, read, along, down, some, depth);
+    }
+}
+
+/* As `lora_tool_pack`, in float64 and of any type, in panels as wide as this level's tiles are high, and as many as whole
+ * tiles have; into the places `from` to `from + depth` of panels that are `whole` deep: parts of a factor are packed one
+ * after the other. */
+EXPORT int lora_tool_pack_wide(int level, double *packed, int64_t whole, int64_t from, const void *factor, int type,
+                               int64_t length, int64_t depth, int64_t along, int64_t down) {
     const struct words *words = words_of(level);
     if (!words || !is_wide_type(type)) {
         return -1;
     }
-    const size_t size = wide_size_of(type);
+    const int64_t panel = words->panel, apart = panel * whole, whole_panels = length / panel * panel;
+    const int64_t end = (length + words->wide_columns - 1) / words->wide_columns * words->wide_columns;
+    double *place = packed + from * panel;
     mode_type before = ieee_mode();
-    for (int64_t first = 0; first < length; first += width) {
-        const int64_t lanes = least_of(length - first, width);
-        double *panel = packed + first * whole + from * width;
-        const char *read = (const char *)factor + (size_t)(first * along) * size;
-        for (int64_t k = 0; k < depth; k++) {
-            words->scaled[type](panel + k * width, read + (size_t)(k * down) * size, along, 1.0, lanes);
-            for (int64_t lane = lanes; lane < width; lane++) {
-                panel[k * width + lane] = 0.0;
-            }
-        }
+    for (int64_t at = whole_panels; at < end; at += panel) {
+        memset(place + at * whole, 0, (size_t)(panel * depth) * sizeof *place);
     }
+    pack_lanes(words, place, apart, 0, factor, type, along, down, length, depth);
     restore_mode(before);
     return 0;
 }
@@ -77,13 +87,13 @@ EXPORT int lora_tool_product_wide(int level, const double *left, const double *r
     if (!words || !is_wide_type(out_type)) {
         return -1;
     }
-    const int64_t high = words->rows, wide = words->wide_columns;
+    const int64_t high = words->panel, wide = words->wide_columns;
     mode_type before = ieee_mode();
     uint32_t largest = 0;
     for (int64_t column = 0; column < columns; column += wide) {
         for (int64_t row = 0; row < rows; row += high) {
             _Alignas(64) double tile[WIDE_MOST] = {0};
-            words->wide_product(tile, left + row * depth, right + column * depth, depth);
+            words->wide_product(tile, left + row * depth, right + column * depth, depth, high * depth);
             for (int64_t r = 0; r < least_of(rows - row, high); r++) {
                 char *write = (char *)out + (size_t)((row + r) * stride + column) * wide_size_of(out_type);
                 uint32_t size = words->rounded(tile + r * wide, write, out_type, 1, least_of(columns - column, wide));

@@ -87,7 +87,7 @@ class Kernel:
     columns: int
     """Of a tile: how wide the panels of left and right factors are."""
     wide_columns: int
-    """The same of right factors in float64."""
+    """Those of a tile of float64: the length of a packed factor is rounded up to a multiple of them."""
     library: Any
 
     def pack(
@@ -164,7 +164,6 @@ class Kernel:
     def pack_wide(
         self,
         packed: int,
-        width: int,
         place: tuple[int, int],
         factor: int,
         dtype: DType,
@@ -172,9 +171,7 @@ class Kernel:
         strides: tuple[int, int],
     ) -> None:
         """Lay out a part of a factor in float64, as `pack` does; `place` is how deep the whole is, and where the part begins."""
-        self.library.lora_tool_pack_wide(
-            self.level.number, packed, width, *place, factor, WIDE_TYPES[dtype], *size, *strides
-        )
+        self.library.lora_tool_pack_wide(self.level.number, packed, *place, factor, WIDE_TYPES[dtype], *size, *strides)
 
     def product_wide(
         self, left: int, right: int, depth: int, out: int, out_type: DType, stride: int, size: tuple[int, int]
@@ -287,7 +284,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
     four, double = [size] * 4, ctypes.c_double
     library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
-    library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, size, pointer, number, *four]
+    library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, pointer, number, *four]
     library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
@@ -386,8 +383,8 @@ def _checksum_wide(kernel: Kernel, left: int, right: int) -> int:
     panels = [(ctypes.c_double * (_DEPTH * 64))() for _ in range(2)]
     addresses = [ctypes.addressof(each) for each in panels]
     place = _DEPTH, 0
-    kernel.pack_wide(addresses[0], kernel.rows, place, left, DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
-    kernel.pack_wide(addresses[1], kernel.wide_columns, place, right, DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
+    kernel.pack_wide(addresses[0], place, left, DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
+    kernel.pack_wide(addresses[1], place, right, DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
     size, line = (_ROWS, _COLUMNS), (_COLUMNS, 1)
     total = 0
     for dtype in WIDE_TYPES:

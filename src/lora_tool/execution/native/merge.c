@@ -38,9 +38,10 @@ enum level { SCALAR, AVX2, AVX512, NEON };
 
 #define ROWS_MOST 12
 #define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
-#define WIDE_MOST (ROWS_MOST * 16) /* doubles of the largest */
+#define WIDE_MOST (8 * 16)         /* doubles of the largest */
 #define F64 TYPES                  /* of factors alone */
 #define STRIP 512                  /* columns of a quantised weight that are decoded together */
+#define ABREAST 64                 /* elements of a factor's row that are packed or turned round together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
 static const uint32_t too_large[TYPES] = {0xFEFF0000u, 0x8EFFE000u, 0xFF000000u};
@@ -78,7 +79,9 @@ typedef void ratios_function(float *out, const float *numbers, const float *scal
 typedef void extremes_function(const float *numbers, int64_t apart, int64_t rows, int64_t count, float *low,
                                float *high);
 typedef void column_extremes_function(const float *numbers, int64_t count, float *low, float *high);
-typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth);
+typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth, int64_t apart);
+typedef void packed_function(double *panels, int64_t apart, const void *values, int64_t along, int64_t down, int64_t lanes,
+                             int64_t depth);
 typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
 typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
 typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
@@ -95,11 +98,14 @@ struct words {
     ratios_function *ratios;
     extremes_function *extremes;
     column_extremes_function *column_extremes;
-    int wide_columns; /* of a tile of float64 */
+    int panel, wide_columns; /* rows and columns of a tile of float64 */
     wide_function *wide_product;
+    packed_function *packed[TYPES + 1];
     scaled_function *scaled[TYPES + 1];
     rounded_function *rounded;
 };
+
+static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -263,8 +269,6 @@ EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int
 #define CACHED_BYTES (256 << 10)
 
 static inline size_t size_of(int type) { return type == F32 ? 4 : 2; }
-
-static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
 
 /* Write some columns of some rows of what codes stand for, rounded to their type, to rows that lie STRIP apart. */
 static void decode_strip(const struct words *words, const struct codes *codes, int64_t row, int some, int64_t column,

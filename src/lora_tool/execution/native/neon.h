@@ -48,6 +48,8 @@ static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
 #define LARGEST(b) vmaxvq_u32(b)
 #define WIDE float64x2_t
 #define WIDE_LANES 2
+#define PANEL 4
+#define PANELS 3
 #define WIDE_SET(x) vdupq_n_f64(x)
 #define WIDE_LOAD(p) vld1q_f64(p)
 #define WIDE_STORE(p, v) vst1q_f64(p, v)

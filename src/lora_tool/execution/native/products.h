@@ -12,8 +12,7 @@ struct part {
 };
 
 #define DEEP 256 /* rows of which a Gram matrix is added up together: a panel of them stays in the first-level cache */
-#define TOGETHER 8 /* rows that are read together where a column lies in one piece */
-#define PACKED (1 << 15) /* numbers that are packed together: they stay in the second-level cache */
+#define PACKED_MOST (1 << 15) /* numbers that are packed together: they stay in the second-level cache */
 
 static inline int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -38,39 +37,14 @@ static inline const void *element(const struct part *part, int64_t row, int64_t 
     return (const char *)part->values + (size_t)(row * part->along + column * part->down) * wide_size_of(part->type);
 }
 
-/* Write `some` rows of all parts side by side in float64, at most TOGETHER; what is beyond `depth` stays as it is. */
-static void widen_rows(const struct words *words, const struct part *parts, int64_t count, int64_t row, int64_t some,
-                       double *lines, int64_t apart) {
-    for (int64_t at = 0; at < count; at++, parts++) {
-        if (parts->down == 1) {
-            for (int64_t r = 0; r < some; r++) {
-                words->scaled[parts->type](lines + r * apart, element(parts, row + r, 0), 1, 1.0, parts->depth);
-            }
-        } else {
-            for (int64_t k = 0; k < parts->depth; k++) {
-                double column[TOGETHER];
-                words->scaled[parts->type](column, element(parts, row, k), parts->along, 1.0, some);
-                for (int64_t r = 0; r < some; r++) {
-                    lines[r * apart + k] = column[r];
-                }
-            }
-        }
-        lines += parts->depth;
-    }
-}
-
 /* Numbers that `lora_tool_gram` needs: the sums of every tile, and room to work in. */
 EXPORT int64_t lora_tool_gram_sums(int level, int64_t depth) {
     const struct words *words = words_of(level);
-    return words ? rounded_up(depth, words->rows) * rounded_up(depth, words->wide_columns) : -1;
+    return words ? rounded_up(depth, words->panel) * rounded_up(depth, words->wide_columns) : -1;
 }
 EXPORT int64_t lora_tool_gram_room(int level, int64_t depth) {
     const struct words *words = words_of(level);
-    if (!words) {
-        return -1;
-    }
-    const int64_t high = rounded_up(depth, words->rows), wide = rounded_up(depth, words->wide_columns);
-    return (high + wide) * DEEP + (high > wide ? high : wide) * TOGETHER;
+    return words ? rounded_up(depth, words->wide_columns) * DEEP : -1;
 }
 
 /* Whether the tile has an element on or above the diagonal: the others are known from those. */
@@ -83,31 +57,22 @@ EXPORT int lora_tool_gram(int level, const struct part *parts, int64_t count, in
     if (!words || unknown_types(parts, count)) {
         return -1;
     }
-    const int64_t high = words->rows, wide = words->wide_columns, depth = depth_of(parts, count);
-    const int64_t down = rounded_up(depth, high), across = rounded_up(depth, wide), line = down > across ? down : across;
-    double *left = room, *right = left + down * DEEP, *lines = right + across * DEEP;
+    const int64_t high = words->panel, wide = words->wide_columns, depth = depth_of(parts, count), apart = high * DEEP;
+    const int64_t whole = depth / high * high, across = rounded_up(depth, wide);
     mode_type before = ieee_mode();
-    memset(lines, 0, (size_t)(line * TOGETHER) * sizeof *lines);
+    memset(room + whole * DEEP, 0, (size_t)((across - whole) * DEEP) * sizeof *room);
     for (int64_t first = 0; first < length; first += DEEP) {
         const int64_t deep = least_of(length - first, DEEP);
-        for (int64_t row = 0; row < deep; row += TOGETHER) {
-            const int64_t some = least_of(deep - row, TOGETHER);
-            widen_rows(words, parts, count, first + row, some, lines, line);
-            for (int64_t r = 0; r < some; r++) {
-                const double *own = lines + r * line;
-                for (int64_t at = 0; at < down; at += high) {
-                    memcpy(left + at * DEEP + (row + r) * high, own + at, (size_t)high * sizeof *own);
-                }
-                for (int64_t at = 0; at < across; at += wide) {
-                    memcpy(right + at * DEEP + (row + r) * wide, own + at, (size_t)wide * sizeof *own);
-                }
-            }
+        int64_t column = 0;
+        for (int64_t at = 0; at < count; column += parts[at].depth, at++) {
+            pack_lanes(words, room, apart, column, element(parts + at, first, 0), parts[at].type, parts[at].down,
+                       parts[at].along, parts[at].depth, deep);
         }
         double *tile = sums;
-        for (int64_t row = 0; row < down; row += high) {
-            for (int64_t column = 0; column < across; column += wide, tile += high * wide) {
+        for (int64_t row = 0; row < depth; row += high) {
+            for (column = 0; column < across; column += wide, tile += high * wide) {
                 if (is_above(row, column, wide)) {
-                    words->wide_product(tile, left + row * DEEP, right + column * DEEP, deep);
+                    words->wide_product(tile, room + row * DEEP, room + column * DEEP, deep, apart);
                 }
             }
         }
@@ -122,7 +87,7 @@ EXPORT int lora_tool_gram_matrix(int level, const double *sums, int64_t depth, d
     if (!words) {
         return -1;
     }
-    const int64_t high = words->rows, wide = words->wide_columns, across = rounded_up(depth, wide);
+    const int64_t high = words->panel, wide = words->wide_columns, across = rounded_up(depth, wide);
     for (int64_t row = 0; row < depth; row++) {
         for (int64_t column = row; column < depth; column++) {
             const int64_t tile = (row / high * high) * across + (column / wide * wide) * high;
@@ -132,20 +97,15 @@ EXPORT int lora_tool_gram_matrix(int level, const double *sums, int64_t depth, d
     return 0;
 }
 
-/* Rows that are packed together for a product with a small matrix. */
-static inline int64_t strip_of(int64_t depth, int64_t step) {
-    const int64_t strip = PACKED / (depth < 1 ? 1 : depth) / step * step;
-    return strip < step ? step : strip;
+/* Rows that are packed together for a product with a small matrix, in whole tiles. */
+static inline int64_t strip_of(const struct words *words, int64_t depth) {
+    return rounded_up(PACKED_MOST / (depth < 1 ? 1 : depth), words->wide_columns);
 }
 
 /* Numbers that `lora_tool_mix` needs to work in. */
-EXPORT int64_t lora_tool_mix_room(int level, int64_t depth, int64_t columns, int below) {
+EXPORT int64_t lora_tool_mix_room(int level, int64_t depth, int64_t columns) {
     const struct words *words = words_of(level);
-    if (!words) {
-        return -1;
-    }
-    const int64_t of_matrix = below ? words->rows : words->wide_columns, of_rows = below ? words->wide_columns : words->rows;
-    return (rounded_up(columns, of_matrix) + strip_of(depth, of_rows)) * depth;
+    return words ? (rounded_up(columns, words->wide_columns) + strip_of(words, depth)) * depth : -1;
 }
 
 /* Write P·X in `out_type`, `length` rows of `columns`, `stride` elements apart; `below`: Xᵀ·Pᵀ, `columns` rows of `length`.
@@ -156,15 +116,14 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     if (!words || unknown_types(parts, count) || !is_wide_type(out_type)) {
         return -1;
     }
-    const int64_t depth = depth_of(parts, count), of_matrix = below ? words->rows : words->wide_columns;
-    const int64_t width = below ? words->wide_columns : words->rows, strip = strip_of(depth, width);
-    double *packed = room + rounded_up(columns, of_matrix) * depth;
-    int flagged = lora_tool_pack_wide(level, room, of_matrix, depth, 0, matrix, F64, columns, depth, 1, apart);
+    const int64_t depth = depth_of(parts, count), strip = strip_of(words, depth);
+    double *packed = room + rounded_up(columns, words->wide_columns) * depth;
+    int flagged = lora_tool_pack_wide(level, room, depth, 0, matrix, F64, columns, depth, 1, apart);
     for (int64_t first = 0; first < length && flagged >= 0; first += strip) {
         const int64_t some = least_of(length - first, strip);
         int64_t deep = 0;
         for (int64_t at = 0; at < count; deep += parts[at].depth, at++) {
-            lora_tool_pack_wide(level, packed, width, depth, deep, element(parts + at, first, 0), parts[at].type, some,
+            lora_tool_pack_wide(level, packed, depth, deep, element(parts + at, first, 0), parts[at].type, some,
                                 parts[at].depth, parts[at].along, parts[at].down);
         }
         char *write = (char *)out + (size_t)(below ? first : first * stride) * wide_size_of(out_type);
@@ -174,8 +133,7 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     return flagged;
 }
 
-#define TURNED 16 /* rows that are turned round together: a line of each lies in the first-level cache */
-#define ABREAST 64 /* and columns of them */
+#define TURNED 16 /* rows of which ABREAST elements are turned round together: they stay in the first-level cache */
 
 /* Write lines of ABREAST elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
 #define TURN(type)                                                                                                     \

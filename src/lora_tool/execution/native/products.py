@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
-from lora_tool.formats.factor_rows import Room
+from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
 
 Stored = tuple[NDArray[Any], DType]
@@ -84,7 +84,7 @@ def mix(
     rounded once to `dtype`. Return False where one is NaN or infinite.
     """
     library, level, depth = functions(kernel.library), kernel.level.number, len(matrix)
-    needed = library.lora_tool_mix_room(level, depth, matrix.shape[1], below)
+    needed = library.lora_tool_mix_room(level, depth, matrix.shape[1])
     flagged: int = library.lora_tool_mix(
         level,
         _listed(parts),
@@ -146,7 +146,7 @@ def functions(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_gram_room.argtypes = [number, size]
     library.lora_tool_gram.argtypes = [number, pointer, size, size, pointer, pointer]
     library.lora_tool_gram_matrix.argtypes = [number, pointer, size, pointer]
-    library.lora_tool_mix_room.argtypes = [number, size, size, number]
+    library.lora_tool_mix_room.argtypes = [number, size, size]
     library.lora_tool_mix.argtypes = [
         number, pointer, size, size, pointer, size, size, number, pointer, number, size, pointer,
     ]  # fmt: skip

@@ -26,6 +26,8 @@
 #define LARGEST(b) (b)
 #define WIDE double
 #define WIDE_LANES 1
+#define PANEL 4
+#define PANELS 1
 #define WIDE_SET(x) (x)
 #define WIDE_LOAD(p) (*(p))
 #define WIDE_STORE(p, v) (*(p) = (v))

@@ -8,7 +8,8 @@
  *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
  *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
- *   WIDE, WIDE_LANES           vectors of doubles, as many side by side in a tile
+ *   WIDE, WIDE_LANES           vectors of doubles
+ *   PANEL, PANELS              rows of a tile of doubles, and how many times as many columns it has
  *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
  */
 #define JOINED(a, b) a##_##b
@@ -116,8 +117,8 @@ static const struct words NAME(words) = {
     ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
-    WIDE_COLUMNS,
-    NAME(wide_product),
+    PANEL,          WIDE_COLUMNS,  NAME(wide_product),
+    {NAME(packed_bf16), NAME(packed_f16), NAME(packed_f32), NAME(packed_f64)},
     {NAME(scaled_bf16), NAME(scaled_f16), NAME(scaled_f32), NAME(scaled_f64)},
     NAME(rounded),
 };
@@ -131,7 +132,9 @@ static const struct words NAME(words) = {
 #undef TABLE
 #undef CUT_OFF
 #undef SCALED
+#undef PACKED
 #undef WIDE_COLUMNS
+#undef EACH
 #undef WIDEN_f32
 #undef NARROW_f32
 #undef LEVEL
@@ -161,6 +164,8 @@ static const struct words NAME(words) = {
 #undef LARGEST
 #undef WIDE
 #undef WIDE_LANES
+#undef PANEL
+#undef PANELS
 #undef WIDE_SET
 #undef WIDE_LOAD
 #undef WIDE_STORE

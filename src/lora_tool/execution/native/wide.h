@@ -1,24 +1,35 @@
 /* Factors in float64, for each level: their products, each a chain in the order of k, and rounding what comes of them
  * once. `tile.h` includes it; `merge.c` says what the words of a level mean.
  */
-#define WIDE_COLUMNS (WIDE_LANES * VECTORS)
+#define WIDE_COLUMNS (PANEL * PANELS)
+#define EACH (PANEL / WIDE_LANES) /* vectors of a panel */
 
-/* tile = tile + left·right, every element a chain of fma over k */
-TARGET static void NAME(wide_product)(double *tile, const double *left, const double *right, int64_t depth) {
-    WIDE chain[ROWS][VECTORS];
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        UNROLLED for (int v = 0; v < VECTORS; v++) { chain[r][v] = WIDE_LOAD(tile + r * WIDE_COLUMNS + v * WIDE_LANES); }
-    }
-    for (int64_t k = 0; k < depth; k++, left += ROWS, right += WIDE_COLUMNS) {
-        WIDE a[VECTORS];
-        UNROLLED for (int v = 0; v < VECTORS; v++) { a[v] = WIDE_LOAD(right + v * WIDE_LANES); }
-        UNROLLED for (int r = 0; r < ROWS; r++) {
-            WIDE b = WIDE_SET(left[r]);
-            UNROLLED for (int v = 0; v < VECTORS; v++) { chain[r][v] = WIDE_FMA(b, a[v], chain[r][v]); }
+_Static_assert(PANEL * WIDE_COLUMNS <= WIDE_MOST, "the tile of doubles is larger than its memory");
+
+/* tile = tile + left·right, every element a chain of fma over k. Left is a panel, right PANELS of them, `apart` numbers from
+ * one to the next. */
+TARGET static void NAME(wide_product)(double *tile, const double *left, const double *right, int64_t depth,
+                                      int64_t apart) {
+    WIDE chain[PANEL][PANELS * EACH];
+    UNROLLED for (int r = 0; r < PANEL; r++) {
+        UNROLLED for (int v = 0; v < PANELS * EACH; v++) {
+            chain[r][v] = WIDE_LOAD(tile + r * WIDE_COLUMNS + v * WIDE_LANES);
         }
     }
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        UNROLLED for (int v = 0; v < VECTORS; v++) { WIDE_STORE(tile + r * WIDE_COLUMNS + v * WIDE_LANES, chain[r][v]); }
+    for (int64_t k = 0; k < depth; k++, left += PANEL, right += PANEL) {
+        WIDE a[PANELS * EACH];
+        UNROLLED for (int v = 0; v < PANELS * EACH; v++) {
+            a[v] = WIDE_LOAD(right + v / EACH * apart + v % EACH * WIDE_LANES);
+        }
+        UNROLLED for (int r = 0; r < PANEL; r++) {
+            WIDE b = WIDE_SET(left[r]);
+            UNROLLED for (int v = 0; v < PANELS * EACH; v++) { chain[r][v] = WIDE_FMA(b, a[v], chain[r][v]); }
+        }
+    }
+    UNROLLED for (int r = 0; r < PANEL; r++) {
+        UNROLLED for (int v = 0; v < PANELS * EACH; v++) {
+            WIDE_STORE(tile + r * WIDE_COLUMNS + v * WIDE_LANES, chain[r][v]);
+        }
     }
 }
 
@@ -42,6 +53,42 @@ SCALED(bf16, uint16_t, from_bf16)
 SCALED(f16, uint16_t, from_f16)
 SCALED(f32, float, )
 SCALED(f64, double, )
+
+/* panels[lane / PANEL][k][lane % PANEL] = values[lane·along + k·down] in float64; panels are `apart` numbers apart. Where lanes
+ * lie side by side, their number is a multiple of PANEL, else it is at most PANEL. */
+#define PACKED(type, stored_type, widened)                                                                             \
+    TARGET static void NAME(packed_##type)(double *restrict panels, int64_t apart, const void *restrict values,        \
+                                           int64_t along, int64_t down, int64_t lanes, int64_t depth) {                \
+        const stored_type *stored = values;                                                                            \
+        if (along == 1 && lanes % PANEL == 0) {                                                                        \
+            for (int64_t k = 0; k < depth; k++, stored += down) {                                                      \
+                for (int64_t first = 0; first < lanes; first += PANEL) {                                               \
+                    double *panel = panels + first / PANEL * apart + k * PANEL;                                        \
+                    UNROLLED for (int lane = 0; lane < PANEL; lane++) {                                                \
+                        panel[lane] = (double)widened(stored[first + lane]);                                           \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+            return;                                                                                                    \
+        }                                                                                                              \
+        for (int64_t from = 0; from < depth; from += ABREAST, stored += ABREAST * down) {                              \
+            double lines[PANEL][ABREAST];                                                                              \
+            const int64_t some = least_of(ABREAST, depth - from);                                                      \
+            for (int64_t lane = 0; lane < lanes; lane++) {                                                             \
+                NAME(scaled_##type)(lines[lane], stored + lane * along, down, 1.0, some);                              \
+            }                                                                                                          \
+            for (int64_t k = 0; k < some; k++) {                                                                       \
+                for (int64_t lane = 0; lane < lanes; lane++) {                                                         \
+                    panels[(from + k) * PANEL + lane] = lines[lane][k];                                                \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+PACKED(bf16, uint16_t, from_bf16)
+PACKED(f16, uint16_t, from_f16)
+PACKED(f32, float, )
+PACKED(f64, double, )
 
 /* Round float64 to odd: its last bit stands for all that is cut off, so that rounding to 16 bits rounds once. */
 static inline float NAME(odd)(double value) {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, NestedScales
-from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.quantised.parts import MATRIX, LayoutError, Parts
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorSpec
 
@@ -19,7 +19,6 @@ _OFFSET = "nested_offset"
 _WIDEST = 1.1754943508222875e-38
 """A float32 with as many digits as any has in JSON."""
 _NIBBLE = 4
-_MATRIX = 2
 _TYPES = {name: dtype for dtype, name in FLOAT_NAMES.items()}
 
 
@@ -27,11 +26,11 @@ def int8(parts: Parts, name: str, largest: StoredTensor) -> Encoding:
     """Return the eight-bit weight whose rows' scales are `largest`, the tensor `name`. Raises `LayoutError`."""
     module = name.removesuffix(".SCB")
     codes = parts.needed(f"{module}.weight", largest, (DType.I8,))
-    if len(codes.shape) != _MATRIX:
+    if len(codes.shape) != MATRIX:
         raise LayoutError(codes, f"is {list(codes.shape)}; expected a matrix")
     parts.needed(name, codes, (DType.F32,), codes.shape[0])
     layout = parts.tensors.get(f"{module}.weight_format")
-    if layout is not None and any(read_part(layout, 0, min(layout.nbytes, _MATRIX))):
+    if layout is not None and any(read_part(layout, 0, min(layout.nbytes, MATRIX))):
         raise LayoutError(
             layout, "says that int8 is not stored row by row; lora-tool does not read that layout", is_fault=False
         )
@@ -45,7 +44,7 @@ def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
     said = _state(state)
     shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
     sizes = tuple(shape) if isinstance(shape, list) else ()
-    sound = len(sizes) == _MATRIX and all(type(n) is int and n > 0 for n in sizes)
+    sound = len(sizes) == MATRIX and all(type(n) is int and n > 0 for n in sizes)
     if not sound or dtype is None or type(block) is not int or block < 1 or block % 2:
         raise LayoutError(state, "does not give the shape, blocksize and dtype of a matrix")
     size = math.prod(sizes)

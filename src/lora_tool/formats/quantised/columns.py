@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding
-from lora_tool.formats.quantised.parts import LayoutError, Parts, groups_of_inputs
+from lora_tool.formats.quantised.parts import MATRIX, SCALES, LayoutError, Parts, groups_of_inputs
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _WORD = 32
-_MATRIX = 2
-_SCALES = (DType.F16, DType.BF16, DType.F32)
 _ADDED = {None: 1, "gptq": 1, "gptq_v2": 0}
 """`checkpoint_format` → what is added to each stored zero."""
 _AWQ_BITS = 4
@@ -37,9 +35,9 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
     if kind not in known:
         raise LayoutError(codes, f"is packed as {kind}, which lora-tool does not read", is_fault=False)
     each = _WORD // bits
-    scales = parts.needed(f"{module}.scales", codes, _SCALES)
+    scales = parts.needed(f"{module}.scales", codes, SCALES)
     zeros = parts.needed(f"{module}.qzeros", codes, (DType.I32,))
-    if codes.dtype is not DType.I32 or len(codes.shape) != _MATRIX or len(scales.shape) != _MATRIX or 0 in codes.shape:
+    if codes.dtype is not DType.I32 or len(codes.shape) != MATRIX or len(scales.shape) != MATRIX or 0 in codes.shape:
         raise LayoutError(codes, f"is {codes.dtype} {list(codes.shape)} with scales of {list(scales.shape)}")
     inside, outputs = (codes.shape[0], codes.shape[1] * each) if is_awq else (codes.shape[0] * each, codes.shape[1])
     count = scales.shape[0]

@@ -55,15 +55,26 @@ def codes_of(encoding: Blockwise, values: F32, scales: F32, read: Read) -> NDArr
     return np.asarray((codes[0::2] << 4) | codes[1::2], np.uint8)
 
 
-def numbers_of(encoding: Blockwise, values: F32, scales: F32, read: Read) -> F32:
-    """Return what the codes of flat values stand for, with scales that are not quantised themselves."""
+def numbers_of(encoding: Blockwise, values: F32, scales: F32, read: Read, stored: F32 | None = None) -> F32:
+    """Return what the codes of flat values stand for, with scales that are `stored` so, by default as they are."""
     block = block_of(encoding)
-    spread = np.repeat(scales, block)[: len(values)]
+    spread = np.repeat(scales if stored is None else stored, block)[: len(values)]
     if isinstance(encoding, BnbInt8):
         codes = blockwise.int8_rows(_halves(values).reshape(len(scales), -1), scales)
         return np.asarray(codes.reshape(-1).astype(np.float32) * spread * INT8_STEP)
     levels = Levels.of(encoding.levels, read).values
     return np.asarray(np.array(levels, np.float32)[blockwise.nearest(values, scales, block, levels)] * spread)
+
+
+def as_nested(nested: NestedScales, scales: F32, first: int, read: Read) -> F32:
+    """Return the scales of blocks from `first`, quantised with the mean and the scales that `nested` has."""
+    levels = np.array(Levels.of(nested.levels, read).values, np.float32)
+    outer = read(nested.scales, 0, nested.scales.nbytes).view("<f4")[
+        np.arange(first, first + len(scales)) // nested.block
+    ]
+    moved = np.clip((scales - np.float32(nested.offset)) / np.maximum(outer, blockwise.LEAST), -1, 1)
+    near = np.searchsorted(blockwise.midpoints(tuple(levels.tolist())), moved)
+    return np.asarray(levels[near] * outer + np.float32(nested.offset))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,13 @@ from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
 from lora_tool.formats.quantised.columns import columns
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
 from lora_tool.formats.quantised.packed import packed
-from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
 _Layout = Callable[[str, StoredTensor], Encoding]
-_MATRIX, _STACK = 2, 3
 _MX, _NV = 32, 16
-_SCALES = (DType.F32, DType.BF16, DType.F16)
-_POWERS = (DType.F8_E8M0, DType.U8)
 _READ = (DType.F8_E4M3, DType.F8_E8M0)
 _OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _CALIBRATED = (
@@ -171,7 +168,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozen
     pairs = (tuple(tile) for tile in tiles if isinstance(tile, list))
     bits = (each.get("num_bits") for each in weights)
     return (
-        frozenset(pair for pair in pairs if len(pair) == _MATRIX and all(type(n) is int and n > 0 for n in pair)),
+        frozenset(pair for pair in pairs if len(pair) == MATRIX and all(type(n) is int and n > 0 for n in pair)),
         frozenset(each for each in bits if type(each) is int and 0 < each <= 8),  # noqa: PLR2004 - codes of a byte
     )
 
@@ -229,7 +226,7 @@ class _Layouts(Parts):
         if scales is None:
             raise LayoutError(codes, f"is {codes.dtype}, but has no scale `{names[0]}`")
         zeros = self.tensors.get(f"{name}_zero_point")
-        if scales.dtype not in (*_SCALES, *_POWERS):
+        if scales.dtype not in (*SCALES, *POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
         if math.prod(scales.shape) == 1 < math.prod(codes.shape[:-2]):
             scales = _one_for_each(scales, math.prod(codes.shape[:-2]))
@@ -238,9 +235,8 @@ class _Layouts(Parts):
             self._known_tiles[form] = self._tile(codes, scales)
         tile = self._known_tiles[form]
         kind = "int8" if codes.dtype is DType.I8 else "fp8 e4m3"
-        height, width = codes.shape[-2:]
-        whole = {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")
-        spec, label = TensorSpec(name=name, dtype=DType.F32, shape=codes.shape), f"{kind} {whole}"
+        spec = TensorSpec(name=name, dtype=DType.F32, shape=codes.shape)
+        label = f"{kind} {in_tiles(tile, codes.shape)}"
         if zeros is None:
             return Tiled(spec=spec, codes=codes, label=label, scales=scales, tile=tile)
         if (codes.dtype, zeros.dtype, zeros.shape) != (DType.I8, DType.I8, scales.shape):
@@ -252,14 +248,14 @@ class _Layouts(Parts):
 
     def _tile(self, codes: StoredTensor, scales: StoredTensor) -> tuple[int, int]:
         """Return the rows and columns of a tile: as the config says where the grid is that, else a row or all."""
-        if not _MATRIX <= len(codes.shape) <= _STACK or 0 in codes.shape:
+        if not MATRIX <= len(codes.shape) <= STACK or 0 in codes.shape:
             raise LayoutError(
                 codes,
                 f"is {list(codes.shape)}; expected a matrix or a stack of them",
                 is_fault=False,
             )
         *lead, rows, columns = codes.shape
-        tiles = self._tiles | ({(1, _MX)} if scales.dtype in _POWERS else frozenset())
+        tiles = self._tiles | ({(1, _MX)} if scales.dtype in POWERS else frozenset())
         grids = {(*lead, -(-rows // down), -(-columns // across)): (down, across) for down, across in sorted(tiles)}
         others: dict[Shape, tuple[int, int]] = {
             (*lead, 1, 1): (rows, columns),
@@ -284,12 +280,12 @@ class _Layouts(Parts):
     def _fp4_packed(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_packed")
         overall = self.tensors.get(f"{weight}_global_scale")
-        kind = (DType.F8_E4M3,) if overall is not None else _POWERS
+        kind = (DType.F8_E4M3,) if overall is not None else POWERS
         return self._fp4(weight, self._of_bytes(codes), f"{weight}_scale", kind, DType.BF16, overall, divides=True)
 
     def _fp4_modelopt(self, name: str, codes: StoredTensor) -> Encoding:
         scales = self.tensors[f"{name}_scale"]
-        if scales.dtype in _SCALES:  # of AWQ, in four bits
+        if scales.dtype in SCALES:  # of AWQ, in four bits
             raise LayoutError(
                 codes,
                 f"has codes of {codes.dtype} with scales of {scales.dtype}, which lora-tool does not read",
@@ -303,7 +299,7 @@ class _Layouts(Parts):
         scales = self.needed(f"{name}_weight_scale", codes, (DType.F8_E4M3,))
         overall = self.needed(f"{name}_weight_scale_2", codes, (DType.F32,), 1)
         lead, shape = codes.shape[:-2], codes.shape[-2:]
-        if len(codes.shape) != _STACK or scales.shape != (*lead, 2 * shape[0] // _NV, shape[1]) or 2 * shape[0] % _NV:
+        if len(codes.shape) != STACK or scales.shape != (*lead, 2 * shape[0] // _NV, shape[1]) or 2 * shape[0] % _NV:
             raise LayoutError(
                 scales,
                 f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected one scale for each {_NV} inputs",
@@ -320,16 +316,16 @@ class _Layouts(Parts):
 
     def _scales_of_halves(self, name: str, codes: StoredTensor) -> str | None:
         """Return the powers of two that are scales where a byte is two values, one for each 32 of a row: DeepSeek-V4's."""
-        shape = (*codes.shape[:-1], 2 * codes.shape[-1] // _MX) if len(codes.shape) == _MATRIX else ()
+        shape = (*codes.shape[:-1], 2 * codes.shape[-1] // _MX) if len(codes.shape) == MATRIX else ()
         for each in (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"):
             scales = self.tensors.get(each)
-            if scales is not None and scales.dtype in _POWERS and scales.shape == shape:
+            if scales is not None and scales.dtype in POWERS and scales.shape == shape:
                 return each
         return None
 
     def _fp4_of_integers(self, name: str, codes: StoredTensor) -> Encoding:
         scales = self._scales_of_halves(name, codes) or ""
-        return self._fp4(name, codes, scales, _POWERS, DType.BF16, None, divides=False)
+        return self._fp4(name, codes, scales, POWERS, DType.BF16, None, divides=False)
 
     @staticmethod
     def _of_bytes(codes: StoredTensor) -> StoredTensor:
@@ -351,7 +347,7 @@ class _Layouts(Parts):
         scales = self.needed(scale, codes, kinds)
         group = _NV if overall is not None else _MX
         shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else ()
-        if len(shape) != _MATRIX or scales.shape != (shape[0], shape[1] // group) or shape[1] % group:
+        if len(shape) != MATRIX or scales.shape != (shape[0], shape[1] // group) or shape[1] % group:
             raise LayoutError(
                 scales,
                 f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected one "
@@ -371,7 +367,7 @@ class _Layouts(Parts):
 
     def _gpt_oss(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_blocks")
-        scales = self.needed(f"{weight}_scales", codes, _POWERS)
+        scales = self.needed(f"{weight}_scales", codes, POWERS)
         if len(codes.shape) != 4 or codes.shape != (*scales.shape, _MX // 2):  # noqa: PLR2004 - experts, rows, groups, bytes
             raise LayoutError(
                 codes,

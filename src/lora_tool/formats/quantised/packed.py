@@ -6,12 +6,9 @@ import math
 from collections.abc import Collection
 
 from lora_tool.formats.quantised.encodings import Encoding, PackedIntegers
-from lora_tool.formats.quantised.parts import LayoutError, Parts, groups_of_inputs
+from lora_tool.formats.quantised.parts import MATRIX, SCALES, LayoutError, Parts, groups_of_inputs
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
-
-_SCALES = (DType.F32, DType.BF16, DType.F16)
-_MATRIX = 2
 
 
 def packed(parts: Parts, known_bits: Collection[int], name: str, codes: StoredTensor) -> Encoding:
@@ -20,7 +17,7 @@ def packed(parts: Parts, known_bits: Collection[int], name: str, codes: StoredTe
     Raises `LayoutError`, OSError.
     """
     weight = name.removesuffix("_packed")
-    said = parts.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), _MATRIX)
+    said = parts.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), MATRIX)
     shape = _integers(said)
     fitting = [bits for bits in known_bits if codes.shape == (shape[0], -(-shape[1] * bits // 32))]
     if len(fitting) != 1 or min(shape) < 1:
@@ -30,7 +27,7 @@ def packed(parts: Parts, known_bits: Collection[int], name: str, codes: StoredTe
             f"{', '.join(map(str, sorted(known_bits))) or 'no'} bits",
         )
     (bits,) = fitting
-    scales = parts.needed(f"{weight}_scale", codes, _SCALES)
+    scales = parts.needed(f"{weight}_scale", codes, SCALES)
     count = 1 if math.prod(scales.shape) == 1 or scales.shape == shape[:1] else scales.shape[-1]
     if scales.shape not in {(), (1,), shape[:1], (1, 1), (shape[0], count)} or shape[1] % count:
         raise LayoutError(scales, f"is {list(scales.shape)} for a weight of {list(shape)}")

@@ -7,6 +7,13 @@ from array import array
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 
+SCALES = (DType.F32, DType.BF16, DType.F16)
+"""The types of scales that are floats."""
+POWERS = (DType.F8_E8M0, DType.U8)
+"""The types of scales that are powers of two."""
+MATRIX, STACK = 2, 3
+"""How many dimensions a weight has, and one for each of several experts."""
+
 
 class LayoutError(Exception):
     """A quantised weight breaks its format, or is stored in a way that lora-tool does not read: its tensor, and why.
@@ -54,3 +61,9 @@ def groups_of_inputs(
     if not least <= min(numbers) <= max(numbers) < count:
         raise LayoutError(groups, f"names groups {min(numbers)} to {max(numbers)}; there are {count}")
     return groups
+
+
+def in_tiles(tile: tuple[int, int], shape: tuple[int, ...]) -> str:
+    """Return how scales for each `tile`, [rows, columns], of a weight of that shape are called."""
+    height, width = shape[-2:]
+    return {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled
-from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
@@ -21,9 +21,6 @@ CODES = "_qdata"
 """The end of the names of codes."""
 _NAMES = "tensor_names"
 _PLAIN = json.dumps({"_type": "Tensor"})
-_SCALES = (DType.F32, DType.BF16, DType.F16)
-_POWERS = (DType.F8_E8M0, DType.U8)
-_MATRIX, _STACK = 2, 3
 _FP4 = {"MXTensor": (32, "mxfp4"), "NVFP4Tensor": (16, "nvfp4")}
 
 
@@ -96,7 +93,7 @@ def _tiled(weight: _Weight, said: Mapping[str, Any]) -> Encoding:
             codes, f"is {codes.dtype}; lora-tool reads {wanted} as torchao's {weight.kind}", is_fault=False
         )
     tile, grid = _blocks(codes, said.get("block_size"))
-    scales = _in_grid(weight.needed("scale", _SCALES), codes, grid)
+    scales = _in_grid(weight.needed("scale", SCALES), codes, grid)
     zeros = _in_grid(weight.needed("zero_point", (DType.I8,)), codes, grid) if weight.has("zero_point") else None
     spec = weight.spec(DType.F32, codes.shape)
     label = _label("fp8 e4m3" if wanted is DType.F8_E4M3 else "int8", tile, codes.shape)
@@ -108,14 +105,14 @@ def _tiled(weight: _Weight, said: Mapping[str, Any]) -> Encoding:
 def _blocks(codes: StoredTensor, block: object) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return the rows and columns of a block, and how many blocks there are along each dimension."""
     sizes = tuple(block) if isinstance(block, list) else ()
-    if not _MATRIX <= len(codes.shape) <= _STACK or 0 in codes.shape:
+    if not MATRIX <= len(codes.shape) <= STACK or 0 in codes.shape:
         raise LayoutError(codes, f"is {list(codes.shape)}; expected a matrix or a stack of them", is_fault=False)
     if not sizes and block in (None, []):
         sizes = codes.shape
     sound = len(sizes) == len(codes.shape) and all(type(n) is int and n > 0 for n in sizes)
     if not sound or any(size % n for size, n in zip(codes.shape, sizes, strict=True)):
         raise LayoutError(codes, f"is {list(codes.shape)}, which blocks of {block} do not fill")
-    if len(sizes) == _STACK and sizes[0] not in (1, codes.shape[0]):
+    if len(sizes) == STACK and sizes[0] not in (1, codes.shape[0]):
         raise LayoutError(codes, f"has blocks of {block}, which lora-tool does not read", is_fault=False)
     tile = sizes[-2], sizes[-1]
     return tile, tuple(size // n for size, n in zip(codes.shape, sizes, strict=True))
@@ -127,7 +124,7 @@ def _in_grid(tensor: StoredTensor, codes: StoredTensor, grid: tuple[int, ...]) -
         raise LayoutError(
             tensor, f"is {list(tensor.shape)} for `{codes.name}` {list(codes.shape)}; expected {list(grid)}"
         )
-    if len(grid) == _MATRIX or grid[0] == codes.shape[0]:
+    if len(grid) == MATRIX or grid[0] == codes.shape[0]:
         return tensor
     shape = (codes.shape[0], *grid[1:])
     return StoredTensor(
@@ -136,8 +133,7 @@ def _in_grid(tensor: StoredTensor, codes: StoredTensor, grid: tuple[int, ...]) -
 
 
 def _label(kind: str, tile: tuple[int, int], shape: tuple[int, ...]) -> str:
-    whole = {shape[-2:]: "per tensor", (1, shape[-1]): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")
-    return f"{kind} {whole}, torchao"
+    return f"{kind} {in_tiles(tile, shape)}, torchao"
 
 
 def _of_few_bits(weight: _Weight, said: Mapping[str, Any]) -> Encoding:
@@ -150,12 +146,10 @@ def _of_few_bits(weight: _Weight, said: Mapping[str, Any]) -> Encoding:
     if said.get("block_size") != group:
         raise LayoutError(codes, f"has blocks of {said.get('block_size')}; lora-tool reads {group}", is_fault=False)
     eight = codes.dtype is DType.F8_E4M3
-    if len(codes.shape) != _MATRIX or not (eight or codes.dtype in (DType.U8, DType.F4)):
+    if len(codes.shape) != MATRIX or not (eight or codes.dtype in (DType.U8, DType.F4)):
         raise LayoutError(codes, f"is {codes.dtype} {list(codes.shape)}, which lora-tool does not read", is_fault=False)
     rows, width = codes.shape[0], codes.nbytes // codes.shape[0] * (1 if eight else 2)
-    scales = weight.needed(
-        "scale", (DType.F8_E4M3,) if weight.kind == "NVFP4Tensor" else _POWERS, rows * width // group
-    )
+    scales = weight.needed("scale", (DType.F8_E4M3,) if weight.kind == "NVFP4Tensor" else POWERS, rows * width // group)
     if eight:
         label = f"mxfp8 in groups of {group}, torchao"
         return Tiled(spec=weight.spec(DType.F32, codes.shape), codes=codes, label=label, scales=scales, tile=(1, group))

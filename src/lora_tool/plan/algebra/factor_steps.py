@@ -33,26 +33,16 @@ def exact_type(sums: Iterable[Factors], *, turned: bool = False) -> DType:
     return found.pop() if len(found) == 1 and not scaled else DType.F32
 
 
-def factor_steps(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> Iterator[Step]:
-    """Yield the steps that write lora_A and lora_B, of all scaling, and the bias of lora_B where there is one.
-
-    `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
-    """
-    rank = turned[0].columns if turned else factors.rank
-    a, b = part_names(factors)
-    above, across = factor_ops(factors, dtype, turned)
-    yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank, *factors.inner), above)
-    yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank, *factors.outer), across)
-    yield from bias_steps(factors, dtype)
-
-
 def part_names(factors: Factors) -> tuple[str, str]:
     """Return what PEFT calls A and B of the module."""
     return ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
 
 
 def factor_ops(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> tuple[Op, Op]:
-    """Return the operations that make A and B, of all scaling; `turned` as for `factor_steps`."""
+    """Return the operations that make A and B, of all scaling.
+
+    `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
+    """
     if turned:
         return Mix(parts=factors.a_parts, matrix=turned[1], below=True), Mix(parts=factors.b_parts, matrix=turned[0])
     copies = tuple(copied_as(dtype, part) for part in factors.a_parts)

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import kernel
 from lora_tool.execution.native.products import GramSum, Stored
-from lora_tool.formats.factor_rows import Room, pieces
+from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.room import Room
 from lora_tool.formats.stored_numbers import STORED, Matrix, widened
 from lora_tool.tensors import DType, StoredTensor
 

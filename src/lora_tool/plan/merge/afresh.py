@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 _APART = 1 / 4
 """How far the original, quantised, may be from the base, as a share of the base's rounding error. The right one is next
-to nothing away, for only scales of scales are left out; in four bits, weights that are 1% off are about half the error
-away.
+to nothing away; in four bits, weights that are 1% off are about half the error away.
 """
 
 
@@ -174,7 +173,7 @@ def _require_same(encoding: Blockwise, weight: StoredTensor, model: ModelDir) ->
     for first, last in _sampled(encoding):
         base = _stored(encoding, first, last, dequantised(encoding))
         values = _stored(encoding, first, last, weight)
-        again = _quantised(encoding, values, dtype)
+        again = _quantised(encoding, values, dtype, first)
         rounding += float(np.vdot(base - values, base - values))
         apart += float(np.vdot(base - again, base - again))
         size += float(np.vdot(base, base))
@@ -205,10 +204,18 @@ def _flat(encoding: Blockwise, first: int, last: int, rows_at: Callable[[int, in
     return rows_at(top, bottom - top).reshape(-1)[part]
 
 
-def _quantised(encoding: Blockwise, values: Values, dtype: DType) -> NDArray[np.float32]:
-    """Return what values stand for once they are quantised; their scales are not, which costs a hundredth as much."""
+def _quantised(encoding: Blockwise, values: Values, dtype: DType, first: int | None = None) -> NDArray[np.float32]:
+    """Return what values stand for once they are quantised.
+
+    Scales that are quantised themselves take the base's mean and scales where `values` are those of the blocks from
+    `first`, else they stay as they are: an outlier moves the mean so far that the scales of small blocks are much off.
+    """
     from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
-    from lora_tool.formats.quantised.fresh import numbers_of, scales_of_blocks  # noqa: PLC0415 - for few plans
+    from lora_tool.formats.quantised.fresh import as_nested, numbers_of, scales_of_blocks  # noqa: PLC0415 - for few plans
 
     narrow = values.astype("<f4").astype(STORED[dtype]).astype("<f4")
-    return numbers_of(encoding, narrow, scales_of_blocks(encoding, narrow), raw)
+    scales = scales_of_blocks(encoding, narrow)
+    stored = None
+    if first is not None and isinstance(encoding, Bnb4) and isinstance(encoding.scales, NestedScales):
+        stored = as_nested(encoding.scales, scales, first, raw)
+    return numbers_of(encoding, narrow, scales, raw, stored)

@@ -128,7 +128,6 @@ def _side_files(merge: MergeContext, base: ModelDir) -> tuple[tuple[SideFile, ..
     )
     warnings = (
         *([] if merge.dtype else another_dtype(merge.base)),
-        *_untied_warnings(merge),
         *([_NO_PAD] if merge.head is not None and pad_id is None else []),
         *not_merged_beside(adapters),
         *other_tokenizers(adapters),
@@ -159,14 +158,6 @@ def _pad_id(adapters: Sequence[AdapterDir], base: ModelDir) -> int | None:
     """Return the id of the pad token: the tokenizer's, else the base config's."""
     pad = pad_token(adapters, base)
     return pad.id if pad else base.whole_config.pad_token_id
-
-
-def _untied_warnings(merge: MergeContext) -> Iterator[str]:
-    for name, of in merge.ends.untied_unsaved.items():
-        yield (
-            f"`{name}` was tied to `{of}` and no longer is. Like PEFT, the merge does not write it, so transformers "
-            "re-initialises it at every load; --untie writes it"
-        )
 
 
 def _generates(merge: MergeContext) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
+from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.manifest import input_name
@@ -92,9 +94,14 @@ class Provenance:
         return record.get("text_only") is True if record else own is not None and shown
 
     def _store(self, record: Mapping[str, Any]) -> Storage:
-        """How a quantised base was to be stored; another tool's model shows it in its config."""
-        plain = self.merged.config is not None and self.merged.config.quantization is None
-        return _known(Storage, record.get("store")) or (Storage.ALL_16BIT if plain else Storage.AS_BASE)
+        """How a quantised base was to be stored; a model without a manifest shows it in its config and its weights."""
+        recorded = _known(Storage, record.get("store"))
+        if recorded is not None or (self.merged.config is not None and self.merged.config.quantization is None):
+            return recorded or Storage.ALL_16BIT
+        matrices = (each for each in as_matrices(self.base).tensors.values() if encoding_of(each) is not None)
+        found = ((each.shape, self.merged.tensors.get(each.name)) for each in matrices)
+        some = any(now is not None and now.dtype.is_float and now.shape == shape for shape, now in found)
+        return Storage.TOUCHED_16BIT if some else Storage.AS_BASE
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""

@@ -123,19 +123,11 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
 
 
 def _require_nothing_lost(merge: MergeContext) -> None:
-    """Raise `UnsupportedAdapter` where PEFT's merge would drop weights that were tied to an end which is saved whole."""
-    tied = merge.ends.tied
-    lost = next((pair for pair in merge.ends.untied_unsaved.items() if pair[0].endswith(".weight")), None)
-    if tied is None or lost is None:
-        return
-    name, of = lost
-    configs = [part.config for part in merge.adapted]
-    modules = (of.rpartition(".")[0], tied.output.removesuffix(".weight"))
-    saved = next((module for module in modules if any(config.saves(module) for config in configs)), None)
-    if saved is not None:
+    """Raise `UnsupportedAdapter` where PEFT's merge leaves out what was tied beside an end that is saved whole."""
+    for name, of in merge.ends.untied_unsaved.items():
         raise UnsupportedAdapter(
-            f"{merge.adapted[0].adapter.root}: `{saved}` is in `modules_to_save`, and `{name}` was tied to it: "
-            "PEFT's merge drops the tensor that the other layers read",
+            f"{merge.adapted[0].adapter.root}: `modules_to_save` has one of two tied ends, so `{name}` is no longer tied "
+            f"to `{of}`: PEFT's merge leaves it out, and transformers re-initialises it at every load",
             hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
         )
 
