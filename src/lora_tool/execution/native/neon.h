@@ -46,6 +46,9 @@ static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
 #define NOTHING() vdupq_n_u32(0)
 #define LARGER(b, v) vmaxq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
 #define LARGEST(b) vmaxvq_u32(b)
+#define EVERYTHING() vdupq_n_u32(UINT32_MAX)
+#define SMALLER(b, v) vminq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
+#define SMALLEST(b) vminvq_u32(b)
 #define WIDE float64x2_t
 #define WIDE_LANES 2
 #define PANEL 4

@@ -24,6 +24,9 @@
 #define NOTHING() 0u
 #define LARGER(b, v) ((b) > bits_of(v) << 1 ? (b) : bits_of(v) << 1)
 #define LARGEST(b) (b)
+#define EVERYTHING() UINT32_MAX
+#define SMALLER(b, v) ((b) < bits_of(v) << 1 ? (b) : bits_of(v) << 1)
+#define SMALLEST(b) (b)
 #define WIDE double
 #define WIDE_LANES 1
 #define PANEL 4
