@@ -89,11 +89,11 @@ def command(subject: AdapterSubject, server: Server, *options: str, each_expert:
     if form.mlx and not has_usual_names(view):
         needed[WITH_BASE] = None
     asked_for = " ".join(dict.fromkeys((*options, *needed))).replace(WITH_BASE, "--base BASE")
-    asked_for = asked_for and f" {asked_for}"
+    more = asked_for and f" {asked_for}"
     if fused and (each_expert or not form.fused or _LOWER in asked_for):
         first = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
-        return f"{first}, then lora-tool prepare EXPERTS --for {server.value}{asked_for} -o OUT"
-    return f"lora-tool prepare {root} --for {server.value}{asked_for} -o OUT"
+        return f"{first}, then lora-tool prepare EXPERTS --for {server.value}{more} -o OUT"
+    return f"lora-tool prepare {root} --for {server.value}{more} -o OUT"
 
 
 def _instead(subject: AdapterSubject, server: Server) -> str:
