@@ -190,12 +190,14 @@ class NativeBackend(NativeFactors):
             made = StoredAgain(
                 codes=self._room.of("codes", (count, grid.width), np.dtype(np.uint8)),
                 scales=np.empty(rows.part.scales.shape, np.float32),
+                before=np.empty((min(kept, count), grid.width), np.float32),
                 meant=np.empty((min(kept, count), grid.width), np.float32),
             )
             scratch = self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
             storing = storing_of(encoding, panel, made, scratch)
             terms = self._terms(op, unit.first, unit.last, panel.rows)
-            return made if rows.write_again(storing, made.codes, terms) else None
+            fine = rows.write(slice(len(made.before)), made.before, DType.F32)
+            return made if fine and rows.write_again(storing, made.codes, terms) else None
 
     def _weight(self, tensor: StoredTensor, first: int, last: int) -> Rows:
         """Return rows of a weight as they are read: quantised ones as they are stored."""

@@ -149,6 +149,14 @@ static inline uint16_t to_f16(float value) {
     return (uint16_t)(sign | (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13);
 }
 
+static inline float from_e4m3(uint8_t stored) {
+    const uint32_t size = stored & 0x7Fu, sign = (uint32_t)(stored & 0x80u) << 24;
+    /* below 2^-6 numbers are as far apart as those above it, whose first bit is not stored and taken off again */
+    const uint32_t first = size < 8 ? 121u << 23 : 120u << 23;
+    const float off = size < 8 ? 0x1p-6f : 0.0f, value = float_of((size << 20) + first) - off;
+    return float_of((size == 0x7F ? 0x7FC00000u : bits_of(value)) | sign);
+}
+
 static inline uint8_t to_e4m3(float value) {
     uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFFu;
     /* below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves their number in the last bits */

@@ -5,6 +5,7 @@
  *   VECTOR, BITS               vectors of floats and of 32-bit integers
  *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) MUL(x, y) ADD(x, y)
  *   WIDEN_bf16(p) WIDEN_f16(p) NARROW_bf16(p, v) NARROW_f16(p, v)       elements in memory, as floats
+ *   WIDEN_e4m3(p)                                                       codes; half floats with another bias, but for NaN
  *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
  *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
@@ -156,6 +157,7 @@ static const struct words NAME(words) = {
 #undef ADD
 #undef WIDEN_bf16
 #undef WIDEN_f16
+#undef WIDEN_e4m3
 #undef NARROW_bf16
 #undef NARROW_f16
 #undef NARROW_e4m3
