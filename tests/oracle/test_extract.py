@@ -186,6 +186,23 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*lora-tool*"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor + 1e30, "squares of their difference overflow"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), "is F8_E4M3 in .* no quantised weights"),
+    ],
+)
+def test_weights_that_cannot_be_subtracted_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    base, _, model = merged_model(tmp_path, "llama", QV, torch.float32)
+    for path in model.glob("*.safetensors"):
+        table = load_file(path)
+        save_file({n: change(t) if "up_proj" in n else t for n, t in table.items()}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedAdapter, match=message) as refused:
+        extract(model, base, rank=4, out=tmp_path / "out")
+    assert refused.value.hint
+
+
 def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, _, model = merged_model(tmp_path, "llama", ALL, torch.float32)
     monkeypatch.setattr("lora_tool.plan.algebra.plan_extract._LARGEST", (1, 2))

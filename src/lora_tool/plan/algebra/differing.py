@@ -87,19 +87,8 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             continue
         if leaf == "bias" and module in linear:
             biases = True
-        elif EXPERT.fullmatch(module):
-            raise UnsupportedAdapter(
-                f"{tensor.path}: `{name}` differs from the base, but PEFT finds no single experts of a "
-                f"{tuned.whole_config.model_type}: an adapter has no place for it",
-                hint=_KEEP,
-            )
-        elif leaf not in ("weight", "bias") or not module:
-            raise UnsupportedAdapter(
-                f"{tensor.path}: `{name}` differs from the base, but no module has it as its weight: an adapter has no "
-                "place for it",
-                hint=_KEEP,
-            )
         else:
+            _require_place(tensor, base.tensors.get(name, tensor), tuned, base)
             modules[module] = None
     if biases:  # PEFT trains and saves those of all modules, or of none
         whole |= {
@@ -142,6 +131,29 @@ def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) ->
         return {}
     output = "lm_head.weight" if arch is None else output_name(arch)
     return {} if output is None else {output: f"{embedding}.weight"}
+
+
+def _require_place(tensor: StoredTensor, known: StoredTensor, tuned: ModelDir, base: ModelDir) -> None:
+    """Raise `UnsupportedAdapter` unless an adapter can hold the changed tensor whole."""
+    module, _, leaf = tensor.name.rpartition(".")
+    if EXPERT.fullmatch(module):
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` differs from the base, but PEFT finds no single experts of a "
+            f"{tuned.whole_config.model_type}: an adapter has no place for it",
+            hint=_KEEP,
+        )
+    if not (tensor.dtype.is_float and known.dtype.is_float):
+        raise UnsupportedAdapter(
+            f"`{tensor.name}` is {tensor.dtype} in {tuned.root}, {known.dtype} in {base.root}: extract subtracts floats of "
+            "16 bits or more, no quantised weights",
+            hint="give both models as they were before they were quantised",
+        )
+    if leaf not in ("weight", "bias") or not module:
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` differs from the base, but no module has it as its weight: an adapter has no "
+            "place for it",
+            hint=_KEEP,
+        )
 
 
 def _require_own(module: str, tuned: ModelDir) -> None:

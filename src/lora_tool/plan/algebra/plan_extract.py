@@ -98,9 +98,11 @@ def plan_extract(
     require_whole(first)
     found = differing(tuned, first, frozenset(save))
     if not found.low_rank:
-        what = f"only {', '.join(found.saved_modules[:4])} differ" if found.whole else "nothing differs"
+        what = "nothing differs"
+        if found.whole:
+            what = f"only {', '.join(found.saved_modules[:4])} differ, and none of it is a matrix that LoRA can change"
         raise UnsupportedAdapter(
-            f"{tuned.root} against {first.root}: {what}, and none of it is a matrix that LoRA can change: there is no adapter to write",
+            f"{tuned.root} against {first.root}: {what}: there is no adapter to write",
             hint="give the model that was trained, and the base that it was trained from",
         )
     _require_names(first, found)

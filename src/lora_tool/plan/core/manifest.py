@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BrokenFile
+from lora_tool.formats.adapter_config import FILE_NAME as CONFIG_NAME
 from lora_tool.formats.files import json_records
 from lora_tool.formats.manifest import FILE_NAME, SCHEMA_VERSION, read_manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.delta_retention import DeltaRetention, advice, summary
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.render import step_json
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Source
 from lora_tool.version import __version__
@@ -113,11 +115,18 @@ def manifest_bytes(
     return json_records(table)
 
 
+def _values(file: SideFile) -> dict[str, Any]:
+    """Return what an adapter's config says, if it is written here: verify asks whether it still does."""
+    return {"config": json.loads(file.content)} if file.content is not None and file.filename == CONFIG_NAME else {}
+
+
 def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:
     """Return what the manifest says of every tensor and file."""
     return {
         "counts": plan.counts(),
-        "side_files": [{"name": file.filename, "reason": _named(file.reason, plan)} for file in plan.side_files],
+        "side_files": [
+            {"name": file.filename, "reason": _named(file.reason, plan), **_values(file)} for file in plan.side_files
+        ],
         "ledger": [
             {
                 **step_json(step, plan.input_names),
