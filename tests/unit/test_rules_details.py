@@ -55,6 +55,19 @@ def test_a_token_classifier_needs_no_pad_token(tmp_path: Path) -> None:
         assert ("LT306" in codes(judge(folder))) is warned
 
 
+@pytest.mark.parametrize(("null", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers"])
+def test_a_size_that_the_config_leaves_out_is_told(
+    name: str, severity: Severity, tmp_path: Path, *, null: bool
+) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    with fields(folder, "config.json") as config:
+        del config[name]
+        config.update({name: None} if null else {})
+    found = _only(judge(folder), "LT317")
+    assert (found.subject, found.severity) == (name, severity)
+
+
 def test_numbers_are_named(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT202")
