@@ -73,6 +73,10 @@ class ConvertedBase:
         """The tensors that transformers ties only while `tie_word_embeddings` is true."""
         return self.mapping.tied_by_config
 
+    def parameter_of(self, name: str) -> str:
+        """See `BaseView`."""
+        return self.mapping.place(name)
+
     def in_memory(self) -> BaseMatch:
         """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
 
