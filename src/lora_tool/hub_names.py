@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from lora_tool.errors import WrongValue
+
 URI = "hf://"
 FORMS = "owner/name, owner/name@revision, hf://owner/name@revision or its address https://huggingface.co/owner/name"
 """The forms, for an error."""
@@ -20,6 +22,7 @@ _SCHEMES = ("https://", "http://")
 _REF = r"refs/\w+/[\w.\-]+"
 _WITH_REVISION = ("tree", "blob", "resolve", "raw", "commit", "commits")
 _WHOLE = 2
+_NOT_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,13 @@ def hub_name(reference: str) -> HubName | None:
         return _of_page(reference)
     match = _NAME.match(reference.removeprefix(URI))
     return HubName(id=match["id"], revision=match["revision"]) if match else None
+
+
+def require_ref_name(name: str, what: str) -> None:
+    """Return if git allows a branch or tag of that name (git-check-ref-format). Raises `WrongValue`, about `what`."""
+    odd = _NOT_IN_REF.search(name) or name.endswith(".") or name.startswith("-") or name == "@"
+    if odd or any(not part or part.startswith(".") or part.endswith(".lock") for part in name.split("/")):
+        raise WrongValue(f"{what}: expected a name that git allows, such as v1.0, found {name!r}")
 
 
 def hub_id_of(reference: str) -> str | None:

@@ -61,8 +61,6 @@ class Listed:
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
     newest: bool = False
     """Whether a file of the run names it as its newest: `latest`, `latest_checkpointed_iteration.txt`."""
-    refused: bool = False
-    """Whether it is of a layout that is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,6 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
                     newest=item.root.name in named,
-                    refused=item.refused,
                 )
                 for row, (item, kind) in zip(table.checkpoints, found, strict=True)
             ),
@@ -281,7 +278,7 @@ class Why(TextEnum):
     LINK = "a link"
     UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
     NEWEST = "the run's own pointer names it"
-    REFUSED = "lora-tool does not read its layout, so prune cannot tell whether it is broken"
+    REFUSED = "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor among the best"
@@ -345,7 +342,7 @@ def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Wh
         Why.POINTED_AT: item.pointed_at,
         Why.NEWEST: item.newest,
         Why.OLDER: item.row.whole,
-        Why.REFUSED: item.refused,
+        Why.REFUSED: not item.row.judged,
         Why.UNREADABLE: not item.row.whole and not _may_be_read(item.root),
         Why.NEWER: item.root in roots[Why.NEWER],
     }

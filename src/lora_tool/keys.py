@@ -43,6 +43,7 @@ LORA_FACTOR = re.compile(r"\.lora_(embedding_)?A(?=\.|\Z)")
 _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
+_INSIDE = f".{Part.BASE_LAYER.value}."
 _WITH_LEAF = _FACTORS | {Part.MAGNITUDE}
 _PART = re.compile(
     r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
@@ -174,6 +175,11 @@ def unwrapped(name: str) -> str:
     """Return a tensor's name without the wrappers in it: ``layers.0._orig_mod.mlp.weight`` is ``layers.0.mlp.weight``."""
     parts = name.split(".")
     return name if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
+
+
+def without_wrapped(module: str) -> str:
+    """Return a module's path as the base has it, where PEFT wrapped a module around it: LoRA on its bare parameters."""
+    return module.replace(_INSIDE, ".") if _INSIDE in module else module
 
 
 def has_lora_factor(name: str) -> bool:

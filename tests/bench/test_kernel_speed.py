@@ -60,7 +60,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_tool.execution.native.library import VARIABLE, Term, kernel
+from lora_tool.execution.native.library import VARIABLE, kernel
+from lora_tool.execution.native.structures import Term, packed_floats
 from lora_tool.tensors import DType
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import Run, interleaved, ratio
@@ -134,7 +135,9 @@ def machine(folder: Path) -> str:
     found = kernel()
     assert found is not None, "pip install -e . compiles the kernel"
     rows, columns, depth = 16 * found.rows, 8 * found.columns, 256
-    left, right = np.ones(rows * depth, np.float32), np.ones(columns * depth, np.float32)
+    left, right = (
+        np.ones(packed_floats(*each, depth), np.float32) for each in ((rows, found.rows), (columns, found.columns))
+    )
     weights = np.zeros((rows, columns), np.uint16)
     term = Term(left.ctypes.data, right.ctypes.data, depth, 1.0)
     place = weights.ctypes.data

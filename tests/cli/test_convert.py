@@ -65,3 +65,24 @@ def test_what_is_refused(call: Caller, arguments: list[str], code: int, message:
     refused = call("convert", *arguments)
     assert refused.code == code
     assert message in refused.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "adapter", "--to", "peft"],
+        ["combine", "adapter=0.5"],
+        ["consolidate", "checkpoint"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_named_chat_templates_are_copied(command: list[str], tmp_path: Path, call: Caller) -> None:
+    inputs = {"adapter": "causal-llama/adapter", "checkpoint": "zero/stage3-frozen-head"}
+    folder = Path(shutil.copytree(FIXTURES / inputs[command[1].partition("=")[0]], tmp_path / "input"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    arguments = [command[0], str(folder) + "=0.5" * ("=" in command[1]), *command[2:]]
+    done = call(*arguments, "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"

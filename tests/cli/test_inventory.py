@@ -135,4 +135,6 @@ def test_prune_keeps_what_the_pointer_names(call: Caller, iterations: Path) -> N
 def test_prune_keeps_what_it_does_not_read(call: Caller, iterations: Path) -> None:
     (iterations / "iter_0000007" / "run_config.yaml").unlink()
     why = {Path(row["path"]).name: row["why"] for row in call("prune", iterations, "--json").json["checkpoints"]}
-    assert why["iter_0000007"] == "lora-tool does not read its layout, so prune cannot tell whether it is broken"
+    assert (
+        why["iter_0000007"] == "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
+    )

@@ -277,3 +277,9 @@ def test_an_interrupt_while_modules_are_imported_prints_no_traceback(tmp_path: P
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), source])},
     )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_help_without_docstrings_says_the_same(call: Caller) -> None:
+    command = [sys.executable, "-OO", "-P", "-m", "lora_tool", "ls", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, check=True)
+    assert done.stdout == call("ls", "--help").out

@@ -35,6 +35,7 @@ FLOORS: dict[str, float] = {
     "rules": 3.5,
     "inspection": 3.6,
     # the compiled kernel: plans that decide about ranks compute with it, too
+    "execution.native.structures": 3.6,
     "execution.native.library": 3.7,
     "execution.native.products": 3.8,
     # intent: plans, which ask the judge

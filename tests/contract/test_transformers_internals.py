@@ -7,8 +7,10 @@ import inspect
 import typing
 from importlib.metadata import version
 from itertools import product
+from typing import Any
 
 import pytest
+from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,6 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lora_tool.adapter.experts import STACKED_BY_PEFT
 from lora_tool.formats.model_config import NUMBERS
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
@@ -46,6 +49,15 @@ def test_no_class_takes_a_string_for_a_number() -> None:
         if field.name in NUMBERS and _takes_a_string(field.type)
     }
     assert taken == set()
+
+
+def test_peft_stacks_the_experts_of_these_model_types() -> None:
+    own: Any = transformers_weight_conversion
+    stacks, names = own._MODEL_TO_CONVERSION_PATTERN, own._MOE_TARGET_MODULE_MAPPING
+    expected = {
+        kind: {*names[like]} - {"gate"} for kind, like in stacks.items() if like in names and kind in CONFIG_MAPPING
+    }
+    assert {kind: {*projections} for kind, projections in STACKED_BY_PEFT.items()} == expected
 
 
 def _takes_a_string(kind: object) -> bool:

@@ -347,6 +347,8 @@ def test_a_gitignore_on_the_hub_drops_nothing_silently(hub: Hub, call: Caller, m
         ["a/" + "b" * 100],
         ["me/x@main", "--revision", "dev"],
         ["me/x", "--create-pr", "--tag", "v1"],
+        ["me/x", "--tag", "v 1"],
+        ["me/x", "--revision", "a..b"],
         ["me/x", "--message", " "],
         ["me/x", "--verify", "never"],
         ["me/x", "--ignore", "XY1"],

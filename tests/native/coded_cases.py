@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.native.coded_rows import KINDS, CodedRows
-from lora_tool.execution.native.library import TYPES, Kernel, Level, Term
+from lora_tool.execution.native.library import TYPES, Kernel, Level
+from lora_tool.execution.native.structures import Term
 from lora_tool.formats.quantised.coded import Code, Scaled, Table, eight_bits, int8
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled
@@ -32,6 +33,7 @@ class CodedCase:
     dtype: DType
     out_type: DType
     terms: tuple[tuple[Factor, Factor, float], ...]
+    digits: int = 0
 
     def numbers(self) -> Array:
         found = np.empty((len(self.part.codes), self.part.columns), np.float32)
@@ -43,7 +45,7 @@ class CodedCase:
         """Return the case in which the numbers are what is stored."""
         with np.errstate(all="ignore"):
             stored = self.numbers().astype(STORAGE[self.dtype])
-        return Case(source=stored, source_type=self.dtype, out_type=self.out_type, terms=self.terms)
+        return Case(stored, self.dtype, self.out_type, self.terms, self.digits)
 
     def run(self, kernel: Kernel) -> tuple[Array, bool]:
         out = np.empty((len(self.part.codes), self.part.columns), STORAGE[self.out_type])
@@ -52,7 +54,7 @@ class CodedCase:
             Term(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
             for (b, a), (left, _, scaling) in zip(kept, self.terms, strict=True)
         )
-        fine = CodedRows(kernel, self.part, self.dtype).write(slice(None), out, self.out_type, terms)
+        fine = CodedRows(kernel, self.part, self.dtype).write(slice(None), out, self.out_type, terms, self.digits)
         return out, fine
 
     def assert_right(self, found: Array, fine: bool) -> None:
@@ -69,7 +71,7 @@ class CodedCase:
         return b"".join(
             [
                 struct.pack("<6q", *head),
-                struct.pack("<8qd", *numbers, part.group, part.tall, part.above, float(part.again)),
+                struct.pack("<9qd", *numbers, part.group, part.tall, part.above, self.digits, float(part.again)),
                 *(np.ascontiguousarray(each).tobytes() for each in (table, part.scales, part.codes)),
                 factors,
             ]
@@ -106,6 +108,20 @@ def drawn(seed: int, code: Code, rows: int, columns: int, tall: int) -> CodedCas
         factors = (drawn_factor(random, (length, rank), "plain", types[2]) for length in (rows, columns))
         terms.append((*factors, float(random.choice([1.0, 0.3]))))
     return CodedCase(part=part, dtype=types[0], out_type=types[1], terms=tuple(terms))  # type: ignore[arg-type]
+
+
+def cancelling(case: CodedCase) -> CodedCase:
+    """Return the case with a further term, which leaves nearly nothing of the first columns."""
+    merged = case.merged()
+    rows, columns = merged.source.shape
+    some = min(columns, 3)
+    left = np.array([[-float(merged.exact(row, column)) for column in range(some)] for row in range(rows)], np.float32)
+    b, a = (
+        Factor(each.reshape(-1), DType.F32, (len(each), some), (some, 1))
+        for each in (left, np.eye(columns, some, dtype=np.float32))
+    )
+    digits = {DType.BF16: 8, DType.F16: 11}.get(case.out_type, 8)
+    return replace(case, terms=(*case.terms, (b, a, 1.0)), digits=digits)
 
 
 def coded_cases() -> st.SearchStrategy[CodedCase]:

@@ -12,7 +12,7 @@
 #include "merge.c"
 
 enum head { LEVEL_NUMBER, SOURCE_TYPE, OUT_TYPE, ROW_COUNT, COLUMN_COUNT, TERM_COUNT, HEAD };
-enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, CODED };
+enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, DIGITS, CODED };
 #define OF_CODES 16   /* instead of the type of W */
 #define OF_FACTORS 17 /* there is none: a product of factors, in float64 */
 enum factor { FACTOR_TYPE, HELD, BEGIN, LENGTH, DEPTH, ALONG, DOWN, FACTOR };
@@ -41,11 +41,11 @@ static float *read_factor(int64_t width, int64_t *depth, int64_t together, float
     size_t held = (size_t)n[HELD] * size_of((int)n[FACTOR_TYPE]);
     char *memory = memory_of(held);
     read_into(memory, held);
-    float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * n[DEPTH]) * sizeof *packed);
+    float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * (n[DEPTH] + EXTRA)) * sizeof *packed);
     lora_tool_pack(packed, width, memory + (size_t)n[BEGIN] * size_of((int)n[FACTOR_TYPE]), (int)n[FACTOR_TYPE], n[LENGTH],
                    n[DEPTH], n[ALONG], n[DOWN]);
     if (together) {
-        const int64_t count = (n[LENGTH] + together - 1) / together, each = (together + width - 1) / width * width * n[DEPTH];
+        const int64_t count = (n[LENGTH] + together - 1) / together, each = (together + width - 1) / width * width * (n[DEPTH] + EXTRA);
         *apart = memory_of((size_t)(count * each) * sizeof **apart);
         for (int64_t at = 0; at < count; at++) {
             const int64_t first = n[BEGIN] + at * together * n[ALONG];
@@ -58,8 +58,8 @@ static float *read_factor(int64_t width, int64_t *depth, int64_t together, float
     return packed;
 }
 
-/* Return the codes that come next. */
-static struct codes read_codes(int64_t rows) {
+/* Return the codes that come next, and with how many digits they are merged. */
+static struct codes read_codes(int64_t rows, int *digits) {
     int64_t n[CODED];
     double again;
     read_into(n, sizeof n);
@@ -74,6 +74,7 @@ static struct codes read_codes(int64_t rows) {
     struct codes codes = {.bytes = parts[2], .table = parts[0], .scales = parts[1], .stride = n[STRIDE],
                           .apart = n[ACROSS], .group = n[GROUP], .tall = n[TALL], .above = n[ABOVE],
                           .again = (float)again, .kind = (int32_t)n[KIND], .type = (int32_t)n[TYPE]};
+    *digits = (int)n[DIGITS];
     return codes;
 }
 
@@ -265,12 +266,12 @@ static void run(const int64_t *head) {
         return;
     }
     int level = (int)head[LEVEL_NUMBER], source_type = (int)head[SOURCE_TYPE], out_type = (int)head[OUT_TYPE];
-    int is_coded = source_type == OF_CODES;
+    int is_coded = source_type == OF_CODES, digits = 0;
     size_t count = (size_t)(head[ROW_COUNT] * head[COLUMN_COUNT]), terms_count = (size_t)head[TERM_COUNT];
     size_t source_bytes = is_coded ? 0 : count * size_of(source_type), out_bytes = count * size_of(out_type);
     struct codes codes = {0};
     if (is_coded) {
-        codes = read_codes(head[ROW_COUNT]);
+        codes = read_codes(head[ROW_COUNT], &digits);
     }
     void *source = memory_of(source_bytes);
     read_into(source, source_bytes);
@@ -283,7 +284,7 @@ static void run(const int64_t *head) {
         double scaling;
         float *left = 0;
         read_into(&scaling, sizeof scaling);
-        terms[t].scaling = (float)scaling;
+        terms[t].scaling = scaling;
         terms[t].left = read_factor(lora_tool_rows(level), &terms[t].depth,
                                     is_stored_again ? rows_together(level, &codes, rows) : 0, &left);
         terms[t].right = read_factor(lora_tool_columns(level), &terms[t].depth, 0, 0);
@@ -292,15 +293,16 @@ static void run(const int64_t *head) {
     }
     int flagged;
     if (is_coded) {
-        flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count);
+        flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count, digits);
     } else if (terms_count) {
-        flagged = lora_tool_merge(level, source, source_type, out, out_type, rows, columns, terms, (int64_t)terms_count);
+        flagged = lora_tool_merge(level, source, source_type, out, out_type, rows, columns, terms, (int64_t)terms_count, 0);
     } else {
         flagged = lora_tool_convert(level, source, source_type, out, out_type, (int64_t)count);
     }
     putchar(flagged);
     fwrite(out, 1, out_bytes, stdout);
-    const struct passage sizes = {.rows = rows, .columns = columns, .source_type = source_type, .out_type = out_type};
+    const struct passage sizes = {.rows = rows, .columns = columns, .source_type = source_type, .out_type = out_type,
+                                  .digits = digits};
     pass(level, is_coded ? codes.bytes : before, is_coded ? &codes : 0, &sizes, out, flagged, terms, (int64_t)terms_count);
     free(before);
     if (is_coded && codes.kind != HALVES && out_type == F32) {

@@ -165,8 +165,9 @@ def test_the_same_factors_twice_cancel_to_zero_and_lose_no_tensor(tmp_path: Path
     other = Path(shutil.copytree(one, tmp_path / "negative"))
     table = load_file(one / "adapter_model.safetensors")
     save_file({n: -t if "lora_B" in n else t for n, t in table.items()}, other / "adapter_model.safetensors")
-    out = combine([one, other], rank=4, out=tmp_path / "out").path
-    assert {float(delta.abs().max()) for delta in deltas(base, out).values()} == {0.0}
+    done = combine([one, other], rank=4, out=tmp_path / "out")
+    assert {float(delta.abs().max()) for delta in deltas(base, done.path).values()} == {0.0}
+    assert "4 modules of 4 is zero" in done.plan.warnings[0]
 
 
 def test_heads_are_kept_chosen_or_refused(tmp_path: Path) -> None:

@@ -138,24 +138,21 @@ def test_an_end_that_peft_drops_on_loading_is_merged_as_it_was_trained(tmp_path:
             assert torch.allclose(trained, load_model(out, "causal-lm")(torch.arange(12)[None]).logits, atol=1e-4)
 
 
-def test_untie_works_for_models_that_are_not_stored_as_they_are_in_memory(tmp_path: Path) -> None:
-    base = tied_base(tmp_path / "base", "mixtral")
-    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", EMBED)
-    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", untie=True)
-    untied = load_model(untied_copy(base, tmp_path / "untied"), "causal-lm")
-    assert_same(ours, merged_by_peft(untied, adapter, tmp_path / "theirs"))
-
-
-def test_the_untied_model_computes_what_was_trained(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32, tie_word_embeddings=True)
-    for name, lora in {"embed": EMBED, "head": HEAD, "ensured": EMBED | ENSURE}.items():
-        adapter = train(load_model(base, "causal-lm"), tmp_path / name, lora)
-        merged = merge_with_ours(base, adapter, tmp_path / f"{name}-merged", "float32", untie=True)
-        tokens = torch.arange(12)[None]
-        with torch.no_grad():
-            trained = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)(tokens).logits
-            ours = load_model(merged, "causal-lm")(tokens).logits
-        assert torch.allclose(trained, ours, atol=1e-5), name
+@pytest.mark.parametrize(("named", "tied"), [("lm_head", True), ("wte", False)])
+def test_an_end_is_saved_as_one_with_the_other_where_peft_knows_its_name(
+    named: str, tmp_path: Path, *, tied: bool
+) -> None:
+    """Under `ensure_weight_tying` PEFT looks for two names before it ties, and saves both ends if it does."""
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm", torch.float32, tie_word_embeddings=True)
+    lora: dict[str, Any] = {"r": 4, "modules_to_save": [named], "ensure_weight_tying": True}
+    model = get_peft_model(load_model(base, "causal-lm"), LoraConfig(task_type=TaskType.CAUSAL_LM, **lora))
+    randomise(model, seed=8)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    out = merge_with_ours(base, tmp_path / "adapter", tmp_path / "out", "float32")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is tied
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, load_model(out, "causal-lm")(tokens).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize(

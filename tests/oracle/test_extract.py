@@ -186,6 +186,23 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*lora-tool*"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor + 1e30, "squares of their difference overflow"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), "is F8_E4M3 in .* no quantised weights"),
+    ],
+)
+def test_weights_that_cannot_be_subtracted_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    base, _, model = merged_model(tmp_path, "llama", QV, torch.float32)
+    for path in model.glob("*.safetensors"):
+        table = load_file(path)
+        save_file({n: change(t) if "up_proj" in n else t for n, t in table.items()}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedAdapter, match=message) as refused:
+        extract(model, base, rank=4, out=tmp_path / "out")
+    assert refused.value.hint
+
+
 def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, _, model = merged_model(tmp_path, "llama", ALL, torch.float32)
     monkeypatch.setattr("lora_tool.plan.algebra.plan_extract._LARGEST", (1, 2))
@@ -243,3 +260,71 @@ def test_peft_loads_experts_that_changed_by_different_ranks(model_type: str, tmp
         with torch.no_grad():
             found = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)(tokens).logits
         assert float((found - expected).abs().max()) <= furthest
+
+
+def tuned_of(base: Path, folder: Path, changed: str) -> Path:
+    """Return a copy of the base in which the tensors that match `changed` are others."""
+    shutil.copytree(base, folder)
+    generator = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        table = load_file(path)
+        for name in filter(re.compile(changed).search, [*table]):
+            table[name] = table[name] + 0.02 * torch.randn(table[name].shape, generator=generator)
+        save_file(table, path, metadata={"format": "pt"})
+    return folder
+
+
+HARD_TO_PLACE = {
+    "one bias of many": ("opt", r"layers\.0\.fc1\.(weight|bias)"),
+    "out_proj of Mamba": ("mamba", r"in_proj\.weight|out_proj"),
+    "a shared expert": ("qwen3_next", r"layers\.0\..*(k_proj|shared_expert\.gate_proj|experts\.1\.gate_proj)"),
+    "experts alone, down": ("olmoe", r"layers\.1\..*experts\.2\.down_proj"),
+    "tied ends of a mixture": ("olmoe", r"embed_tokens|layers\.0\..*q_proj"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # PEFT's own patterns
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize("case", HARD_TO_PLACE)
+def test_peft_loads_every_change(case: str, tmp_path: Path) -> None:
+    model_type, changed = HARD_TO_PLACE[case]
+    tied = {"tie_word_embeddings": True} if "tied" in case else {}
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, **tied)
+    tuned = tuned_of(base, tmp_path / "tuned", changed)
+    out = extract(tuned, base, rank=64, out=tmp_path / "out").path
+    tokens = torch.tensor([[5, 17, 3, 42, 8]])
+    with torch.no_grad():
+        before, expected = (load_model(each, "causal-lm")(tokens).logits for each in (base, tuned))
+        found = PeftModel.from_pretrained(load_model(base, "causal-lm"), out)(tokens).logits
+    assert not torch.allclose(before, expected, atol=1e-4)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert {finding.code for finding in validate(out, base=base).findings} <= {"LT208"}  # experts that did not change
+    assert not verify(out).report.findings
+
+
+NO_PLACE = {
+    "qwen2_moe": (r"experts\.0\.up_proj", "PEFT finds no single experts of a qwen2_moe"),
+    "gpt_neox": (r"embed_out|layers\.0\.attention\.dense\.weight", "another name for `embed_out`"),
+}
+
+
+@pytest.mark.parametrize("model_type", NO_PLACE)
+def test_a_change_that_peft_would_not_load_is_refused(model_type: str, tmp_path: Path) -> None:
+    changed, message = NO_PLACE[model_type]
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32)
+    with pytest.raises(UnsupportedAdapter, match=message) as refused:
+        extract(tuned_of(base, tmp_path / "tuned", changed), base, rank=4, out=tmp_path / "out")
+    assert refused.value.hint
+
+
+def test_embeddings_of_encoder_and_decoder_are_refused(tmp_path: Path) -> None:
+    tiny_model("t5", "seq-2-seq-lm").save_pretrained(tmp_path / "base")
+    tuned = tuned_of(tmp_path / "base", tmp_path / "tuned", r"shared|block\.0\.layer\.0\.SelfAttention\.q")
+    with pytest.raises(UnsupportedAdapter, match="encoder and decoder have it as their embeddings"):
+        extract(tuned, tmp_path / "base", rank=4, out=tmp_path / "out")
+    others = tuned_of(
+        tmp_path / "base", tmp_path / "others", r"relative_attention_bias|block\.0\.layer\.0\.SelfAttention\.q"
+    )
+    out = extract(others, tmp_path / "base", rank=4, out=tmp_path / "out").path
+    assert len([name for name in saved_tensors(out) if "relative_attention_bias.weight" in name]) == 2

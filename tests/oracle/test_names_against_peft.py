@@ -91,6 +91,24 @@ def test_matrices_as_bare_parameters(parameter: str, tmp_path: Path) -> None:
     require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_layers_inside_a_module_whose_parameter_has_lora(dtype: torch.dtype, tmp_path: Path) -> None:
+    """PEFT calls them `mixer.base_layer.in_proj`, and its `merge_and_unload` leaves them as they are."""
+    base = save_base(tmp_path / "base", "mamba", "causal-lm", dtype)
+    lora = {"target_modules": ["in_proj", "dt_proj"], "target_parameters": ["mixer.A_log"], "bias": "lora_only", "r": 2}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
+    model.merge_adapter()
+    state = {name.replace(".base_layer", ""): tensor for name, tensor in model.get_base_model().state_dict().items()}
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
+    assert not different(ours, {name: state[name] for name in ours})
+    assert set(different(ours, saved_tensors(base))) == {
+        f"backbone.layers.{layer}.mixer.{name}"
+        for layer in range(2)
+        for name in ("A_log", "in_proj.weight", "dt_proj.weight", "dt_proj.bias")
+    }
+
+
 def save_old_adapter(folder: Path, base: Path, targets: list[str], **fields: Any) -> Path:
     """Write an adapter as transformers 4 trained it: LoRA on linear layers of the names that the base has on disk."""
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=7, target_modules=targets, **fields)

@@ -24,7 +24,7 @@ from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
-from lora_tool.plan.core.ops import LoraDelta, Precision
+from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
@@ -62,11 +62,15 @@ def merged_values(
     *,
     scaling: float,
     precision: Precision = Precision.FLOAT32,
+    magnitude: AnyArray | None = None,
 ) -> AnyArray:
-    """Return the bfloat16 values that a worker writes of W + scaling·B·A."""
-    save_file({"a": a, "b": b}, folder / "factors.safetensors")
+    """Return the bfloat16 values that a worker writes of W + scaling·B·A, of DoRA where there is a magnitude."""
+    save_file({"a": a, "b": b} | ({} if magnitude is None else {"m": magnitude}), folder / "factors.safetensors")
     factors = scan_file(folder / "factors.safetensors").tensors
-    delta = LoraDelta(source=weight, terms=(LoraTerm(a=factors["a"], b=factors["b"], scaling=scaling),))
+    term = LoraTerm(a=factors["a"], b=factors["b"], scaling=scaling)
+    delta: LoraDelta | DoraDelta = LoraDelta(source=weight, terms=(term,))
+    if magnitude is not None:
+        delta = DoraDelta(source=weight, term=term, magnitude=factors["m"])
     out = TensorSpec(name="m.weight", dtype=DType.BF16, shape=weight.shape)
     shard = Shard(filename="merged", steps=(Step(out=out, op=delta, action=TensorAction.MERGED, reason=""),))
     with Sources([FileStamp.of(path) for path in (KEPT, factors["a"].path)]) as sources:
@@ -109,10 +113,11 @@ def test_a_change_of_every_librarys_weight_is_rounded_once(
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])
 @pytest.mark.parametrize("sample", ["fp8-channel", "bnb-int8", "int4-group"])
-def test_where_w_and_its_change_cancel_the_error_is_that_of_the_sum(
-    sample: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_where_w_and_its_change_cancel_what_is_left_is_rounded_as_well(
+    sample: str, dora: bool, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of W + ΔW may be smaller than a float32 sum of their size is off."""
+    """What is left of W + ΔW is smaller than a float32 sum of their size is off."""
     monkeypatch.setenv(VARIABLE, kernel)
     weight = dequantised(encoding_in(sample))
     rows, columns = weight.shape
@@ -123,14 +128,12 @@ def test_where_w_and_its_change_cancel_the_error_is_that_of_the_sum(
     exact = base + scaling * (b.astype(np.float64) @ a)
     sizes = np.abs(base) + scaling * (np.abs(b).astype(np.float64) @ np.abs(a))
     assert np.abs(exact[:, :8]).max() < 2**-20 * sizes.max(), "nothing cancels"
-    found = merged_values(weight, b, a, tmp_path, scaling=scaling)
-    half = np.exp2(np.floor(np.log2(np.abs(exact) + 1e-300)) - 8)  # of an ulp of bfloat16
-    assert (np.abs(found - exact) <= half + (len(a) + 2) * 2.0**-24 * sizes).all()
-    apart = ulps(found, exact)
-    assert apart[:, 8:].max() <= 1
-    assert apart[:, :8].max() > 1, "the bound says more than one ulp, and there is no such value"
-    wide = merged_values(weight, b, a, tmp_path, scaling=scaling, precision=Precision.FLOAT64)
-    assert ulps(wide, exact).max() <= 1
+    magnitude = np.abs(random.standard_normal(rows, np.float32)) if dora else None
+    if magnitude is not None:
+        exact *= (magnitude / np.linalg.norm(exact, axis=1))[:, None]
+    for precision in (Precision.FLOAT32, Precision.FLOAT64):
+        found = merged_values(weight, b, a, tmp_path, scaling=scaling, precision=precision, magnitude=magnitude)
+        assert ulps(found, exact).max() <= 1
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS | EIGHT_BITS) - {"mxfp4"}))

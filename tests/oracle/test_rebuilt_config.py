@@ -15,7 +15,8 @@ import yaml
 from peft import PeftModel
 from transformers import TrainingArguments
 
-from lora_tool.errors import BrokenFile, IncompleteCheckpoint, UnsupportedCheckpoint, WrongValue
+from lora_tool import validate
+from lora_tool.errors import FindingsFound, IncompleteCheckpoint, UnsupportedCheckpoint, WrongValue
 from lora_tool.execution.engine import execute
 from lora_tool.formats.adapter_config import FILE_NAME, read_adapter_config
 from lora_tool.formats.partitions import Role, StateEntry
@@ -186,11 +187,12 @@ def test_files_that_say_two_things(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("lora_train_meta.json", b'{"r": 3, "lora_alpha": "six"}', BrokenFile),
-        ("lora_train_meta.json", b'{"r": 3,', BrokenFile),
-        ("args.json", b"[]", BrokenFile),
-        ("run_config.yaml", b"peft: [", BrokenFile),
-        ("run_config.yaml", b"!!python/object/apply:os.system ['true']", BrokenFile),
+        ("lora_train_meta.json", b'{"r": 3, "lora_alpha": "six"}', FindingsFound),
+        ("lora_train_meta.json", b'{"r": 3,', FindingsFound),
+        ("args.json", b"[]", FindingsFound),
+        ("run_config.yaml", b"peft: [", FindingsFound),
+        ("run_config.yaml", b"!!python/object/apply:os.system ['true']", FindingsFound),
+        (FILE_NAME, b'{"peft_type": "LORA", "r": "3"}', FindingsFound),
         ("other.yaml", b"peft: [", IncompleteCheckpoint),
         ("other.yaml", b"alpha: 6\nr: 3\nadapter: ia3\n", IncompleteCheckpoint),
         ("training_args.bin", b"\x80\x04c", IncompleteCheckpoint),
@@ -199,8 +201,10 @@ def test_files_that_say_two_things(run: Path) -> None:
 )
 def test_files_that_say_nothing(name: str, content: bytes, error: type[Exception], run: Path) -> None:
     (run / name).write_bytes(content)
-    with pytest.raises(error):
+    with pytest.raises(error) as refused:
         plan_consolidate(run)
+    found = [finding for finding in validate(run).findings if finding.path == str(run / name)]
+    assert found == (list(refused.value.report.findings) if isinstance(refused.value, FindingsFound) else [])
 
 
 @dataclass(frozen=True, kw_only=True)

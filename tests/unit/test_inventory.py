@@ -83,6 +83,15 @@ def test_broken_ones_go_unless_they_are_the_newest(tmp_path: Path) -> None:
     assert chosen(tmp_path, last=1, best=0) == {1: Why.INVALID, 2: Why.OLDER, 3: Why.LAST, 4: Why.NEWER}
 
 
+def test_an_adapter_of_another_method_is_not_judged(tmp_path: Path) -> None:
+    run = make_run(tmp_path, dict.fromkeys((2, 4, 6)))
+    config = run / "checkpoint-2" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"LORA"', '"LOHA"'))
+    (found,) = inventory(run)
+    assert [item.row.verdict for item in found.checkpoints] == ["not judged", "good", "good"]
+    assert chosen(run, last=1, best=0)[2] is Why.REFUSED
+
+
 @pytest.mark.parametrize(("last", "best"), [(0, 0), (0, 1), (1, 0)])
 def test_the_only_valid_one_never_goes(tmp_path: Path, last: int, best: int) -> None:
     make_run(tmp_path, dict.fromkeys((1, 2, 3)), broken=(1, 3))

@@ -235,7 +235,7 @@ def no_model_type(case: Case) -> None:
     del case.model["model_type"]
 
 
-@refusal(UnsupportedAdapter, r"model_type mine: the installed transformers has neither")
+@refusal(UnsupportedAdapter, r"a mine is code in the checkpoint \(`auto_map`\), which lora-tool does not run")
 def own_code(case: Case) -> None:
     case.model |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "mine"}
 

@@ -55,6 +55,19 @@ def test_a_token_classifier_needs_no_pad_token(tmp_path: Path) -> None:
         assert ("LT306" in codes(judge(folder))) is warned
 
 
+@pytest.mark.parametrize(("null", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers"])
+def test_a_size_that_the_config_leaves_out_is_told(
+    name: str, severity: Severity, tmp_path: Path, *, null: bool
+) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    with fields(folder, "config.json") as config:
+        del config[name]
+        config.update({name: None} if null else {})
+    found = _only(judge(folder), "LT317")
+    assert (found.subject, found.severity) == (name, severity)
+
+
 def test_numbers_are_named(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT202")
@@ -82,6 +95,27 @@ def test_the_field_that_leaves_a_module_out_is_named(field: str, value: list[Any
     found = next(finding for finding in judge(folder).findings if finding.code == "LT207")
     assert found.message == f"`{field}` leaves its module out: PEFT would silently drop it"
     assert f"correct `{field}` in {folder / CONFIG}" in (found.hint or "")
+
+
+def test_targets_of_pefts_own_choice_are_one_finding(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_modules"] = None
+    assert "takes its default modules" in _only(judge(folder), "LT207").message
+    with fields(folder) as config:
+        config["target_parameters"] = ["mlp.down_proj.weight"]
+    found = [finding.message for finding in judge(folder).findings if finding.code == "LT207"]
+    assert found
+    assert all("of `target_modules` or `target_parameters` matches" in message for message in found)
+
+
+def test_a_layer_that_two_fields_name_is_wrong(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with fields(folder) as config:
+        config["target_parameters"] = ["q_proj.weight"]
+    found = _only(judge(folder), "LT205")
+    assert found.severity is Severity.ERROR
+    assert "PEFT fails to load" in found.message
 
 
 def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:

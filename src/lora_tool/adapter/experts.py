@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 """The path of an expert's matrix."""
@@ -11,6 +12,17 @@ FUSED = ("gate_up_proj", "down_proj")
 """What transformers 5 calls the parameters that hold the matrices of all experts, in the order of the module."""
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Gate, up and down: most models' names, and Mixtral's."""
+_LIKE_QWEN = (
+    "afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo "
+    "glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe qwen3_moe "
+    "qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker solar_open"
+)
+STACKED_BY_PEFT: Mapping[str, Sequence[str]] = MappingProxyType(
+    dict.fromkeys(_LIKE_QWEN.split(), PROJECTIONS[0])
+    | dict.fromkeys(("minimax", "minimax_m2", "mixtral"), PROJECTIONS[1])
+)
+"""Model type whose LoRA on single experts PEFT 0.21 stacks → their matrices. It takes LoRA on any other module with the
+last part of such a name, of a shared expert, say, for LoRA on the stacks, and loads none of it."""
 
 
 def parameter_of(target: str, names: Sequence[str], *, nested: int, count: int) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures.ends import is_end
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
@@ -48,8 +50,20 @@ def is_lost_on_loading(config: AdapterConfig, layer: LoraLayer, *, tied: bool | 
     return tied is False or not _names_an_end(config)
 
 
+def saved_as_one(config: AdapterConfig, *, both: bool) -> bool:
+    """Return whether PEFT trained an end that it saved whole and what it is tied to as one matrix.
+
+    Under `ensure_weight_tying` it does where an end had a name that it knows. It saves other names then, but `both`.
+    """
+    return config.ensure_weight_tying and (both or _knows_one(config.modules_to_save))
+
+
 def _names_an_end(config: AdapterConfig) -> bool:
     targets = config.target_modules
     if isinstance(targets, str):
         return any(compiled(targets).fullmatch(name) for name in _NAMES)
-    return any(target.rpartition(".")[2] in _NAMES for target in targets or ())
+    return _knows_one(targets or ())
+
+
+def _knows_one(entries: Iterable[str]) -> bool:
+    return any(entry.rpartition(".")[2] in _NAMES for entry in entries)

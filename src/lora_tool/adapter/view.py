@@ -16,7 +16,7 @@ from lora_tool.adapter.naming import bare_path
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.keys import Part, without_numbers
+from lora_tool.keys import Part, without_numbers, without_wrapped
 from lora_tool.tensors import StoredTensor
 
 FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
@@ -122,7 +122,7 @@ class WholeTensor:
     tensor: StoredTensor
     part: Part
     module: str
-    """Its module's path in the model, without anything that was put before it."""
+    """Its module's path in the base, without anything that was put before or into it."""
     leaf: str | None
 
     @property
@@ -203,7 +203,7 @@ def _viewed(adapter: AdapterDir) -> AdapterView:
             if first is not tensor:
                 repeats[name] = first
         else:
-            whole.append(WholeTensor(tensor=tensor, part=part, module=module, leaf=key.leaf))
+            whole.append(WholeTensor(tensor=tensor, part=part, module=without_wrapped(module), leaf=key.leaf))
     layers = tuple(_layers(held, None if adapter.config is None else config))
     saved = _saved(whole, config, repeats)
     frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))

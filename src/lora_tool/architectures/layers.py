@@ -66,7 +66,18 @@ def stacks(tensors: Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int,
 def length(config: ModelConfig, stack: str, layers: Mapping[int, Shapes]) -> int | None:
     """Return how many layers the config gives a stack; None for one that is not the text model's."""
     deep = any(rest.count(".") > 1 for layer in layers.values() for rest in layer)
-    if not deep or _OTHER_PARTS.search(stack):
+    return _length(config, stack) if deep else None
+
+
+def is_beyond(config: ModelConfig, module: str) -> bool:
+    """Return whether a module is in a layer beyond those of the config, which are for multi-token prediction."""
+    match = _LAYER.match(f"{module}.")
+    size = None if match is None else _length(config, match["stack"])
+    return match is not None and size is not None and int(match["number"]) >= size
+
+
+def _length(config: ModelConfig, stack: str) -> int | None:
+    if _OTHER_PARTS.search(stack):
         return None
     text: Any = config.raw.get("text_config", config.raw)
     for part, fields in _LENGTHS.items():

@@ -47,6 +47,8 @@ class ModelTensors:
     """What the checkpoint has and another class of its type has, too."""
     shapes: Mapping[str, tuple[int | None, ...]]
     """The shape that the config gives each of the checkpoint's tensors; None for a dimension that is not known."""
+    left_out: tuple[str, ...]
+    """Fields of the config that decide these shapes, or how many layers there are, and have no number in it."""
 
 
 def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
@@ -234,6 +236,7 @@ class _Compared:
             unexpected=() if doubtful else tuple(self._held[name] for name in strange if name not in known),
             of_other_classes=tuple(self._held[name] for name in strange if name in known),
             shapes={} if doubtful else dict(self._shapes()),
+            left_out=() if doubtful else tuple(self._left_out()),
         )
 
     @property
@@ -291,6 +294,11 @@ class _Compared:
         if not name.startswith("@"):
             return name
         return name[1:] if self._bare else self._prefix + name[1:]
+
+    def _left_out(self) -> list[str]:
+        dims = [self._row["tensors"].get(path) or () for path in {path for path, _ in self._placed.values()}]
+        lengths = [self._row["stacks"][stack] for stack in self._layers if stack in self._row["stacks"]]
+        return self._sizes.left_out([*lengths, *(each for of in dims for each in of)])
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
         dims = {path: self._row["tensors"].get(path) for path, _ in self._placed.values()}

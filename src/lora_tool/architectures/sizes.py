@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -48,6 +49,13 @@ class Sizes:
                 return None
             total += prod(known[: len(factors)]) // prod(known[len(factors) :])
         return total
+
+    def left_out(self, expressions: Iterable[str | int | None]) -> list[str]:
+        """Return the config's own fields that decide these sizes, follow no other, and have no number in it."""
+        words = (word for each in expressions if isinstance(each, str) for word in re.split(r"[+*/]", each))
+        fields = {word for word in words if not word.lstrip("-").isdecimal() and word != "num_labels"}
+        # of an inner config transformers itself leaves out what has its default
+        return sorted(each for each in fields if "." not in each and self._field(each, deep=True) is None)
 
     def _field(self, name: str, *, deep: bool) -> int | None:
         if name.lstrip("-").isdecimal():

@@ -13,7 +13,7 @@ from lora_tool.cli.tables import fits, new_table, print_all
 from lora_tool.display import counted, number, printable, size
 from lora_tool.inventory import FileRole, Inventory, Listed, PruneChoice
 
-_COLOURS = {"good": "green", "warned": "yellow", "broken": "red"}
+_COLOURS = {"good": "green", "warned": "yellow", "broken": "red", "not judged": "yellow"}
 
 
 def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:

@@ -85,6 +85,10 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"lora_tool.cli.{cmd_name}")
         command: click.Command = module.command
         command.context_class = Context
+        if command.help is None and command.callback is not None:  # python -OO
+            from lora_tool.rules.engine.registry import page_in_source  # noqa: PLC0415 - for that alone
+
+            command.help = page_in_source(command.callback)
         for param in command.params:
             if isinstance(param, click.Option) and param.envvar is None:
                 param.envvar = _variable(cmd_name, param)

@@ -39,7 +39,7 @@ def carry_out_each(
 
         columns = ("name", "verdict", "size>", "time>", "why not")
         print_all([new_table(columns, [tuple(_row(one, dry_run=dry_run)) for one in done])], sys.stdout)
-        written = sum(one.passed for one in done)
+        written = sum(one.passed and not one.finished_before for one in done)
         say(f"{'would write' if dry_run else 'wrote'} {written} of {len(done)}: {printable(str(options.out))}")
     return max(codes)
 
@@ -79,6 +79,8 @@ def _row(one: MergedOne, *, dry_run: bool) -> Iterator[str]:
     yield one.name
     if one.error is not None:
         yield "refused"
+    elif one.finished_before:
+        yield "finished before"
     elif dry_run:
         yield "would be written"
     else:

@@ -25,7 +25,7 @@ from lora_tool.cli.options import (
     quiet_option,
 )
 from lora_tool.cli.terminal import progress_bar, warn
-from lora_tool.hub_names import FORMS, hub_name
+from lora_tool.hub_names import FORMS, hub_name, require_ref_name
 
 Repository = TypeVar("Repository", str, None)
 _LONGEST_NAME = 96
@@ -60,11 +60,14 @@ repository_options = in_order(
 
 
 def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | None) -> tuple[Repository, str | None]:
-    """Return repository and branch of `repo`, which `option` gave, and ``--revision``. Raises `click.UsageError`."""
+    """Return repository and branch of `repo`, which `option` gave, and ``--revision``. Raises `click.UsageError`, `WrongValue`."""
     name, branch = repo
     if branch and revision not in (None, branch):
         raise click.UsageError(f"{option} names the branch {branch}, but --revision names {revision}")
-    return name, revision or branch
+    branch = revision or branch
+    if branch is not None:
+        require_ref_name(branch, "revision")
+    return name, branch
 
 
 @click.command("push", cls=Configured, epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")

@@ -5,12 +5,14 @@ bfloat16, which numpy lacks, is ml_dtypes' type of that name: it converts withou
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.tensors import DType
 
 F32 = NDArray[np.float32]
@@ -118,3 +120,18 @@ def is_small(values: AnyArray) -> bool:
 def overflows(values: AnyArray, rounded: AnyArray) -> bool:
     """Return whether rounding `values` to `rounded` made an infinity of a finite value."""
     return bool((np.isinf(rounded) & np.isfinite(values)).any())
+
+
+_SAMPLES = 1024
+
+
+def retention(source: AnyArray, meant: AnyArray, written: AnyArray) -> DeltaRetention:
+    """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
+
+    The sums are rounded once, so they do not depend on how a machine sums.
+    """
+    every = max(1, meant.size // _SAMPLES) | 1
+    before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
+    delta, effect = after - before, now - before
+    sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
+    return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])

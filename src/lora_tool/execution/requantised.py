@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lora_tool.execution.backends.numpy_backend import bytes_of, retention
+from lora_tool.execution.backends.numpy_backend import bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.kernels import retention
 from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly
@@ -23,7 +24,7 @@ from lora_tool.tensors import DType
 
 _AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
 """Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""
-_SAMPLED_WEIGHTS = 1 << 14
+_SAMPLED_WEIGHTS = 1 << 12
 """Weights of a unit on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
 """Weights of a row of tiles that are in memory at once; of a larger one they are computed for its scales, and again."""
@@ -69,7 +70,7 @@ class Requantiser:
             return None
         self._numbers.write(unit.op, made.codes, out, unit.place(*of)[0])
         codes = made.codes[:some].view(STORED[encoding.codes.dtype])
-        return self._retention(encoding, made.meant, codes, stored, (top, of[0])) if some else None
+        return _retention(encoding, made.before, made.meant, codes, stored, (top, of[0])) if some else None
 
     def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Array, out: int) -> bool:
         """Write the scales where they belong to the unit; return whether that is all that does."""
@@ -78,15 +79,6 @@ class Requantiser:
             begin, _ = unit.place(*of) if alone else unit.place_of_scales(*of)
             write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
         return alone
-
-    def _retention(
-        self, encoding: Requantisable, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
-    ) -> DeltaRetention:
-        """Return how much of the change these codes keep; `at` is their first row, and the first row of their scales."""
-        width = meant.shape[1]
-        now = numbers_of(encoding, codes, scales, *at)
-        before = self._numbers.stored(dequantised(encoding), at[0] * width, at[0] * width + meant.size)
-        return retention(before, meant.reshape(-1), now.reshape(-1))
 
     def _in_steps(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
         """Do what `_tiles` does, the numbers first and then what is made of them; sample so many rows."""
@@ -110,11 +102,20 @@ class Requantiser:
             made = self._rounding.codes(encoding, values, scales, first, of[0])
             write_exactly(out, bytes_of(made), begin + (first - top) * grid.width)
             if len(meant):
-                retained = self._retention(encoding, meant, made[: len(meant)], scales, (top, of[0]))
+                before = self._numbers.stored(dequantised(encoding), top * grid.width, top * grid.width + meant.size)
+                retained = _retention(encoding, before, meant, made[: len(meant)], scales, (top, of[0]))
         return retained
 
     def _rows(self, unit: RequantiseUnit, first: int, last: int) -> Array:
         return self._numbers.rows(unit.out.name, unit.op, first, last, DType.F32)
+
+
+def _retention(
+    encoding: Requantisable, before: Array, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
+) -> DeltaRetention:
+    """Return how much of the change these codes keep; `at` is their first row, and the first row of their scales."""
+    now = numbers_of(encoding, codes, scales, *at)
+    return retention(*(each.reshape(-1) for each in (before, meant, now)))
 
 
 def _strips(grid: Grid, top: int, bottom: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ the machine that runs nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,15 @@ def recipes_in(folder: Path) -> Iterator[Recipe]:
         with contextlib.suppress(CorruptFile):
             if path.is_file() and (recipe := read_recipe(path)) is not None:
                 yield recipe
+
+
+def recipes_near(near: Iterable[Path], ranks: Collection[int]) -> tuple[Recipe, ...]:
+    """Return what the nearest folder's files say of a run of these ranks. Raises as `recipes_in`."""
+    for folder in near:
+        found = tuple(recipe for recipe in recipes_in(folder) if recipe.rank is None or recipe.rank in ranks)
+        if found:
+            return found
+    return ()
 
 
 def _files(folder: Path) -> Iterable[Path]:

@@ -26,6 +26,7 @@ from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.hub_client.failures import PLANNING
+from lora_tool.hub_names import require_ref_name
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
 from lora_tool.validation.validating import validate
@@ -58,9 +59,13 @@ def plan_push(
     None makes a new repository private. `revision` is the branch, `create_pr` makes a pull request instead of a commit
     on it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
     README is kept if both have one. Local files are hashed only where the Hub has one of the same name and size;
-    `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
+    `progress` is called with the bytes. Raises `WrongValue` for a branch or tag that git does not allow,
+    `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     readme = Readme(readme)
+    for what, name in (("tag", tag), ("revision", revision)):
+        if name is not None:
+            require_ref_name(name, what)
     checkpoint = pushable(open_checkpoint(folder))
     report = validate(checkpoint, select=select, ignore=ignore)
     report.raise_at(Severity(fail_on))

@@ -16,10 +16,12 @@ from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.execution.folder import check_output
 from lora_tool.formats.files import expanded
+from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub_names import hub_name
 from lora_tool.pipeline.merging import called_with, merge_inputs, planned, with_opened_models
 from lora_tool.pipeline.passes import Passes, Underway
 from lora_tool.pipeline.writing import Written
+from lora_tool.plan.core.manifest import is_written
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments
 from lora_tool.progress import StageWatch, unwatched
@@ -42,6 +44,8 @@ class MergedOne:
     seconds: float = 0.0
     """Its own time and its share of what was done for several together."""
     notes: tuple[str, ...] = ()
+    finished_before: bool = False
+    """Whether an earlier run wrote the same, so that `resume` left it as it is."""
 
     @property
     def passed(self) -> bool:
@@ -63,6 +67,8 @@ class MergedOne:
                 "error": said,
                 "findings": [finding_json(each) for each in (report.findings if report else ())],
             }
+        if self.finished_before:
+            return table | {"error": None, "finished_before": True}
         if self.written is not None:
             return table | {"error": None, "result": self.written.to_json()}
         return table | {"error": None, "plan": None if self.plan is None else self.plan.to_json()}
@@ -75,7 +81,7 @@ def merge_each(adapters: Reference | Sequence[Reference], asked: MergeArguments)
     NAME is the name of the adapter's folder, with those above it where two are called alike. The folders are those that
     `merge` writes for each alone, byte by byte. The base is read once for up to eight adapters. What refuses one
     adapter is its `error`, and the others are written. All are planned before one is written, unless PEFT may merge in
-    memory. Raises `WrongValue` for an argument, and for two adapters that would be written to one folder, and
+    memory. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an argument, and for two adapters that would be written to one folder, and
     `OutOfSpace` where the disk has no room for all of them.
     """
     return merge_several(adapters, asked)
@@ -171,6 +177,7 @@ class _One(Underway):
     adapter: Reference
     name: str
     notes: list[str] = field(default_factory=list)
+    finished_before: bool = False
 
     def ended(self) -> MergedOne:
         """Return what became of it."""
@@ -182,6 +189,7 @@ class _One(Underway):
             error=self.error,
             seconds=self.seconds,
             notes=tuple(self.notes),
+            finished_before=self.finished_before,
         )
 
 
@@ -203,9 +211,9 @@ class _Sweep:
                     interrupted.push(one.contexts)  # what ends everything closes what others have begun
                     with one.tried():
                         self._plan(one, open_base)
-                    if self.dry_run or one.error is not None:
+                    if self.dry_run or one.error is not None or one.finished_before:
                         self.ended(one.ended())
-                going = [one for one in together if one.error is None]
+                going = [one for one in together if one.error is None and not one.finished_before]
                 if not self.dry_run:
                     self._write(going)
 
@@ -213,9 +221,15 @@ class _Sweep:
         asked = self.asked
         inputs = merge_inputs((one.adapter,), asked.base, open_base=open_base)
         one.notes += inputs.notes
-        check_output(one.path, overwrite=asked.overwrite, inputs=inputs.paths)
+        may_be_written = asked.resume and (one.path / FILE_NAME).is_file()
+        check_output(one.path, overwrite=asked.overwrite or may_be_written, inputs=inputs.paths)
         planning = planned(inputs, asked, one.path, dry_run=self.dry_run, note=one.notes.append)
         one.plan = one.contexts.enter_context(planning)
+        one.finished_before = may_be_written and is_written(one.planned, one.path)
+        if one.finished_before:
+            one.contexts.close()
+        else:
+            check_output(one.path, overwrite=asked.overwrite, inputs=inputs.paths)
 
     def _write(self, going: Sequence[_One]) -> None:
         groups = self.passes.groups(going)

@@ -21,6 +21,8 @@ class RunCheckpoint:
     warnings: int
     codes: tuple[str, ...] = ()
     """The rules that found something, worst first; notes are left out."""
+    judged: bool = True
+    """Whether lora-tool can tell: it reads neither every layout nor the tensors of every method."""
 
     @property
     def whole(self) -> bool:
@@ -29,8 +31,8 @@ class RunCheckpoint:
 
     @property
     def verdict(self) -> str:
-        """``good``, ``warned`` or ``broken``."""
-        return "broken" if self.errors else "warned" if self.warnings else "good"
+        """``good``, ``warned``, ``broken`` or ``not judged``."""
+        return "not judged" if not self.judged else "broken" if self.errors else "warned" if self.warnings else "good"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 from lora_tool import keys
 from lora_tool.architectures.heads import NEW_MODULES, head_of, head_path
 from lora_tool.checkpoint import ModelDir, open_checkpoint
-from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
+from lora_tool.errors import BrokenFile, CheckpointError, Problem, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
 from lora_tool.formats.files import read_json
+from lora_tool.formats.lora_recipes import recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part, has_lora_factor
 from lora_tool.report import Finding, Severity
@@ -24,6 +25,9 @@ from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.wrapped_names import wrapper_of
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
+
+RANKED = frozenset({Part.LORA_A, Part.EMBEDDING_A})
+"""Factors whose first axis is the rank."""
 
 
 def has_lora(names: Mapping[str, StateEntry]) -> bool:
@@ -35,6 +39,22 @@ def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
     """Return the config in the first of the folders that has one. Raises `CorruptFile`, `BadConfig`."""
     path = next((folder / FILE_NAME for folder in near if (folder / FILE_NAME).is_file()), None)
     return None if path is None else read_adapter_config(path)
+
+
+def config_problems(state: TrainingState) -> tuple[Problem, ...]:
+    """Return what is wrong in the config of its adapter, or in the run's files from which that would be rebuilt."""
+    if not has_lora(state.entries):
+        return ()
+    try:
+        config = near_adapter_config(state.near)
+        if config is not None:
+            return config.problems
+        keys_of = parsed_keys(state)
+        shapes = [state.entries[name].shape for name in state.entries if keys_of[name].part in RANKED]
+        recipes_near(state.near, {shape[0] for shape in shapes if shape})
+    except BrokenFile as error:
+        return (error.problem,)
+    return ()
 
 
 def unwrapped_name(name: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lora_tool.adapter.mlx import is_mlx
 from lora_tool.adapter.view import view_of
 from lora_tool.exhaustive import assert_never
+from lora_tool.formats.manifest import Manifest
 from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
@@ -21,7 +23,8 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level, check_steps
-from lora_tool.verification.converted import check_converted
+from lora_tool.verification.configs import check_config
+from lora_tool.verification.converted import check_converted, is_news
 from lora_tool.verification.extracted import check_extracted, copied_steps
 from lora_tool.verification.from_base import check_computed, computed_modules
 from lora_tool.verification.products import check_products
@@ -34,6 +37,10 @@ def evidence_of_computed(
 
     Raises as `factors_of_sum` and `whole_tensors` do for inputs that do not add up; `OSError`, `SourceChanged`.
     """
+    return _of_values(inputs, level, jobs, progress) | check_config(inputs.made, inputs.manifest)
+
+
+def _of_values(inputs: ComputedInputs, level: Level, jobs: int | None, progress: Progress) -> dict[str, TensorEvidence]:
     match inputs:
         case SumInputs():
             return _of_sum(inputs, level, jobs, progress)
@@ -66,10 +73,23 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     )
     others = [each for each in sums if each.module not in computed and each.module not in fused]
     evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
+    if inputs.exact and not is_mlx(inputs.made.folder):
+        exact = names.steps(step for each in others for step in _put_beside(each, written, inputs.manifest))
+        told = check_steps(
+            exact, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=lambda _: None
+        )
+        evidence |= {name: each for name, each in told.items() if is_news(each, evidence)}
     evidence |= check_computed(
         inputs, views[0], tuple(each for each in written if each.module in computed), progress=progress
     )
     return evidence
+
+
+def _put_beside(factors: Factors, written: Sequence[Factors], manifest: Manifest) -> Iterator[Step]:
+    """Yield how a module's factors follow from its inputs', where they only stand beside one another."""
+    rank = next((each.rank for each in written if each.module == factors.module), 0)
+    if rank >= factors.rank:
+        yield from padded_steps(factors, DType(manifest.raw["dtype"]), None, rank)
 
 
 def _of_experts(factors: Factors, fused: Mapping[str, FusedExperts], inputs: SumInputs) -> Iterator[Step]:

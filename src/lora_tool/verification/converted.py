@@ -64,11 +64,11 @@ def check_converted(
     for layer, of, tensor in _origins(plan, before, layers):
         if reason := _renamed(layer, of):
             found[tensor.name] = _evidence(layer, reason, None)
-    return evidence | {name: each for name, each in found.items() if _is_news(each, evidence)}
+    return evidence | {name: each for name, each in found.items() if is_news(each, evidence)}
 
 
-def _is_news(found: TensorEvidence, evidence: Mapping[str, TensorEvidence]) -> bool:
-    """Whether a tensor of the right bits does something else."""
+def is_news(found: TensorEvidence, evidence: Mapping[str, TensorEvidence]) -> bool:
+    """Return whether evidence says of a tensor that it is wrong, which is not known of it yet."""
     known = evidence.get(found.name)
     return found.verdict is not Verdict.RIGHT and (known is None or known.verdict is Verdict.RIGHT)
 

@@ -16,11 +16,12 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Files
 from lora_tool.verification.pieces import row_blocks
-from lora_tool.verification.products import evidence_of_each, evidence_of_factors
+from lora_tool.verification.products import evidence_of_each, evidence_of_factors, spanned
 
 _DOUBLE = np.dtype(np.float64)
 _TOLD = 1e-3
-"""How far the residual may be from the one that was told, which was found in float32 without the difference itself."""
+"""How far the residual may be from the one that was told, which was found in float32 without the difference itself. What
+the factors hold is told to more digits: A is orthogonal to all that is left out."""
 _SINGLE = 2e-6
 
 
@@ -53,18 +54,26 @@ def _evidence(
         reason = "has LoRA on a module that one of the models lacks or that the manifest does not name"
     else:
         b, a = (files.matrix(each, None, _DOUBLE) for each in (term.b, term.a))
-        left, right = (a.T, b.T) if inputs.transposed else (b * term.scale, a)
-        squares = norm = 0.0
+        left, right = (a.T * term.scale, b.T) if inputs.transposed else (b * term.scale, a)
+        if (len(left), right.shape[1]) != ours.shape:
+            return evidence_of_factors(
+                term, f"is [{len(left)}, {right.shape[1]}], but the difference is {list(ours.shape)}", None
+            )
+        basis = spanned(right.T) if np.isfinite(right).all() else np.empty((len(right.T), 0))
+        squares = norm = wrong = 0.0
         for rows in row_blocks(ours):
             (first, last) = rows[0]
             difference = files.matrix(ours, rows, _DOUBLE) - files.matrix(theirs, rows, _DOUBLE)
             norm += float(np.vdot(difference, difference))
             difference -= left[first:last] @ right
             squares += float(np.vdot(difference, difference))
+            wrong += float(np.square(difference @ basis).sum())
         found, norm = math.sqrt(squares), math.sqrt(norm)
         unit = max(FLOATS[each.dtype].roundoff for each in (term.a, term.b))
-        allowed = told[factors.module] * (1 + _TOLD) + (_SINGLE + 4 * unit) * norm
+        rounding = (_SINGLE + 4 * unit) * norm
         share = found / norm if norm else 0.0
-        if not found <= allowed:
+        if not found <= told[factors.module] * (1 + _TOLD) + rounding:
             reason = f"ΔW is {found:.6g} away from W₁ - W₀, but {told[factors.module]:.6g} is recorded"
+        elif not math.sqrt(wrong) <= rounding:  # B is what W₁ - W₀ does in the directions of A
+            reason = f"ΔW is {math.sqrt(wrong):.6g} away from W₁ - W₀ in the directions that lora_A spans"
     return evidence_of_factors(term, reason, share)

@@ -44,11 +44,18 @@ class Difference:
     """That of the best approximation of the rank that was written."""
     rounding: float
     """What storing the factors, and computing here, may add."""
+    apart: float = 0.0
+    """How far ΔW' is from ΔW projected onto what B' spans, or A', if that is farther: nothing in a best approximation."""
 
     @property
-    def right(self) -> bool:
+    def near(self) -> bool:
         """Whether nothing but rank and rounding keeps the two apart."""
         return self.found <= self.best * (1 + _FROM_THE_BEST) + self.rounding
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it has the best values in its own directions: the first digits that are wrong show here, not in `found`."""
+        return self.apart <= _FROM_THE_BEST * self.norm + 2 * self.rounding
 
 
 def check_products(
@@ -113,9 +120,11 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
         reason = "holds NaN or infinity, or values whose products overflow"
     elif found is None:
         reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], but the sum is [{factors.out}, {factors.width}]"
-    elif not found.right:
+    elif not found.near:
         nearest = "no difference" if exact else f"{found.best:.6g}, the least at rank {written.rank}"
         reason = f"ΔW is {found.found:.6g} away from what its inputs give, {share:.3g} of it; expected {nearest}"
+    elif not found.fitted:
+        reason = f"ΔW is {found.apart:.6g} away from what its inputs give in the directions that its factors span"
     elif found.norm and share**2 > (1 - least) * (1 + _FROM_THE_BEST) + found.rounding / found.norm:
         reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², but should keep at least {least:.4%}"
     else:
@@ -139,14 +148,37 @@ def difference(factors: Factors, written: Term, files: Files, *, exact: bool) ->
     values = np.linalg.svd((left[:, :own] * scales) @ right[:, :own].T, compute_uv=False)
     rest = values[len(values) if exact else written.rank :]
     sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=0) * np.abs(signed)
-    b, a = float(np.linalg.norm(left[:, own:])), float(np.linalg.norm(right[:, own:]))
+    whole, own_b, own_a = (left[:, :own] * scales) @ right[:, :own].T, left[:, own:], right[:, own:]
+    made = written.scale * own_b @ own_a.T
+    apart = 0.0
+    if not exact and np.isfinite(made).all():
+        of_b, of_a = projected(whole, own_b), projected(whole.T, own_a).T
+        apart = float(max(np.linalg.norm(made - of_b), np.linalg.norm(made - of_a)))
+    b, a = float(np.linalg.norm(own_b)), float(np.linalg.norm(own_a))
     stored = abs(written.scale) * (_rounding(written.b, b) * a + _rounding(written.a, a) * b)
     return Difference(
         norm=float(np.linalg.norm(values)),
         found=float(np.linalg.norm((left * signed) @ right.T)),
         best=float(np.linalg.norm(rest)),
         rounding=1.1 * stored + 64 * _EPSILON * float(sizes.sum()),
+        apart=apart,
     )
+
+
+def projected(matrix: Array, columns: Array) -> Array:
+    """Return the orthogonal projection of a matrix's columns onto what others span, whatever the lengths of those."""
+    basis = spanned(columns)
+    return np.asarray(basis @ (basis.T @ matrix))
+
+
+def spanned(columns: Array) -> Array:
+    """Return orthonormal columns that span the same; those of zeros span nothing."""
+    lengths = np.linalg.norm(columns, axis=0)
+    unit = np.asarray(columns[:, lengths > 0] / lengths[lengths > 0])
+    if not unit.size:
+        return unit
+    vectors, sizes, _ = np.linalg.svd(unit, full_matrices=False)
+    return np.asarray(vectors[:, sizes > len(unit) * _EPSILON * sizes[0]])
 
 
 def _rounding(factor: StoredTensor, norm: float) -> float:

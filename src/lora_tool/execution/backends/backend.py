@@ -12,6 +12,7 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import Precision
+from lora_tool.tensors import DType
 
 
 class Backend(Protocol):
@@ -49,5 +50,7 @@ def refuse_overflow(unit: ComputeUnit) -> NoReturn:
     """Raise `ExecutionError`: a finite value does not fit into the unit's output type."""
     raise ExecutionError(
         f"`{unit.out.name}`: a value is too large for {unit.out.dtype}",
-        hint='choose a wider type: `dtype="bfloat16"` or `dtype="float32"`',
+        hint='choose a wider type: `dtype="bfloat16"` or `dtype="float32"`'
+        if unit.out.dtype is DType.F16
+        else "no wider type is offered: is a weight or `lora_alpha` too large?",
     )

@@ -11,11 +11,12 @@ import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.native_factors import NativeFactors
-from lora_tool.execution.backends.numpy_backend import bytes_of, retention
+from lora_tool.execution.backends.numpy_backend import bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import TYPES, Level, Term
+from lora_tool.execution.native.library import TYPES, Level
 from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file
 from lora_tool.execution.native.rows import PlainRows
+from lora_tool.execution.native.structures import Term, packed_floats
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
@@ -80,7 +81,11 @@ class NativeBackend(NativeFactors):
         last = min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
         terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
         target = Target(
-            descriptor=out, begin=unit.at + first * unit.row_bytes, dtype=unit.out.dtype, at_once=WRITE_BYTES
+            descriptor=out,
+            begin=unit.at + first * unit.row_bytes,
+            dtype=unit.out.dtype,
+            at_once=WRITE_BYTES,
+            digits=self._digits,
         )
         with self._sources.descriptor(rows.path) as source:
             return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
@@ -142,8 +147,8 @@ class NativeBackend(NativeFactors):
             if not self._change_and_sample(rows, out[:at], unit.out.dtype, terms):
                 return None
         if at < count:
-            later = tuple(Term(each.left + at * each.depth * 4, each.right, each.depth, each.scaling) for each in terms)
-            if not rows.write(slice(at, None), out[at:], unit.out.dtype, later):
+            later = tuple(term.from_row(at) for term in terms)
+            if not rows.write(slice(at, None), out[at:], unit.out.dtype, later, self._digits):
                 return None
         return out.reshape(-1)
 
@@ -156,17 +161,18 @@ class NativeBackend(NativeFactors):
         some = slice(0, len(out))
         before = self._room.of("before", out.shape, kernels.STORAGE[rows.dtype])
         meant = self._room.of("meant", out.shape, np.dtype(np.float32))
-        fine = rows.write(some, before, rows.dtype) and rows.write(some, meant, DType.F32, terms)
+        fine = rows.write(some, before, rows.dtype) and rows.write(some, meant, DType.F32, terms, self._digits)
         fine = fine and PlainRows(self._kernel, meant, DType.F32).write(some, out, dtype)
         if fine:
             part = slice(0, kernels.CACHE_BLOCK)
-            self._retained = retention(*(each.reshape(-1)[part] for each in (before, meant, out)))
+            self._retained = kernels.retention(*(each.reshape(-1)[part] for each in (before, meant, out)))
         return fine
 
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
         rows, terms = self._weight(op.source, first, last), self._terms(op, first, last)
         moved = self._room.of("moved", (last - first, op.source.shape[1]), self._wide)
-        return moved if rows.write(slice(None), moved, DType.F32, terms) else super()._moved(op, first, last)
+        fine = rows.write(slice(None), moved, DType.F32, terms, self._digits)
+        return moved if fine else super()._moved(op, first, last)
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
         """See `NumpyBackend`: in one pass where a row of tiles, or what is computed of it together, stays in the cache."""
@@ -184,12 +190,14 @@ class NativeBackend(NativeFactors):
             made = StoredAgain(
                 codes=self._room.of("codes", (count, grid.width), np.dtype(np.uint8)),
                 scales=np.empty(rows.part.scales.shape, np.float32),
+                before=np.empty((min(kept, count), grid.width), np.float32),
                 meant=np.empty((min(kept, count), grid.width), np.float32),
             )
             scratch = self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
             storing = storing_of(encoding, panel, made, scratch)
             terms = self._terms(op, unit.first, unit.last, panel.rows)
-            return made if rows.write_again(storing, made.codes, terms) else None
+            fine = rows.write(slice(len(made.before)), made.before, DType.F32)
+            return made if fine and rows.write_again(storing, made.codes, terms) else None
 
     def _weight(self, tensor: StoredTensor, first: int, last: int) -> Rows:
         """Return rows of a weight as they are read: quantised ones as they are stored."""
@@ -203,7 +211,7 @@ class NativeBackend(NativeFactors):
     def _place(self, rows: Rows, unit: ComputeUnit, count: int) -> Array:
         """Return where `count` rows are written, [rows, columns]: where they were read, if they are of one size."""
         storage = kernels.STORAGE[unit.out.dtype]
-        if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize:
+        if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize and not self._digits:
             return rows.stored.view(storage)
         return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
 
@@ -241,7 +249,7 @@ class NativeBackend(NativeFactors):
         factor = factor.astype(np.float32) if factor.dtype == np.float64 else factor
         each = max(1, min(together or length, length))
         starts = range(0, length, each)
-        panels = -(-each // width) * width * depth
+        panels = packed_floats(each, width, depth)
         packed = self._room.of(place, (len(starts), panels), np.dtype(np.float32))
         along, down = (stride // factor.itemsize for stride in factor.strides)
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)

@@ -13,6 +13,7 @@ import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
+from lora_tool.execution.cancelled import Product, digits_of, sum_again
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.past_cache import PastCache
@@ -76,6 +77,7 @@ class NumpyBackend:
         self._stack: tuple[StoredTensor, Array] | None = None
         self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
+        self._digits = 0
 
     @staticmethod
     def one_thread() -> AbstractContextManager[object]:
@@ -122,6 +124,7 @@ class NumpyBackend:
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
         self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
+        self._digits = digits_of(unit) if self._wide == np.float32 else 0
         with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
@@ -169,6 +172,8 @@ class NumpyBackend:
                 total = self._wide_copy(source[part])
             else:
                 total = change[part] if whole else np.add(self._wide_copy(source[part]), change[part], out=change[part])
+                if self._digits and isinstance(unit.op, LoraDelta):
+                    sum_again(total, source[part], at, self._products(unit.op, first, last), self._digits)
             small = kernels.is_small(total)  # then every type but float16 holds it
             if not small and unit.is_new and not np.isfinite(total).all():
                 refuse_nonfinite(unit)
@@ -176,7 +181,7 @@ class NumpyBackend:
             if (not small or dtype is DType.F16) and kernels.overflows(total, result[part]):
                 refuse_overflow(unit)
             if change is not None and sampled and at == 0:
-                self._retained = retention(source[part], total, result[part])
+                self._retained = kernels.retention(source[part], total, result[part])
         return result
 
     def _made(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
@@ -273,8 +278,10 @@ class NumpyBackend:
 
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
         """Return rows `first` to `last` of W + Δ in the working precision, in this worker's buffer."""
-        moved = self._delta(op, first, last)
-        np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
+        moved, source = self._delta(op, first, last), self._stored(op.source, first, last)
+        np.add(moved, self._wide_copy(source), out=moved)
+        if self._digits:
+            sum_again(moved, source, 0, self._products(op, first, last), self._digits)
         return moved.reshape(last - first, -1)
 
     def _scale_to_magnitude(self, op: DoraDelta, moved: Array, first: int, last: int) -> None:
@@ -296,14 +303,19 @@ class NumpyBackend:
             delta += more
         return delta.reshape(-1)
 
+    def _products(self, op: LowRank, first: int, last: int) -> list[Product]:
+        """Return what `_delta` adds up."""
+        return [
+            Product(left=self._left(op, term, first, last), right=self._right(op, term)[0], scaling=term.scaling)
+            for term in op.terms
+        ]
+
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
         return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))
 
     def _product(self, op: LowRank, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
-        # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
-        inner = slice(first + term.first, last + term.first)
-        rows = self._a(term)[:, inner].T if op.transposed else self._b(term, inner)
+        rows = self._left(op, term, first, last)
         scaling = self._wide.type(term.scaling)
         # a power of two commutes with every rounding, so it is cheaper on the factor than on the product
         if math.frexp(term.scaling)[0] == 0.5:  # noqa: PLR2004 - frexp's mantissa of a power of two
@@ -316,6 +328,12 @@ class NumpyBackend:
             np.matmul(np.ascontiguousarray(rows), self._right(op, term)[0], out=out)
         if scaling != 1:
             np.multiply(out, scaling, out=out)
+
+    def _left(self, op: LowRank, term: LoraTerm, first: int, last: int) -> Array:
+        """Return rows of the left factor in the working precision."""
+        # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
+        inner = slice(first + term.first, last + term.first)
+        return self._a(term)[:, inner].T if op.transposed else self._b(term, inner)
 
     def _right(self, op: LowRank, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
@@ -368,21 +386,6 @@ class NumpyBackend:
         stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored
-
-
-_SAMPLES = 1024
-
-
-def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
-    """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
-
-    The sums are rounded once, so they do not depend on how a machine sums.
-    """
-    every = max(1, meant.size // _SAMPLES) | 1
-    before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
-    delta, effect = after - before, now - before
-    sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
-    return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
 
 
 def bytes_of(array: Array) -> memoryview:

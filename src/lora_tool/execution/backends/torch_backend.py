@@ -13,7 +13,8 @@ from typing import ClassVar, NoReturn
 
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
-from lora_tool.execution.backends.numpy_backend import NumpyBackend, retention
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
+from lora_tool.execution.kernels import retention
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit

@@ -30,6 +30,14 @@ TARGET static inline uint32_t avx2_largest(__m256i most) {
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xB1)));
 }
 
+TARGET static inline __m256 avx2_widen_e4m3(const uint8_t *place) {
+    __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)place)), most = _mm_set1_epi16(0x3F80);
+    __m128i sign = _mm_and_si128(_mm_slli_epi16(codes, 8), _mm_set1_epi16((short)0x8000));
+    __m128i size = _mm_and_si128(_mm_slli_epi16(codes, 7), most), nan = _mm_cmpeq_epi16(size, most);
+    size = _mm_blendv_epi8(size, _mm_set1_epi16(0x7E00), nan);
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(size, sign)), _mm256_set1_ps(256.0f));
+}
+
 TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
     __m256i bits = _mm256_castps_si256(value), size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(size, 20), _mm256_set1_epi32(1));
@@ -59,6 +67,7 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define WIDEN_bf16(p)                                                                                                  \
     _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define WIDEN_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define WIDEN_e4m3(p) avx2_widen_e4m3(p)
 #define NARROW_bf16(p, v) avx2_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define NARROW_e4m3(p, v) avx2_narrow_e4m3(p, v)
@@ -68,6 +77,9 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define NOTHING() _mm256_setzero_si256()
 #define LARGER(b, v) _mm256_max_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
 #define LARGEST(b) avx2_largest(b)
+#define EVERYTHING() _mm256_set1_epi32(-1)
+#define SMALLER(b, v) _mm256_min_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
+#define SMALLEST(b) ~avx2_largest(_mm256_xor_si256(b, _mm256_set1_epi32(-1)))
 #define WIDE __m256d
 #define WIDE_LANES 4
 #define PANEL 4

@@ -14,6 +14,14 @@ TARGET static inline void avx512_narrow_bf16(uint16_t *place, __m512 value) {
     _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi32_epi16(high));
 }
 
+TARGET static inline __m512 avx512_widen_e4m3(const uint8_t *place) {
+    __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)place)), most = _mm256_set1_epi16(0x3F80);
+    __m256i sign = _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16((short)0x8000));
+    __m256i size = _mm256_and_si256(_mm256_slli_epi16(codes, 7), most);
+    size = _mm256_mask_mov_epi16(size, _mm256_cmpeq_epi16_mask(size, most), _mm256_set1_epi16(0x7E00));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(size, sign)), _mm512_set1_ps(256.0f));
+}
+
 TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
     __m512i bits = _mm512_castps_si512(value), size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 20), _mm512_set1_epi32(1));
@@ -41,6 +49,7 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define WIDEN_bf16(p)                                                                                                  \
     _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define WIDEN_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define WIDEN_e4m3(p) avx512_widen_e4m3(p)
 #define NARROW_bf16(p, v) avx512_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define NARROW_e4m3(p, v) avx512_narrow_e4m3(p, v)
@@ -50,6 +59,9 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define NOTHING() _mm512_setzero_si512()
 #define LARGER(b, v) _mm512_max_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
 #define LARGEST(b) _mm512_reduce_max_epu32(b)
+#define EVERYTHING() _mm512_set1_epi32(-1)
+#define SMALLER(b, v) _mm512_min_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
+#define SMALLEST(b) _mm512_reduce_min_epu32(b)
 #define WIDE __m512d
 #define WIDE_LANES 8
 #define PANEL 8

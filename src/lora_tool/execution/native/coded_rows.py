@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.execution.native.library import TYPES, Codes, Kernel
+from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
+from lora_tool.execution.native.structures import Codes
 from lora_tool.formats.quantised.coded import Code, Scaled
 from lora_tool.tensors import DType
 
@@ -25,7 +26,7 @@ class CodedRows:
     part: Scaled
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
+    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = (), digits: int = 0) -> bool:
         """See `PlainRows`."""
         first, last, _ = rows.indices(len(self.part.codes))
         scales = np.ascontiguousarray(self.part.scales)
@@ -33,7 +34,7 @@ class CodedRows:
         codes.bytes += first * codes.stride
         codes.above += first
         size = last - first, self.part.columns
-        return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
+        return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms, digits)
 
     def write_again(self, storing: ctypes.Structure, out: Array, terms: Terms) -> bool:
         """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""

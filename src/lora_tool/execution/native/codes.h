@@ -7,13 +7,12 @@
  */
 TARGET static void NAME(numbers_of_e4m3)(float *restrict out, const uint8_t *restrict codes, float scale, float again,
                                          int64_t count) {
+    const VECTOR s = SET(scale), more = SET(again);
+    for (; count >= LANES; count -= LANES, codes += LANES, out += LANES) {
+        STORE(out, MUL(MUL(WIDEN_e4m3(codes), s), more));
+    }
     for (int64_t at = 0; at < count; at++) {
-        const uint32_t size = codes[at] & 0x7Fu, sign = (uint32_t)(codes[at] & 0x80u) << 24;
-        /* below 2^-6 numbers are as far apart as those above it, whose first bit is not stored and taken off again */
-        const uint32_t first = size < 8 ? 121u << 23 : 120u << 23;
-        const float off = size < 8 ? 0x1p-6f : 0.0f, value = float_of((size << 20) + first) - off;
-        const uint32_t bits = size == 0x7F ? 0x7FC00000u : bits_of(value);
-        out[at] = float_of(bits | sign) * scale * again;
+        out[at] = from_e4m3(codes[at]) * scale * again;
     }
 }
 

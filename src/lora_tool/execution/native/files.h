@@ -36,6 +36,7 @@ struct passage {
     const struct codes *codes; /* of all rows, but that their bytes are read; null where rows are numbers */
     int32_t source, out;       /* descriptors */
     int32_t source_type, out_type;
+    int32_t digits; /* as in `lora_tool_merge` */
 };
 
 /* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Return how many rows
@@ -54,7 +55,7 @@ EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const st
     }
     const int64_t stored = passage->codes ? codes.stride : columns * (int64_t)size_of(in);
     const struct weight weight = {
-        .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .columns = columns};
+        .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .digits = passage->digits, .columns = columns};
     mode_type before = ieee_mode();
     int64_t done = 0;
     while (done < passage->rows) {

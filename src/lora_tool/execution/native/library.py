@@ -18,6 +18,7 @@ from typing import Any
 
 from lora_tool.choices import TextEnum, wrong_value
 from lora_tool.errors import ExecutionError
+from lora_tool.execution.native.structures import Codes, Term
 from lora_tool.tensors import DType
 
 VARIABLE = "LORA_TOOL_KERNEL"
@@ -49,35 +50,6 @@ _FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
 _OTHER_CHOICES = ("auto", "off", "require")
 
 
-class Term(ctypes.Structure):
-    """One term of a delta: the addresses of its packed factors, its rank and its scaling."""
-
-    _fields_ = (
-        ("left", ctypes.c_void_p),
-        ("right", ctypes.c_void_p),
-        ("depth", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-    )
-
-
-class Codes(ctypes.Structure):
-    """Rows of codes with their scales: `struct codes` of `merge.c`."""
-
-    _fields_ = (
-        ("bytes", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("apart", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("tall", ctypes.c_int64),
-        ("above", ctypes.c_int64),
-        ("again", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
@@ -97,13 +69,23 @@ class Kernel:
         self.library.lora_tool_pack(packed, width, factor, TYPES[dtype], *size, *strides)
 
     def merge(
-        self, source: int, source_type: DType, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...]
+        self,
+        source: int,
+        source_type: DType,
+        out: int,
+        out_type: DType,
+        size: tuple[int, int],
+        terms: tuple[Term, ...],
+        digits: int = 0,
     ) -> bool:
-        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
+        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite.
+
+        With `digits`, none is more than one in the last of so many binary digits off, and `out` is not where W is.
+        """
         listed = (Term * len(terms))(*terms)
         types = TYPES[source_type], TYPES[out_type]
         flagged: int = self.library.lora_tool_merge(
-            self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
+            self.level.number, source, types[0], out, types[1], *size, listed, len(terms), digits
         )
         return flagged == 0
 
@@ -114,12 +96,18 @@ class Kernel:
         return flagged == 0
 
     def merge_codes(
-        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...] = ()
+        self,
+        codes: Codes,
+        out: int,
+        out_type: DType,
+        size: tuple[int, int],
+        terms: tuple[Term, ...] = (),
+        digits: int = 0,
     ) -> bool:
-        """Write what codes stand for, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
+        """Write what codes stand for, `size` rows and columns, at `out`, with the deltas; `digits` and returned as `merge`."""
         listed = (Term * len(terms))(*terms)
         flagged: int = self.library.lora_tool_merge_codes(
-            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
+            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms), digits
         )
         return flagged == 0
 
@@ -275,10 +263,10 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.lora_tool_pack.argtypes = [pointer, size, pointer, number, size, size, size, size]
     library.lora_tool_pack.restype = None
-    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
+    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size, number]
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
     codes = ctypes.POINTER(Codes)
-    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
+    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size, number]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
     library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
@@ -317,7 +305,7 @@ def checksum(kernel: Kernel) -> int:
     """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
-    packed = [(ctypes.c_float * (_DEPTH * 64))() for _ in range(2)]
+    packed = [(ctypes.c_float * ((_DEPTH + 2) * 64))() for _ in range(2)]
     kernel.pack(
         ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
     )

@@ -6,6 +6,9 @@
  *     delta = s·chain, rounded; the deltas of several terms are added in their order, each sum rounded
  *     out   = W + delta, rounded to float32; then rounded to the type that is stored: to nearest, ties to even
  *
+ * Where `digits` are asked for, an `out` that could be off by more than one in the last of so many binary digits, because W
+ * and delta nearly cancel, is the exact sum rounded to float32 instead; see again.h.
+ *
  * Subnormal numbers are kept, whatever mode the thread is in. A result that is NaN or infinite is flagged: whoever calls
  * computes the block again in another way, which names the cause. No memory is allocated and no thread is started here;
  * sizes are the caller's to check.
@@ -49,7 +52,7 @@ static const uint32_t too_large[TYPES] = {0xFEFF0000u, 0x8EFFE000u, 0xFF000000u}
 struct term {
     const float *left, *right; /* packed by `lora_tool_pack` for this level */
     int64_t depth;
-    float scaling;
+    double scaling;
 };
 
 /* Rows of codes with their scales, which stand for numbers; see codes.h */
@@ -72,7 +75,7 @@ static inline const float *scales_at(const struct codes *codes, int64_t row) {
 
 typedef void product_function(float *tile, const float *left, const float *right, int64_t depth, float scaling, int more);
 typedef uint32_t finish_function(const float *tile, int rows, int columns, const void *source, int64_t apart, void *out,
-                                 int64_t stride);
+                                 int64_t stride, uint32_t *least);
 typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
@@ -144,6 +147,14 @@ static inline uint16_t to_f16(float value) {
         return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000u));
     }
     return (uint16_t)(sign | (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13);
+}
+
+static inline float from_e4m3(uint8_t stored) {
+    const uint32_t size = stored & 0x7Fu, sign = (uint32_t)(stored & 0x80u) << 24;
+    /* below 2^-6 numbers are as far apart as those above it, whose first bit is not stored and taken off again */
+    const uint32_t first = size < 8 ? 121u << 23 : 120u << 23;
+    const float off = size < 8 ? 0x1p-6f : 0.0f, value = float_of((size << 20) + first) - off;
+    return float_of((size == 0x7F ? 0x7FC00000u : bits_of(value)) | sign);
 }
 
 static inline uint8_t to_e4m3(float value) {
@@ -236,11 +247,16 @@ static float value_at(const void *factor, int type, int64_t at) {
     }
 }
 
+static inline size_t size_of(int type) { return type == F32 ? 4 : 2; }
+
+#include "again.h"
+
 /* Lay out a factor of `length` (the rows of B, the columns of A) by `depth` in panels of `width`, float32, zeros at the
- * end: packed[panel][k][lane]. Its element (i, k) is factor[i·along + k·down]. */
+ * end: packed[panel][k][lane], and behind the last k what its lanes reach, and the panel. Its element (i, k) is
+ * factor[i·along + k·down]. */
 EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int type, int64_t length, int64_t depth,
                            int64_t along, int64_t down) {
-    for (int64_t first = 0; first < length; first += width, packed += width * depth) {
+    for (int64_t first = 0; first < length; first += width, packed += width * (depth + EXTRA)) {
         int64_t lanes = length - first < width ? length - first : width;
         if (lanes < width) {
             memset(packed, 0, (size_t)(width * depth) * sizeof *packed);
@@ -262,13 +278,12 @@ EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int
                 }
             }
         }
+        write_reaches(packed, width, depth);
     }
 }
 
 /* Columns whose right factors stay in the second-level cache while the rows go by. */
 #define CACHED_BYTES (256 << 10)
-
-static inline size_t size_of(int type) { return type == F32 ? 4 : 2; }
 
 /* Write some columns of some rows of what codes stand for, rounded to their type, to rows that lie STRIP apart. */
 static void decode_strip(const struct words *words, const struct codes *codes, int64_t row, int some, int64_t column,
@@ -288,7 +303,7 @@ static void decode_strip(const struct words *words, const struct codes *codes, i
 struct weight {
     const void *source;
     const struct codes *codes;
-    int type;
+    int type, digits;
     int64_t columns;
 };
 
@@ -307,6 +322,7 @@ static uint32_t merged_area(const struct words *words, const struct weight *weig
     const size_t source_size = size_of(weight->type), out_size = size_of(out_type);
     const int64_t last_row = area->row + area->rows, last_column = area->column + area->columns;
     const int64_t strip = codes ? STRIP / wide * wide : area->columns;
+    const float sure = doubt_of(weight->digits, count);
     finish_function *finish = words->finish[weight->type][out_type];
     uint32_t largest = 0;
     for (int64_t row = area->row; row < last_row; row += high) {
@@ -326,15 +342,26 @@ static uint32_t merged_area(const struct words *words, const struct weight *weig
                 for (int r = 0; r < some && !codes; r++) {
                     __builtin_prefetch(read + (size_t)(r * columns) * source_size);
                 }
+                float most = 0;
                 for (int64_t t = 0; t < count; t++) {
-                    const float *left = terms[t].left + packed * terms[t].depth;
-                    const float *right = terms[t].right + column * terms[t].depth;
-                    words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
+                    const int64_t depth = terms[t].depth;
+                    const float *left = terms[t].left + packed * (depth + EXTRA);
+                    const float *right = terms[t].right + column * (depth + EXTRA);
+                    const float scaling = (float)terms[t].scaling;
+                    words->product(tile, left, right, depth, scaling, t > 0);
+                    most += fabsf(scaling) * left[(depth + 1) * high] * right[(depth + 1) * wide];
                 }
                 int across = (int)least_of(last_column - column, wide);
                 char *write = (char *)area->out + (size_t)(down * area->apart + column - area->column) * out_size;
-                uint32_t size = finish(tile, some, across, read, apart, write, area->apart);
+                uint32_t least, size = finish(tile, some, across, read, apart, write, area->apart, &least);
                 largest = size > largest ? size : largest;
+                if (float_of(least >> 1) < sure * most) {
+                    const struct spot spot = {.tile = tile, .rows = some, .columns = across,
+                                              .source = read, .type = weight->type, .apart = apart,
+                                              .out = write, .out_type = out_type, .stride = area->apart,
+                                              .left = packed, .right = column};
+                    summed_again(words, &spot, sure, most, terms, count);
+                }
             }
         }
     }
@@ -385,15 +412,15 @@ static uint32_t decoded(const struct words *words, const struct codes *codes, vo
 static inline int is_type(int type) { return type >= 0 && type < TYPES; }
 
 /* Write W + deltas of `rows` by `columns` elements, row after row. `out` may be `source` where both types are of one
- * size. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite, -1 where this
- * processor does not have the level. */
+ * size and `digits` is 0. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite,
+ * -1 where this processor does not have the level. */
 EXPORT int lora_tool_merge(int level, const void *source, int source_type, void *out, int out_type, int64_t rows,
-                           int64_t columns, const struct term *terms, int64_t count) {
+                           int64_t columns, const struct term *terms, int64_t count, int digits) {
     const struct words *words = words_of(level);
     if (!words || !is_type(source_type) || !is_type(out_type)) {
         return -1;
     }
-    const struct weight weight = {.source = source, .type = source_type, .columns = columns};
+    const struct weight weight = {.source = source, .type = source_type, .digits = digits, .columns = columns};
     mode_type before = ieee_mode();
     uint32_t largest = merged(words, &weight, out, out_type, rows, 0, terms, count);
     restore_mode(before);
@@ -402,12 +429,12 @@ EXPORT int lora_tool_merge(int level, const void *source, int source_type, void 
 
 /* As `lora_tool_merge`, where W is what codes stand for; without terms W alone is written. */
 EXPORT int lora_tool_merge_codes(int level, const struct codes *codes, void *out, int out_type, int64_t rows,
-                                 int64_t columns, const struct term *terms, int64_t count) {
+                                 int64_t columns, const struct term *terms, int64_t count, int digits) {
     const struct words *words = words_of(level);
     if (!words || !is_type(codes->type) || !is_type(out_type)) {
         return -1;
     }
-    const struct weight weight = {.codes = codes, .type = codes->type, .columns = columns};
+    const struct weight weight = {.codes = codes, .type = codes->type, .digits = digits, .columns = columns};
     mode_type before = ieee_mode();
     uint32_t largest = count ? merged(words, &weight, out, out_type, rows, 0, terms, count)
                              : decoded(words, codes, out, out_type, rows, columns);

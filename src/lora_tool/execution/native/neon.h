@@ -10,6 +10,15 @@ static inline void neon_narrow_bf16(uint16_t *place, float32x4_t value) {
     vst1_u16(place, vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16));
 }
 
+static inline float32x4_t neon_widen_e4m3(const uint8_t *place) {
+    uint32_t four;
+    memcpy(&four, place, sizeof four);
+    uint16x4_t codes = vget_low_u16(vmovl_u8(vcreate_u8(four))), most = vdup_n_u16(0x3F80);
+    uint16x4_t sign = vand_u16(vshl_n_u16(codes, 8), vdup_n_u16(0x8000)), size = vand_u16(vshl_n_u16(codes, 7), most);
+    size = vbsl_u16(vceq_u16(size, most), vdup_n_u16(0x7E00), size);
+    return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(size, sign))), 256.0f);
+}
+
 static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
     uint32x4_t bits = vreinterpretq_u32_f32(value), size = vandq_u32(bits, vdupq_n_u32(0x7FFFFFFF));
     uint32x4_t odd = vandq_u32(vshrq_n_u32(size, 20), vdupq_n_u32(1));
@@ -37,6 +46,7 @@ static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
 #define ADD(x, y) vaddq_f32(x, y)
 #define WIDEN_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))
 #define WIDEN_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
+#define WIDEN_e4m3(p) neon_widen_e4m3(p)
 #define NARROW_bf16(p, v) neon_narrow_bf16(p, v)
 #define NARROW_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
 #define NARROW_e4m3(p, v) neon_narrow_e4m3(p, v)
@@ -46,6 +56,9 @@ static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
 #define NOTHING() vdupq_n_u32(0)
 #define LARGER(b, v) vmaxq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
 #define LARGEST(b) vmaxvq_u32(b)
+#define EVERYTHING() vdupq_n_u32(UINT32_MAX)
+#define SMALLER(b, v) vminq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
+#define SMALLEST(b) vminvq_u32(b)
 #define WIDE float64x2_t
 #define WIDE_LANES 2
 #define PANEL 4

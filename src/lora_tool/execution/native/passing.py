@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.execution.native.library import TYPES, Codes, Kernel
+from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
+from lora_tool.execution.native.structures import Codes
 from lora_tool.execution.reading import Sources
 from lora_tool.tensors import DType, StoredTensor
 
@@ -33,6 +34,7 @@ class _Passage(ctypes.Structure):
         ("out", ctypes.c_int32),
         ("source_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
+        ("digits", ctypes.c_int32),
     )
 
 
@@ -93,12 +95,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once."""
+    """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once.
+
+    `digits` as in `Kernel.merge`.
+    """
 
     descriptor: int
     begin: int
     dtype: DType
     at_once: int
+    digits: int
 
 
 def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memory: Memory, terms: Terms) -> int:
@@ -119,6 +125,7 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
         out=target.descriptor,
         source_type=TYPES[rows.dtype],
         out_type=TYPES[target.dtype],
+        digits=target.digits,
     )
     if rows.coded is not None:
         import numpy as np  # noqa: PLC0415 - for quantised weights alone

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lora_tool.execution.native.coded_rows import KINDS
-from lora_tool.execution.native.library import TYPES, Codes, Kernel, kernel
+from lora_tool.execution.native.library import TYPES, Kernel, kernel
+from lora_tool.execution.native.structures import Codes
 from lora_tool.formats.quantised.arrays import F32, Array
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.encodings import BnbInt8

@@ -7,7 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from lora_tool.execution.native.library import Kernel, Term
+from lora_tool.execution.native.library import Kernel
+from lora_tool.execution.native.structures import Term
 from lora_tool.tensors import DType
 
 Array = NDArray[Any]
@@ -23,13 +24,13 @@ class PlainRows:
     """[rows, columns]"""
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
+    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = (), digits: int = 0) -> bool:
         """Write these rows, plus the deltas of the terms, as a type; return False where a result is not finite.
 
-        `out` may be where they are stored, if both types are of one size.
+        `out` may be where they are stored, if both types are of one size and `digits`, see `Kernel.merge`, is 0.
         """
         some = self.stored[rows]
         place, target = some.ctypes.data, out.ctypes.data
         if terms:
-            return self.kernel.merge(place, self.dtype, target, dtype, some.shape, terms)
+            return self.kernel.merge(place, self.dtype, target, dtype, some.shape, terms, digits)
         return self.kernel.convert(place, self.dtype, target, dtype, some.size)

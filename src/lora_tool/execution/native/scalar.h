@@ -15,6 +15,7 @@
 #define ADD(x, y) ((x) + (y))
 #define WIDEN_bf16(p) from_bf16(*(p))
 #define WIDEN_f16(p) from_f16(*(p))
+#define WIDEN_e4m3(p) from_e4m3(*(p))
 #define NARROW_bf16(p, v) (*(p) = to_bf16(v))
 #define NARROW_f16(p, v) (*(p) = to_f16(v))
 #define NARROW_e4m3(p, v) (*(p) = to_e4m3(v))
@@ -24,6 +25,9 @@
 #define NOTHING() 0u
 #define LARGER(b, v) ((b) > bits_of(v) << 1 ? (b) : bits_of(v) << 1)
 #define LARGEST(b) (b)
+#define EVERYTHING() UINT32_MAX
+#define SMALLER(b, v) ((b) < bits_of(v) << 1 ? (b) : bits_of(v) << 1)
+#define SMALLEST(b) (b)
 #define WIDE double
 #define WIDE_LANES 1
 #define PANEL 4

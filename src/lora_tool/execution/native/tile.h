@@ -5,9 +5,11 @@
  *   VECTOR, BITS               vectors of floats and of 32-bit integers
  *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) MUL(x, y) ADD(x, y)
  *   WIDEN_bf16(p) WIDEN_f16(p) NARROW_bf16(p, v) NARROW_f16(p, v)       elements in memory, as floats
+ *   WIDEN_e4m3(p)                                                       codes; half floats with another bias, but for NaN
  *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
  *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
+ *   EVERYTHING() SMALLER(b, v) SMALLEST(b)
  *   WIDE, WIDE_LANES           vectors of doubles
  *   PANEL, PANELS              rows of a tile of doubles, and how many times as many columns it has
  *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
@@ -49,11 +51,11 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 #include "codes.h"
 #include "wide.h"
 
-/* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
+/* Return the largest |result|, and write the `least`, or less, as LARGEST gives them. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
     TARGET static uint32_t NAME(finish_##in##_##out)(const float *tile, int rows, int columns, const void *source,     \
-                                                     int64_t apart, void *to, int64_t stride) {                        \
-        BITS most = NOTHING();                                                                                         \
+                                                     int64_t apart, void *to, int64_t stride, uint32_t *least) {       \
+        BITS most = NOTHING(), less = EVERYTHING();                                                                    \
         for (int r = 0; r < rows; r++, tile += COLUMNS) {                                                              \
             const in_type *read = (const in_type *)source + r * apart;                                                 \
             out_type *write = (out_type *)to + r * stride;                                                             \
@@ -67,12 +69,14 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
             UNROLLED for (int v = 0; v < VECTORS; v++) {                                                               \
                 VECTOR total = ADD(WIDEN_##in(read + v * LANES), LOAD(tile + v * LANES));                              \
                 most = LARGER(most, total);                                                                            \
+                less = SMALLER(less, total);                                                                           \
                 NARROW_##out(line + v * LANES, total);                                                                 \
             }                                                                                                          \
             if (columns < COLUMNS) {                                                                                   \
                 memcpy(write, line, (size_t)columns * sizeof *write);                                                  \
             }                                                                                                          \
         }                                                                                                              \
+        *least = SMALLEST(less);                                                                                       \
         return LARGEST(most);                                                                                          \
     }                                                                                                                  \
     TARGET static uint32_t NAME(convert_##in##_##out)(const void *source, void *to, int64_t count) {                   \
@@ -153,6 +157,7 @@ static const struct words NAME(words) = {
 #undef ADD
 #undef WIDEN_bf16
 #undef WIDEN_f16
+#undef WIDEN_e4m3
 #undef NARROW_bf16
 #undef NARROW_f16
 #undef NARROW_e4m3
@@ -162,6 +167,9 @@ static const struct words NAME(words) = {
 #undef NOTHING
 #undef LARGER
 #undef LARGEST
+#undef EVERYTHING
+#undef SMALLER
+#undef SMALLEST
 #undef WIDE
 #undef WIDE_LANES
 #undef PANEL

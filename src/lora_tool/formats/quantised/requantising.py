@@ -33,8 +33,10 @@ class StoredAgain:
     """[rows, columns]"""
     scales: F32
     """[rows of scales, across]"""
+    before: F32
+    """The base's numbers of the first rows."""
     meant: F32
-    """The numbers of the first rows."""
+    """The merged ones."""
 
 
 def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) -> Array:

@@ -10,7 +10,7 @@ from lora_tool.adapter.targeting import explains, wrapped_parameters
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import Part
+from lora_tool.keys import Part, without_wrapped
 from lora_tool.plan.adapter.target_parameters import parameter_term
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import StoredTensor, TensorTable
@@ -78,6 +78,7 @@ def adapter_modules(
         for module, name in wrapped.items()
         if facts and module in layers
     }
+    layers = {without_wrapped(module): layer for module, layer in layers.items()}
     repeated = {
         item.tensor.name: "the base's own, which is there already"
         for item in view.parts(Part.PLAIN)
@@ -112,7 +113,7 @@ def _weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
 
 def _repeats(name: str, tensor: StoredTensor, base: TensorTable) -> bool:
     """Return whether an unexplained tensor is the base's: PEFT saves whatever the first layer holds with embeddings."""
-    held = base.get(name) or base.get(name.replace(".base_layer.", "."))
+    held = base.get(name)
     return held is not None and same_values(held, tensor)
 
 

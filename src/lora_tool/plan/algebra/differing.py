@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import MATRIX, is_end, is_input, output_name
-from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of, head_path
+from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, output_name
+from lora_tool.architectures.heads import ADDED_BY_PEFT, LANGUAGE_MODELS, head_of, head_path
 from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -18,10 +19,12 @@ from lora_tool.plan.algebra.expert_ranks import missing_experts
 from lora_tool.plan.algebra.from_base import is_tied
 from lora_tool.tensors import StoredTensor
 
-_NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$", re.IGNORECASE)
+_NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$|bias$", re.IGNORECASE)
 """Last parts of the names of modules that hold a matrix but may not be linear layers: they are saved whole."""
+_MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Model types on whose `out_proj` PEFT 0.21 refuses LoRA: the kernel of Mamba takes its weight past the module."""
 
-
+_KEEP = "keep the model itself, or publish it: lora-tool push"
 _TASKS = {"ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS"}
 """How the names of classes with a head end, and PEFT's task types; any other has the labels of a text."""
 
@@ -32,8 +35,8 @@ class Differing:
 
     low_rank: tuple[str, ...]
     """Modules whose weight differs and can have LoRA."""
-    stacked: Mapping[str, str]
-    """Modules that PEFT stacks with those, but did not change: each with one of those that has as many columns."""
+    stacked: Mapping[str, str | None]
+    """Modules that PEFT stacks with those, but did not change: each with one of those that has as many columns, if any."""
     transposed: frozenset[str]
     """Those of them that store it [in, out]."""
     whole: Mapping[str, str]
@@ -74,6 +77,7 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
         for name, tensor in changed.items()
         if name in base.tensors and not _is_in(saved, name) and _is_linear(name, tensor, base.tensors[name], save)
     }
+    linear = {module for module in linear if _has_lora(module, base.whole_config.model_type)}
     whole: dict[str, str] = {}
     modules: dict[str, None] = {}
     biases = False
@@ -82,17 +86,20 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
         if _is_in(saved, name) or (leaf == "weight" and module in linear):
             continue
         if leaf == "bias" and module in linear:
-            whole[name], biases = f"{module}.base_layer.bias", True
-        elif leaf not in ("weight", "bias") or not module:
-            raise UnsupportedAdapter(
-                f"{tensor.path}: `{name}` differs from the base, but no module has it as its weight: an adapter has no "
-                "place for it",
-                hint="keep the model itself, or publish it: lora-tool push",
-            )
+            biases = True
         else:
+            _require_place(tensor, base.tensors.get(name, tensor), tuned, base)
             modules[module] = None
+    if biases:  # PEFT trains and saves those of all modules, or of none
+        whole |= {
+            name: f"{module}.base_layer.bias" if module in linear else name
+            for name in tuned.tensors
+            for module, _, leaf in (name.rpartition("."),)
+            if leaf == "bias" and head_of(module) is None and not EXPERT.fullmatch(module)
+        }
     for module in modules:
         whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
+        _require_own(module, tuned)
     whole |= {
         name: name for name in tuned.tensors if _is_in(saved, name)
     }  # PEFT loads all of such a module, or nothing
@@ -115,9 +122,58 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
 
 def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) -> dict[str, str]:
     """Return the output layer that has the values of a saved embedding, with that embedding's tensor."""
-    output = output_name(arch) if arch is not None and is_tied(tuned) else None
-    embedding = next(filter(is_input, modules), None)
-    return {} if output is None or embedding is None else {output: f"{embedding}.weight"}
+    named = list(modules)
+    if any(map(is_output, named)):  # PEFT loads its bias and its weight, or neither
+        named += (name.rpartition(".")[0] for name in tuned.tensors)
+    embedding = next(filter(is_input, named), None)
+    writes = str(next(iter(tuned.whole_config.architectures), "")).endswith(LANGUAGE_MODELS)
+    if embedding is None or not (writes and is_tied(tuned)):
+        return {}
+    output = "lm_head.weight" if arch is None else output_name(arch)
+    return {} if output is None else {output: f"{embedding}.weight"}
+
+
+def _require_place(tensor: StoredTensor, known: StoredTensor, tuned: ModelDir, base: ModelDir) -> None:
+    """Raise `UnsupportedAdapter` unless an adapter can hold the changed tensor whole."""
+    module, _, leaf = tensor.name.rpartition(".")
+    if EXPERT.fullmatch(module):
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` differs from the base, but PEFT finds no single experts of a "
+            f"{tuned.whole_config.model_type}: an adapter has no place for it",
+            hint=_KEEP,
+        )
+    if not (tensor.dtype.is_float and known.dtype.is_float):
+        raise UnsupportedAdapter(
+            f"`{tensor.name}` is {tensor.dtype} in {tuned.root}, {known.dtype} in {base.root}: extract subtracts floats of "
+            "16 bits or more, no quantised weights",
+            hint="give both models as they were before they were quantised",
+        )
+    if leaf not in ("weight", "bias") or not module:
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` differs from the base, but no module has it as its weight: an adapter has no "
+            "place for it",
+            hint=_KEEP,
+        )
+
+
+def _require_own(module: str, tuned: ModelDir) -> None:
+    """Raise where an encoder and a decoder have this module as their embeddings: PEFT would replace it alone."""
+    prefix, _, leaf = module.rpartition(".")
+    inner = f"{prefix}.encoder.embed_tokens.weight".removeprefix(".")
+    if leaf == "shared" and inner not in tuned.tensors:
+        raise UnsupportedAdapter(
+            f"{tuned.root}: `{module}` differs from the base, and encoder and decoder have it as their embeddings, too: PEFT "
+            "would change only one of the three",
+            hint=_KEEP,
+        )
+
+
+def _has_lora(module: str, model_type: str | None) -> bool:
+    """Return whether PEFT finds LoRA on a linear layer of this type of model."""
+    leaf, stacked = module.rpartition(".")[2], STACKED_BY_PEFT.get(model_type or "", ())
+    if EXPERT.fullmatch(module):
+        return bool(stacked)
+    return leaf not in stacked and not (leaf == "out_proj" and model_type in _MAMBAS)
 
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:

@@ -21,25 +21,25 @@ def equal_for_experts(ranks: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     """Yield what PEFT needs besides, to stack the factors of `modules`, of all modules that are `known`: the other experts,
-    in all layers, and up beside gate. Each comes with one of the modules that has as many columns.
+    in all layers, with all their matrices. Each comes with one of the modules that has as many columns, if there is one.
     """
     present = set(modules)
-    likes: dict[tuple[str, str], str] = {}
+    likes: dict[tuple[str, str], str | None] = {}
     for module in sorted(present):
         if match := EXPERT.fullmatch(module):
-            for projection in _stacked_with(match["projection"]):
-                likes.setdefault((without_numbers(match["experts"]), projection), module)
+            experts = without_numbers(match["experts"])
+            for projection in next((each for each in PROJECTIONS if match["projection"] in each), ()):
+                likes.setdefault((experts, projection), None)
+            for projection in _as_wide(match["projection"]):
+                likes[experts, projection] = likes.get((experts, projection)) or module
     for module in sorted(set(known) - present):
         match = EXPERT.fullmatch(module)
-        if match and (like := likes.get((without_numbers(match["experts"]), match["projection"]))):
-            yield module, like
+        if match and (at := (without_numbers(match["experts"]), match["projection"])) in likes:
+            yield module, likes[at]
 
 
-def _stacked_with(projection: str) -> tuple[str, ...]:
-    """Return the projections that are one parameter of the fused experts with this one."""
-    for gate, up, _ in PROJECTIONS:
-        if projection in (gate, up):
-            return gate, up
-    return (projection,)
+def _as_wide(projection: str) -> tuple[str, ...]:
+    """Return the projections that have as many columns as this one: gate and up read the same."""
+    return next(((gate, up) for gate, up, _ in PROJECTIONS if projection in (gate, up)), (projection,))

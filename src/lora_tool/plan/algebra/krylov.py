@@ -104,10 +104,12 @@ def nearest_to(
             if number == 0:
                 wide = difference.reshape(-1).astype(np.float64)
                 norm += float(np.dot(wide, wide))
-            applied += difference.T @ (difference @ block)
-        if not math.isfinite(norm):
+            with np.errstate(all="ignore"):  # what overflows is refused by name
+                applied += difference.T @ (difference @ block)
+        if not (math.isfinite(norm) and np.isfinite(applied).all()):
             raise UnsupportedAdapter(
-                f"{name} holds NaN or infinity", hint="lora-tool validate --deep on both models names the tensor"
+                f"{name} holds NaN or infinity, or the squares of their difference overflow",
+                hint="lora-tool validate --deep on both models names the tensor",
             )
         block = np.linalg.qr(applied).Q
         kept[:, number * count : (number + 1) * count] = block

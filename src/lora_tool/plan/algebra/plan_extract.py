@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from lora_tool.actions import TensorAction
+from lora_tool.architectures import architecture_of
+from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
 from lora_tool.cores import available_cores
@@ -96,9 +98,11 @@ def plan_extract(
     require_whole(first)
     found = differing(tuned, first, frozenset(save))
     if not found.low_rank:
-        what = f"only {', '.join(found.saved_modules[:4])} differ" if found.whole else "nothing differs"
+        what = "nothing differs"
+        if found.whole:
+            what = f"only {', '.join(found.saved_modules[:4])} differ, and none of it is a matrix that LoRA can change"
         raise UnsupportedAdapter(
-            f"{tuned.root} against {first.root}: {what}, and none of it is a matrix that LoRA can change: there is no adapter to write",
+            f"{tuned.root} against {first.root}: {what}: there is no adapter to write",
             hint="give the model that was trained, and the base that it was trained from",
         )
     _require_names(first, found)
@@ -149,7 +153,9 @@ def _require_names(base: ModelDir, found: Differing) -> None:
 
         known = built_modules(base, next(iter(config.architectures), None), auto_class_for(found.task_type))
     names = frozenset() if known is None else known.headed if found.task_type else known.headed | known.bare
-    strange = [module for module in found.low_rank if module not in names]
+    tabled = found.tied if architecture_of(config.model_type or "") else ()  # such a name is not on disk
+    others = (module for module in found.saved_modules if head_of(module) is None and f"{module}.weight" not in tabled)
+    strange = [module for module in (*found.low_rank, *others) if module not in names]
     if names and strange:
         raise UnsupportedAdapter(
             f"{base.root}: transformers has another name for `{strange[0]}` in memory, where PEFT looks for it, and extract "
@@ -194,14 +200,18 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, sp
 
 
 def _unchanged(made: Sequence[Made], base: ModelDir, found: Differing, spool: Spool) -> Iterator[Made]:
-    """Yield the experts that did not change, but that PEFT stacks with those that did: B is zero, A another expert's."""
+    """Yield the experts that did not change, but that PEFT stacks with those that did: B is zero, A another expert's, if any."""
     if not found.stacked:
         return
     import numpy as np  # noqa: PLC0415 - the factors of the others were computed with it
 
-    held = {each.module: a for each, (a, _) in made}
+    held: dict[str | int, StoredTensor] = {each.module: a for each, (a, _) in made}
     for module, like in found.stacked.items():
-        a, height = held[like], base.tensors[f"{module}.weight"].shape[0]
+        height, width = base.tensors[f"{module}.weight"].shape
+        key = like or width
+        if key not in held:  # only down changed, or only gate and up
+            held[key] = spool.add(f"{module}.lora_A", np.full((1, width), width**-0.5, np.float32))
+        a = held[key]
         zeros = spool.add(f"{module}.lora_B", np.zeros((height, a.shape[0]), np.float32))
         figures = Extracted(module=module, rank=a.shape[0], norm=0.0, residual=0.0, noise=0.0, largest=0.0, kept=1.0)
         yield figures, (a, zeros)

@@ -110,7 +110,9 @@ def keeping_little(modules: Sequence[Kept], share: float, what: str) -> str | No
 
 
 def rank_warnings(modules: Sequence[ModuleRank]) -> Iterator[str]:
-    """Yield a warning where a module loses much."""
+    """Yield a warning where a module loses much, or where nothing is left of it."""
+    if nothing := [each.module for each in modules if not each.energy]:
+        yield f"ΔW of {counted(len(nothing), 'module')} of {len(modules)} is zero, such as {nothing[0]}: it cancels, or was never trained"
     if (lost := keeping_little(modules, _LITTLE, "‖ΔW‖²")) is not None:
         yield f"{lost}: --keep {_ENOUGH} chooses each rank by the share that it keeps"
 

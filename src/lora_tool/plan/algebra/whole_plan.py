@@ -77,11 +77,11 @@ def described(checkpoint: AdapterDir | ModelDir) -> Mapping[str, Any]:
 
 
 def tokenizer_files(inputs: Sequence[AdapterDir | ModelDir]) -> Iterator[SideFile]:
-    """Yield the tokenizer's files of the first input that has some."""
+    """Yield the tokenizer's files of the first input that has some, and its named chat templates."""
     folder = next((each.folder for each in inputs if each.folder.tokenizer_files), None)
     if folder is None:
         return
-    for name in folder.tokenizer_files:
+    for name in (*folder.tokenizer_files, *folder.templates):
         yield copied_file(folder.root, name, folder.root)
 
 

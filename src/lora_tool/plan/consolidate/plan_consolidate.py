@@ -28,7 +28,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.frozen_heads import has_lora
+from lora_tool.sharded.frozen_heads import config_problems, has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
@@ -86,6 +86,8 @@ def plan_consolidate(
     lora = has_lora(state.entries)
     target = _target(What(what), lora=lora)
     _refuse_pipeline(state, target)
+    if target is What.ADAPTER and adapter_config is None:
+        _refuse_broken_config(opened, state)
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
         if target is What.ADAPTER and lora
@@ -148,6 +150,22 @@ def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
 
         expand(asked)
     return tuple(code.upper() for code in asked)
+
+
+def _refuse_broken_config(checkpoint: ShardedDir, state: TrainingState) -> None:
+    """Raise `FindingsFound` where `validate` finds the adapter's config broken, or the files that would make one."""
+    problems = config_problems(state)
+    if problems:
+        from lora_tool.rules.engine.registry import chosen  # noqa: PLC0415 - slow to import, for few folders
+        from lora_tool.rules.engine.subjects import Subject  # noqa: PLC0415
+        from lora_tool.rules.judging import Judge  # noqa: PLC0415
+
+        found = Judge(rules=chosen(("LT1", "LT214"))).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
+        paths = {problem.path for problem in problems}
+        broken = tuple(finding for finding in found.findings if finding.path in paths)
+        replace(found, findings=broken).raise_at(
+            Severity.ERROR, hint="give the config of this run: `adapter_config=FILE`"
+        )
 
 
 def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:

@@ -18,16 +18,15 @@ from lora_tool.architectures.heads import ADDED_BY_PEFT
 from lora_tool.display import named
 from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint, WrongValue
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, adapter_config, read_adapter_config
-from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in
+from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in, recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.progress import decided
-from lora_tool.sharded.frozen_heads import is_new_head, outside_names, parsed_keys, saved_as
+from lora_tool.sharded.frozen_heads import RANKED, is_new_head, outside_names, parsed_keys, saved_as
 from lora_tool.sharded.state import TrainingState
 
 _TENSORS = "the tensors"
 _ASK = "give it: `lora_alpha=N`"
-_FACTORS = frozenset({Part.LORA_A, Part.EMBEDDING_A})
 _OF_BASE = frozenset({Part.PLAIN, Part.BASE_LAYER})
 _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alpha_pattern")
 """Fields that decide about ΔW and that no tensor tells."""
@@ -89,7 +88,7 @@ def _trained(state: TrainingState, own: Mapping[str, AdapterKey]) -> frozenset[s
     """
     by_role = frozenset(name for name in own if state.entries[name].role is Role.TRAINED)
     trained = by_role or state.optimised()
-    return trained if any(key.part in _FACTORS and name in trained for name, key in own.items()) else frozenset()
+    return trained if any(key.part in RANKED and name in trained for name, key in own.items()) else frozenset()
 
 
 def _config_path(given: Path | None, near: Iterable[Path]) -> Path | None:
@@ -114,11 +113,7 @@ def _recipes(near: Iterable[Path], given: Path | None, tensors: Mapping[str, Any
             )
             raise UnsupportedCheckpoint(message, hint="give the file of this run: `adapter_config=FILE`")
         return (recipe,)
-    for folder in near:
-        found = tuple(recipe for recipe in recipes_in(folder) if _of_this_run(recipe, tensors))
-        if found:
-            return found
-    return ()
+    return recipes_near(near, _ranks(tensors))
 
 
 def _strangers(near: Iterable[Path], tensors: Mapping[str, Any]) -> Iterator[Recipe]:
@@ -127,7 +122,11 @@ def _strangers(near: Iterable[Path], tensors: Mapping[str, Any]) -> Iterator[Rec
 
 
 def _of_this_run(recipe: Recipe, tensors: Mapping[str, Any]) -> bool:
-    return recipe.rank in (None, tensors["r"], *tensors.get("rank_pattern", {}).values())
+    return recipe.rank is None or recipe.rank in _ranks(tensors)
+
+
+def _ranks(tensors: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset((tensors["r"], *tensors.get("rank_pattern", {}).values()))
 
 
 def _rebuilt(
@@ -215,7 +214,7 @@ def _of_tensors(
     Raises `UnsupportedCheckpoint` for what they do not tell.
     """
     shapes = {name: state.entries[name].shape for name in parsed}
-    ranks = {key.module: shapes[name][0] for name, key in parsed.items() if key.part in _FACTORS and shapes[name]}
+    ranks = {key.module: shapes[name][0] for name, key in parsed.items() if key.part in RANKED and shapes[name]}
     parts = {key.part for key in parsed.values()}
     if Part.TOKENS_DELTA in parts:
         _refuse("which tokens were trained", "`trainable_token_indices`")

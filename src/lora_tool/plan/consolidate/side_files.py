@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.checkpoint.folders import listed
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import is_folder, json_bytes, read_object, require_own_file
 from lora_tool.plan.core.steps import SideFile, copied_file
@@ -35,13 +36,15 @@ def model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...
 
 
 def tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
-    """Yield the tokenizer's files of the nearest folder that has some.
+    """Yield the tokenizer's files of the nearest folder that has some, and its named chat templates.
 
     Raises `CorruptFile` for one that is no regular file inside its folder.
     """
     for folder in state.near:
         names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_there(folder, name)]
         if names:
+            templates = (name for name in listed(folder / tokenizer.TEMPLATES) if name.endswith(".jinja"))
+            names += [f"{tokenizer.TEMPLATES}/{name}" for name in sorted(templates)]
             yield from (copied_file(folder, name, folder) for name in names)
             return
 

@@ -153,6 +153,8 @@ def _beside(adapter: AdapterDir) -> Iterator[SideFile]:
     for name in dict.fromkeys((*folder.tokenizer_files, *folder.licence_files, *_CARD)):
         if name in folder.files:
             yield copied_file(folder.root, name, folder.root)
+    for name in folder.templates:
+        yield copied_file(folder.root, name, folder.root)
 
 
 _CARD = ("README.md",)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_tool.errors import BrokenFile
+from lora_tool.formats.adapter_config import FILE_NAME as CONFIG_NAME
 from lora_tool.formats.files import json_records
-from lora_tool.formats.manifest import SCHEMA_VERSION
+from lora_tool.formats.manifest import FILE_NAME, SCHEMA_VERSION, read_manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.delta_retention import DeltaRetention, advice, summary
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.render import step_json
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Source
 from lora_tool.version import __version__
@@ -106,8 +110,23 @@ def manifest_bytes(
         "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
+        **_of_tensors(plan, survived),
+    }
+    return json_records(table)
+
+
+def _values(file: SideFile) -> dict[str, Any]:
+    """Return what an adapter's config says, if it is written here: verify asks whether it still does."""
+    return {"config": json.loads(file.content)} if file.content is not None and file.filename == CONFIG_NAME else {}
+
+
+def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:
+    """Return what the manifest says of every tensor and file."""
+    return {
         "counts": plan.counts(),
-        "side_files": [{"name": file.filename, "reason": _named(file.reason, plan)} for file in plan.side_files],
+        "side_files": [
+            {"name": file.filename, "reason": _named(file.reason, plan), **_values(file)} for file in plan.side_files
+        ],
         "ledger": [
             {
                 **step_json(step, plan.input_names),
@@ -122,4 +141,29 @@ def manifest_bytes(
             for item in plan.leftovers
         ],
     }
-    return json_records(table)
+
+
+def is_written(plan: Plan, folder: Path) -> bool:
+    """Return whether `folder` is what this version writes from the plan, by its manifest and the sizes of its weights."""
+    try:
+        raw = read_manifest(folder / FILE_NAME).raw
+        sizes = [(folder / shard.filename).stat().st_size for shard in plan.shards]
+    except (BrokenFile, OSError):
+        return False
+    if sizes != [len(shard.header) + shard.data_bytes for shard in plan.shards]:
+        return False
+    known = {
+        **plan.manifest,
+        **_of_tensors(plan, {}),
+        "precision": plan.precision.value,
+        "sha256": _by_name(plan, {path: sha256_of(path) for path in plan.hashed}),
+    }
+    ledger = raw.get("ledger")
+    bare = [_without_fidelity(each) for each in ledger] if isinstance(ledger, list) else ledger
+    versions = raw.get("versions")
+    same = isinstance(versions, dict) and versions.get("lora-tool") == __version__
+    return same and {**{key: raw.get(key) for key in known}, "ledger": bare} == json.loads(json_records(known))
+
+
+def _without_fidelity(entry: object) -> object:
+    return {key: entry[key] for key in entry if key != "fidelity"} if isinstance(entry, dict) else entry

@@ -18,7 +18,7 @@ from lora_tool.adapter.support import ALLOW_IN_MEMORY
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import AdapterKey, Part, without_wrapped
 from lora_tool.names.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
@@ -243,7 +243,7 @@ def _home(module: str, leaf: str, mapping: NamesOnDisk) -> str | None:
 
     An adapter of an earlier transformers has the names of then, which are mostly those on disk.
     """
-    bare = module
+    module = bare = without_wrapped(module)
     while bare.endswith(".base_layer"):
         bare = bare.removesuffix(".base_layer")
     if bare in mapping.facts.modules:

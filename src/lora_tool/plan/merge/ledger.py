@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import AdapterKey, Part, without_wrapped
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.context import MergeContext
 from lora_tool.plan.merge.steps import is_dropped, not_in_base
@@ -45,8 +45,8 @@ def adapter_leftovers(merge: MergeContext) -> Iterator[InputRecord]:
 def _destination(key: AdapterKey) -> str:
     """Return the model's tensor that an adapter's tensor is, or goes into."""
     if key.part in _WHOLE or key.part in (Part.BASE_LAYER, Part.TOKENS_BASE):
-        return key.tensor
-    return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
+        return without_wrapped(key.tensor)
+    return f"{without_wrapped(key.module)}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
 
 def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:

@@ -162,6 +162,12 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
 
 
 def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
+    if config.custom_code:
+        message = (
+            f"{config.path}: a {config.model_type} is code in the checkpoint (`auto_map`), which lora-tool does not "
+            f"run, and the installed transformers has {what} for it"
+        )
+        return UnsupportedAdapter(message, hint=WITH_PEFT)
     return UnsupportedAdapter(
         f"{config.path}: model_type {config.model_type}: the installed transformers has {what} for it",
         hint="install the release that has it: pip install -U transformers",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import OTHER_BASE
-from lora_tool.adapter.tied_lora import add_the_same
+from lora_tool.adapter.tied_lora import add_the_same, saved_as_one
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
@@ -172,7 +172,8 @@ def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
 def _trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
     return any(
-        part.config.saves(name.removesuffix(".weight")) and not part.config.ensure_weight_tying
+        part.config.saves(name.removesuffix(".weight"))
+        and not saved_as_one(part.config, both=ends.output in part.modules.saved)
         for part in adapted
         for name in ends.names & part.modules.saved.keys()
     )

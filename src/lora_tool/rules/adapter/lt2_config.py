@@ -46,26 +46,35 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
     config of the run that wrote the weights.
     """
+    config = subject.config
+    names = "no entry of `target_modules`" + (" or `target_parameters`" if config.target_parameters else "")
 
     def unexplained_in(layer: LoraLayer) -> Iterator[Fault]:
-        if not targeting.layer_is_targeted(subject.config, layer):
-            field = subject.config.left_out_by(layer.target)
-            why = f"`{field}` leaves its module out" if field else "no entry of `target_modules` matches its module"
+        if not targeting.layer_is_targeted(config, layer):
+            field = config.left_out_by(layer.target)
+            why = f"`{field}` leaves its module out" if field else f"{names} matches its module"
             hint = f"correct `{field}` in {subject.config_path}, {_OF_THAT_RUN}" if field else None
             for tensor in layer.parts.values():
                 yield _dropped(tensor, why, hint)
-        elif is_lost_on_loading(subject.config, layer, tied=_says_tied(subject)):
+        elif is_lost_on_loading(config, layer, tied=_says_tied(subject)):
             yield _lost_end(layer)
-        elif not subject.config.refused:
+        elif not config.refused:
             for tensor in layer.strays:
                 yield _dropped(tensor, "LoRA layers have no tensor of this name")
 
-    yield from subject.view.found(unexplained_in)
+    left_to_peft = config.target_modules is None and not config.target_parameters
+    yield from _left_to_peft(subject) if left_to_peft else subject.view.found(unexplained_in)
     adapted = {layer.target for layer in subject.layers} if subject.view.whole else ()
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)
         if message:
             yield _dropped(item.tensor, message)
+
+
+def _left_to_peft(subject: AdapterSubject) -> Iterator[Fault]:
+    if subject.layers:
+        message = "is null: PEFT takes its default modules for the type of model, and fails where it has none"
+        yield Fault(subject="target_modules", message=message, path=subject.config_path)
 
 
 def _dropped(tensor: StoredTensor, why: str, hint: str | None = None) -> Fault:
@@ -108,8 +117,7 @@ def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
     """Whether it is the base's own tensor: PEFT saves whatever the first layer holds with embeddings."""
     if subject.base is None or not item.leaf:
         return False
-    module = item.module.replace(".base_layer.", ".")
-    name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
+    name = subject.match.name(item.module) if isinstance(subject.match, BaseMatch) else item.module
     held = subject.base.tensors.get(f"{name}.{item.leaf}")
     vocab_size = subject.base.config.vocab_size if subject.base.config else None
     for found in (item.tensor, held):  # an end of the model under whatever name, which may have been resized

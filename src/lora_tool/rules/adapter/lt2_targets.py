@@ -14,6 +14,7 @@ from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _A_LIST = 'write the names as a list, ["q_proj", "v_proj"]: PEFT reads one string as a regular expression'
+_ONCE = "keep the one that the adapter was trained with"
 
 
 @rule("LT205", Severity.WARNING, on=AdapterSubject, needs=frozenset({Need.WEIGHTS, Need.CONFIG}))
@@ -21,11 +22,11 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     """A target without tensors in the file.
 
     What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors, and
-    for modules that are to be saved whole inside one that is saved whole too.
+    for modules that are to be saved whole inside one that is saved whole too, or that two fields give LoRA.
 
     Why it matters: Either the model had no such module, so what you meant to train was not trained; or the tensors were
     lost. PEFT then loads missing LoRA as zeros with a warning, and stops with an error on a missing whole module. The
-    finding is an error where PEFT stops: the base has the module, or it is inside another.
+    finding is an error where PEFT stops: the base has the module, it is inside another, or it is named twice.
 
     Example: `target_modules` of a Llama adapter lists "c_attn", which is a module of GPT-2.
 
@@ -90,9 +91,20 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
         if entry == _ROUTER and _FUSED in entries:
             continue  # PEFT adds both to every mixture of experts, whatever its router is called
         parent = entry.rpartition(".")[0]
-        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.view.kinds):
+        both = _named_twice(subject, parent)
+        if both is not None:
+            message = f"`target_modules` names `{both}` too: PEFT fails to load the adapter"
+            where, severity = f"target_parameters: {entry}", Severity.ERROR
+            yield Fault(subject=where, message=message, path=subject.config_path, severity=severity, hint=_ONCE)
+        elif not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.view.kinds):
             message = "matches no module that has LoRA tensors"
             yield Fault(subject=f"target_parameters: {entry}", message=message, path=subject.config_path)
+
+
+def _named_twice(subject: AdapterSubject, parent: str) -> str | None:
+    """Return a layer that `target_modules` names, and by its path `target_parameters` too; None without one."""
+    targets = (layer.target for layer in subject.view.kinds if f".{layer.target}".endswith(f".{parent}"))
+    return next(filter(subject.config.targets, targets), None) if parent else None
 
 
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ from lora_tool.adapter import targeting
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.architectures.layers import is_beyond
 from lora_tool.choices import closest
 from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
@@ -285,6 +286,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         return
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
     adapted = {match.name(layer.target) for layer in subject.layers}
+    unknown = None if match.facts else match.base.config  # of its class, which may not have all that is on disk
     if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
         return
     for name, tensor in match.trained():
@@ -292,7 +294,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
             continue
         named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if not named or may_be_absent(subject, path) or _is_beyond(match, path):
+        if not named or may_be_absent(subject, path) or (unknown is not None and is_beyond(unknown, path)):
             continue
         if _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
@@ -330,13 +332,6 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
             yield Fault(
                 subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, but the file does not have it"
             )
-
-
-def _is_beyond(match: BaseMatch, path: str) -> bool:
-    """Whether a module is in a layer beyond those of the config, which are for multi-token prediction: no class has them."""
-    layers = None if match.base.config is None else match.base.config.num_hidden_layers
-    number = split_layer(path)[0]
-    return match.facts is None and layers is not None and number is not None and number >= layers
 
 
 def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:

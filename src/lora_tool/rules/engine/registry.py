@@ -124,7 +124,7 @@ class Rule:
     @property
     def _page(self) -> list[str]:
         """The paragraphs of the docstring."""
-        return inspect.cleandoc(self.check.__doc__ or _page_in_source(self.check)).split("\n\n")
+        return inspect.cleandoc(self.check.__doc__ or page_in_source(self.check)).split("\n\n")
 
     def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding]:
         """Yield the rule's findings on a subject of its kind; where it is `ignored`, what a merge cannot go on with."""
@@ -171,7 +171,7 @@ def rule(
     return register
 
 
-def _page_in_source(check: Callable[..., object]) -> str:
+def page_in_source(check: Callable[..., object]) -> str:
     """Return the docstring from the source, for `python -OO`, which leaves docstrings out."""
     import ast  # noqa: PLC0415 - for that alone
 

@@ -23,8 +23,9 @@ _MOSTLY_LOST = 0.5
 
 
 def _fault(subject: MergedSubject, found: TensorEvidence, message: str, severity: Severity | None = None) -> Fault:
-    tensor = subject.tensors[found.name]
-    return Fault(subject=found.name, message=message, path=str(tensor.path), severity=severity)
+    tensor = subject.tensors.get(found.name)  # None of a config
+    path = subject.checkpoint.root / found.name if tensor is None else tensor.path
+    return Fault(subject=found.name, message=message, path=str(path), severity=severity)
 
 
 def _amount(found: TensorEvidence) -> str:
@@ -249,6 +250,8 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     weighted sum of its inputs. The writer uses Gram matrices, this check QR in float64; the distance may be that of the
     best approximation of its rank plus rounding. For `extract`, ΔW is compared with the difference of the two models.
     For `convert`, every module must have the scaled ΔW that it had before, expert by expert where experts were fused.
+    Factors that only stand beside one another are compared value by value, and `adapter_config.json` with what was
+    written, but for the name of the base.
     Right after writing, samples of both factors are computed again as well.
 
     Why it matters: The adapter does something else than the inputs that it was computed from.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures.heads import head_of
+from lora_tool.formats.fields import shown
 from lora_tool.keys import split_layer, unwrapped
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
@@ -16,6 +17,7 @@ _CLASS = frozenset({Need.WEIGHTS, Need.CONFIG, Need.CLASS})
 _SCORE = "score.weight"
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 """What configs call the width of the hidden states, which is that of the embeddings."""
+_COPY = "copy config.json from where the weights are from"
 _SUB_BYTE = 8
 _DISTRIBUTED = "module."
 """What DistributedDataParallel puts before every name."""
@@ -28,7 +30,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for model types that have
     the same tensors on disk and in memory, and compares. For other types it checks the width of the embeddings and of a
     `score` head, and looks for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge
-    also asks transformers.
+    also asks transformers. A size that the config leaves out is a warning.
 
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
     re-initialises the tensor at random.
@@ -42,6 +44,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(subject=wrong.subject, message=wrong.message, path=wrong.path)
         return
     known = subject.class_tensors
+    yield from _left_out(subject, known.left_out if known is not None else ())
     shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
     tensors = subject.matrices
     vocabulary = vocabulary_without_rows(subject) is not None
@@ -62,6 +65,18 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
             tensor = tensors[name]
             message = f"is {list(tensor.shape)}, but {list(shape)} in layer {other}"
             yield Fault(subject=name, message=message, path=str(tensor.path))
+
+
+def _left_out(subject: ModelSubject, fields: Iterable[str]) -> Iterator[Fault]:
+    """Say which sizes the config leaves open: transformers loads the model with its own, or not at all."""
+    config = subject.checkpoint.whole_config
+    for name in fields:
+        if name in config.raw:
+            message = f"expected int, found {shown(config.raw[name])}: transformers does not load the model"
+            yield Fault(subject=name, message=message, path=str(config.path), hint=_COPY)
+        else:
+            message = f"is missing: transformers takes its default for a {config.model_type}, whatever the weights are"
+            yield Fault(subject=name, message=message, path=str(config.path), severity=Severity.WARNING, hint=_COPY)
 
 
 def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:

@@ -19,6 +19,7 @@ FINISHED = "(finished)"
 
 _NO_METRICS = ("_runtime", "_per_second", "_time", "_tokens", "_samples")
 _LOWER_IS_BETTER = ("loss", "perplexity", "error", "wer", "cer", "ppl")
+_OTHER_METHOD = "LT217"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ def _row(item: Judged, metric: str | None) -> RunCheckpoint:
         nbytes=_size_of(item.root, whole=item.name != FINISHED),
         errors=report.count(Severity.ERROR),
         warnings=report.count(Severity.WARNING),
+        judged=not item.refused and {finding.code for finding in report.at_least(Severity.ERROR)} != {_OTHER_METHOD},
         codes=tuple(dict.fromkeys(group[0].code for group in by_rule(notable))),
     )
 

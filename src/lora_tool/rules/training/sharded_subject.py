@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
 from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import CheckpointError
+from lora_tool.errors import CheckpointError, Problem
 from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import Fault
@@ -32,6 +32,13 @@ class ShardedSubject(LoraSubject):
     """What a look at the values has found; empty before it."""
     watch: Watch | None = None
     """Told of a look at the values."""
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """See `Subject`; and what is wrong with the config that lies near, or with the files that would make one."""
+        from lora_tool.sharded.frozen_heads import config_problems  # noqa: PLC0415 - slow to import, for few folders
+
+        return (*self.checkpoint.problems, *config_problems(self.state))
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,44 @@
+"""What the compiled kernel is called with, as `merge.c` lays it out."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class Term(ctypes.Structure):
+    """One term of a delta: the addresses of its packed factors, its rank and its scaling."""
+
+    _fields_ = (
+        ("left", ctypes.c_void_p),
+        ("right", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+        ("scaling", ctypes.c_double),
+    )
+
+    def from_row(self, row: int) -> Term:
+        """Return the term of rows that begin at `row`, where a panel of the left factor does."""
+        floats = packed_floats(row, 1, self.depth)
+        return Term(self.left + floats * ctypes.sizeof(ctypes.c_float), self.right, self.depth, self.scaling)
+
+
+def packed_floats(length: int, width: int, depth: int) -> int:
+    """Return how many floats `Kernel.pack` writes: panels of `width`, and behind each what it reaches."""
+    return -(-length // width) * width * (depth + 2)
+
+
+class Codes(ctypes.Structure):
+    """Rows of codes with their scales: `struct codes` of `merge.c`."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("apart", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("tall", ctypes.c_int64),
+        ("above", ctypes.c_int64),
+        ("again", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
