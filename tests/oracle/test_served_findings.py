@@ -32,6 +32,13 @@ FUSED = {
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     "r": 2,
 }
+ALL_LINEAR = {
+    "r": 2,
+    "lora_alpha": 3,
+    "target_modules": "all-linear",
+}  # the router, too, and the rank of gate and up doubled
+ROUTER = QV | {"target_parameters": ["mlp.gate.weight"]}
+NEOX = {"r": 2, "target_modules": ["query_key_value"], "use_rslora": True}
 CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT801", "mlx", "llama", ROWS),
     ("LT801", "llama.cpp", "llama", ROWS),
@@ -50,10 +57,19 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT809", "sglang", "llama", QV | {"target_modules": r".*\.(q|up)_proj"}),
     ("LT809", "vllm", "mixtral", FUSED),
     ("LT809", "mlx", "mixtral", FUSED),
+    ("LT806", "vllm", "mixtral", ALL_LINEAR),
+    ("LT809", "vllm", "mixtral", ALL_LINEAR),
+    ("LT809", "llama.cpp", "mixtral", ALL_LINEAR),
+    ("LT809", "vllm", "mixtral", ROUTER),
     ("LT812", "vllm", "qwen3_5", LAYER),
     ("LT812", "vllm", "llama4", LAYER),
     ("LT812", "vllm", "qwen3_5_moe", LAYER),  # its experts are on disk one by one
     ("LT813", "mlx", "llama", QV),
+    ("LT813", "mlx", "llama", TOKENS),
+    ("LT813", "mlx", "llama", QV | {"use_dora": True}),
+    ("LT813", "mlx", "gpt_neox", NEOX),
+    ("LT813", "mlx", "qwen3_moe", ALL_LINEAR),
+    ("LT813", "mlx", "mixtral", ROUTER),
 ]
 
 
@@ -63,7 +79,7 @@ def made(folder: Path, model_type: str, lora: Mapping[str, Any]) -> tuple[Path, 
         return base, save_text_adapter(load_text(base), folder / "adapter", **lora)
     if "init_lora_weights" in lora:
         base = graded_base(folder / "base")
-    elif model_type == "mixtral":
+    elif model_type in ("mixtral", "qwen3_moe"):
         return adapters_of(folder, model_type, dict(lora))[0], folder / "adapter-0"
     else:
         base = save_base(folder / "base", model_type, "causal-lm", torch.float32, **UNTIED)
@@ -105,3 +121,32 @@ def test_the_command_that_a_finding_names_mends_it(
         after = {(each.code, each.severity) for each in validate(out, base=base, servers=[Server(server)]).findings}
         # a warning may stay: of a rank above the default, of LoRA on an embedding
         assert not after & {(each.code, each.severity) for each in found}
+
+
+BIASES = QV | {"bias": "all", "use_rslora": True}
+
+
+@pytest.mark.parametrize(
+    ("server", "lora", "way"),
+    [
+        ("llama.cpp", QV | {"target_modules": ["q_proj", "lm_head"]}, "merge --untie"),
+        ("mlx", QV | {"target_modules": ["q_proj", "embed_tokens"]}, "merge --untie"),
+        ("mlx", QV | {"modules_to_save": ["embed_tokens"]}, "merge"),  # PEFT's output layer stays as it is
+        ("vllm", QV | {"modules_to_save": ["lm_head"]}, "merge"),
+        ("sglang", TOKENS, "merge"),
+        ("llama.cpp", BIASES, "merge"),
+        ("mlx", BIASES, "merge"),
+    ],
+)
+def test_where_no_command_prepares_it_no_finding_names_one(
+    server: str, lora: Mapping[str, Any], way: str, call: Caller, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    found = [each for each in validate(adapter, base=base, servers=[Server(server)]).findings if "LT8" in each.code]
+    assert {each.code for each in found} - {"LT813"}
+    assert all("lora-tool prepare" not in str(each.hint) for each in found)
+    assert all(f"lora-tool {way}" in str(each.hint) for each in found)
+    called = call("prepare", adapter, "--for", server, "--base", base, "-o", tmp_path / "out")
+    assert called.code == 3
+    assert f"lora-tool {way}" in called.err

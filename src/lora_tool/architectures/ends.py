@@ -6,6 +6,7 @@ says how many tokens there are.
 
 from __future__ import annotations
 
+from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.tensors import StoredTensor
@@ -50,3 +51,13 @@ def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
 def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
     """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
     return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
+
+
+def is_tied(base: ModelDir) -> bool:
+    """Return whether the base's output layer is its input embedding, by its config and its tensors."""
+    config = base.config
+    classifies = any(head_of(name.rpartition(".")[0]) for name in base.tensors)
+    if classifies or config is None:
+        return False
+    outputs = any(is_output(name.rpartition(".")[0]) for name in base.tensors)
+    return config.tie_word_embeddings is True or not outputs

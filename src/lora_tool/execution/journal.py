@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lora_tool.execution.backends.choosing import formula_of
 from lora_tool.formats.files import read_at
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.render import leftover_json, step_json
 from lora_tool.plan.core.steps import Shard
 from lora_tool.report import Finding, Severity
 from lora_tool.version import __version__
@@ -42,15 +43,26 @@ def digest_of(plan: Plan) -> str:
     Inodes are left out: another machine's mount may number the same files differently. Raises `MissingDependency` where
     the plan computes with torch, and there is none.
     """
-    content = {
-        "plan": plan.to_json(),
+    written = json.JSONEncoder(sort_keys=True, default=str).encode
+    digest = hashlib.sha256()
+    for part in _parts_of(plan):  # all of them at once would be megabytes of small objects
+        digest.update(written(part).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _parts_of(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield what decides about the bytes that a plan writes, as JSON data."""
+    yield {
+        "plan": replace(plan, shards=(), leftovers=()).to_json(),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns] for stamp in plan.inputs],
         "versions": [__version__, *versions_of(plan).values()],
         "arithmetic": formula_of(plan),
     }
-    text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(text).hexdigest()
+    for shard in plan.shards:
+        yield {"filename": shard.filename, "steps": len(shard.steps)}
+        yield from (step_json(step, plan.input_names) for step in shard.steps)
+    yield from (leftover_json(item) for item in plan.leftovers)
 
 
 def versions_of(plan: Plan) -> dict[str, str]:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,21 @@ def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
                 break
             done += count
     return done
+
+
+def read_pieces(path: Path, fd: int, pieces: Iterable[tuple[int, memoryview]]) -> int | None:
+    """Fill each buffer from its offset as `read_into` does; return where the file ended before one was full, if it did.
+
+    There may be thousands of a few KB, each of which most often is one call of the system.
+    """
+    read = getattr(os, "preadv", None)
+    with _Naming(path):
+        for offset, buffer in pieces:
+            if read is None or read(fd, (buffer,), offset) < len(buffer):
+                done = read_into(path, fd, offset, buffer)
+                if done < len(buffer):
+                    return offset + done
+    return None
 
 
 def read_rows(path: Path, fd: int, offset: int, rows: Sequence[memoryview]) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from operator import attrgetter
 
-from lora_tool.formats.stored import read_part
+from lora_tool.formats.files import opened_regular
+from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.stored import fill
 from lora_tool.formats.weights import Weights
 from lora_tool.tensors import DType
 
@@ -26,10 +28,13 @@ def fingerprint(weights: Weights) -> str:
         form = spec.dtype, spec.shape
         lines.append(f"{spec.name}{forms.get(form) or forms.setdefault(form, _line_end(*form))}")
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass"))
-    for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        # from the middle, where embeddings have trained rows and padding is rare
-        start = max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
-        digest.update(read_part(tensor, start, min(_SAMPLE_BYTES, tensor.nbytes)))
+    with OpenFiles(opened_regular) as files:
+        for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
+            # from the middle, where embeddings have trained rows and padding is rare
+            start = max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
+            sample = memoryview(bytearray(min(_SAMPLE_BYTES, tensor.nbytes)))
+            fill(sample, tensor, start, files.read_exactly)
+            digest.update(sample)
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import read_into, read_rows
+from lora_tool.formats.files import read_pieces, read_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,10 +82,9 @@ class OpenFiles:
     def read_pieces(self, path: Path, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each buffer with the bytes of `path` from its offset. Raises as `read_exactly`."""
         with self.descriptor(path) as descriptor:
-            for offset, buffer in pieces:
-                done = read_into(path, descriptor, offset, buffer)
-                if done < len(buffer):
-                    raise _ended(path, offset + done)
+            end = read_pieces(path, descriptor, pieces)
+        if end is not None:
+            raise _ended(path, end)
 
     def _make_room(self) -> None:
         """Close the files that were read longest ago, as far as nobody reads from them."""

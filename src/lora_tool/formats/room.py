@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Room:
         needed = math.prod(shape) * dtype.itemsize
         held = self._held.get(name)
         if held is None or held.nbytes < needed + PAGE:
-            held = self._held[name] = np.empty(needed + PAGE, np.uint8)
+            # not numpy's own: of what a thread has freed, the C library keeps megabytes for others that never take them
+            held = self._held[name] = np.frombuffer(mmap.mmap(-1, needed + PAGE), np.uint8)
         at = -held.ctypes.data % _ALIGNMENT if like is None else (like - held.ctypes.data) % PAGE
         return held[at : at + needed].view(dtype).reshape(shape)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.mlx import is_mlx
 from lora_tool.adapter.view import view_of
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.manifest import Manifest
 from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum

@@ -88,7 +88,7 @@ def some_rows(stored: Bytes, rows: slice, dtype: DType, width: int) -> Bytes:
     return stored[rows.start * row_bytes : rows.stop * row_bytes]
 
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
 
 
 class Files(OpenFiles):

@@ -221,9 +221,7 @@ class NativeBackend(NativeFactors):
         for at, term in enumerate(op.terms):
             # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
             inner = slice(first + term.first, last + term.first)
-            rows = (
-                self._stored_a(term, "factor")[:, inner].T if op.transposed else self._stored_b(term, inner, "factor")
-            )
+            rows = self._columns_of_a(term, inner).T if op.transposed else self._stored_b(term, inner, "factor")
             left = self._packed(f"left {at}", rows, self._kernel.rows, together)
             right = self._right_packed(at, op, term)
             made.append(Term(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))

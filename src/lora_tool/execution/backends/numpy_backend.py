@@ -333,7 +333,7 @@ class NumpyBackend:
         """Return rows of the left factor in the working precision."""
         # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
         inner = slice(first + term.first, last + term.first)
-        return self._a(term)[:, inner].T if op.transposed else self._b(term, inner)
+        return self._columns_of_a(term, inner).T.astype(self._wide) if op.transposed else self._b(term, inner)
 
     def _right(self, op: LowRank, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
@@ -353,6 +353,13 @@ class NumpyBackend:
     def _stored_a(self, term: LoraTerm, place: str = "") -> Array:
         """Return the rows of A that are the term's expert's, as they are stored; see `_rows`."""
         return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank, place)
+
+    def _columns_of_a(self, term: LoraTerm, columns: slice) -> Array:
+        """Return columns of A's rows as they are stored: of an embedding's, as wide as the vocabulary, no others are read."""
+        some = self._room.of("columns", (term.rank, columns.stop - columns.start), kernels.STORAGE[term.a.dtype])
+        for at, row in enumerate(some, start=term.expert * term.rank):
+            self._sources.read_into(term.a, (at * term.a.shape[1] + columns.start) * some.itemsize, bytes_of(row))
+        return some
 
     def _stored_b(self, term: LoraTerm, rows: slice, place: str = "") -> Array:
         """Return these rows of B as they are stored, with the columns of the term's expert; see `_rows`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import is_end, is_tied
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
@@ -19,15 +19,14 @@ from lora_tool.plan.algebra.from_base import (
     ChangedRows,
     base_weight,
     factors_of_rows,
-    is_tied,
     rows_that_differ,
     without_init,
 )
 from lora_tool.plan.algebra.ranks import ModuleRank
-from lora_tool.plan.algebra.serving_forms import ServingForm
 from lora_tool.plan.algebra.spool import OpenSpool, Spool
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
 from lora_tool.plan.core.steps import InputRecord
+from lora_tool.rules.serving.forms import ServingForm
 from lora_tool.tensors import FileStamp, StoredTensor
 
 
@@ -103,11 +102,8 @@ def changes_of(
             records += (_consumed(tensor, each.module) for tensor in layer.parts.values())
     rows = () if form.whole or base is None else tuple(rows_that_differ(view, base))
     changed = [each for each in rows if each.places]
-    if changed and base is not None and is_tied(base) and not form.mlx:
-        raise UnsupportedAdapter(
-            f"{base.root} uses `{changed[0].module}` as its output layer, too, and {form.name} would change only one of the two",
-            hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
-        )
+    if base is not None and changed and is_tied(base):
+        _require_both_ends(changed[0], view, form, base)
     sums += [factors_of_rows(each, computing.spool()) for each in changed]
     return Changes(
         sums=tuple(sums),
@@ -115,6 +111,22 @@ def changes_of(
         records=(*records, *map(_record, rows), *([] if form.whole else _frozen(view))),
         spooled=tuple(stamp for spool in computing.opened for stamp in spool.stamps()),
         from_base=bool(computing.opened),
+    )
+
+
+def _require_both_ends(rows: ChangedRows, view: AdapterView, form: ServingForm, base: ModelDir) -> None:
+    """Raise `UnsupportedAdapter` where the rows of tied ends change in one of them for PEFT, in both for the server, or the reverse.
+
+    PEFT ties trained tokens to the output layer, but a module that was saved whole only under `ensure_weight_tying`.
+    """
+    both = rows.module in view.tokens or view.config.ensure_weight_tying
+    if form.mlx and both:
+        return
+    change = "both" if form.mlx else "only one of the two"
+    found = "" if both else ", and PEFT trained one of them apart"
+    raise UnsupportedAdapter(
+        f"{base.root} uses `{rows.module}` as its output layer, too{found}, and {form.name} would change {change}",
+        hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
     )
 
 

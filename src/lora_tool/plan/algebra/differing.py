@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, output_name
+from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, is_tied, output_name
 from lora_tool.architectures.heads import ADDED_BY_PEFT, LANGUAGE_MODELS, head_of, head_path
 from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
@@ -16,7 +16,6 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import is_under
 from lora_tool.plan.algebra.expert_ranks import missing_experts
-from lora_tool.plan.algebra.from_base import is_tied
 from lora_tool.tensors import StoredTensor
 
 _NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$|bias$", re.IGNORECASE)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from lora_tool.adapter.fused_experts import fused_experts
 from lora_tool.adapter.support import refusals_of_config
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
-from lora_tool.plan.algebra.fused_experts import fused_experts
 from lora_tool.plan.algebra.peft_config import base_of
 
 

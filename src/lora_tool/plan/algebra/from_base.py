@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output
+from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, is_tied
 from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
@@ -159,16 +159,6 @@ def factors_of_rows(changed: ChangedRows, spool: Spool) -> Factors:
     stored = [spool.add(f"{changed.module}.rows_{part}", each) for part, each in (("A", a), ("B", b))]
     term = Term(a=stored[0], b=stored[1], scale=1.0)
     return Factors(module=changed.module, terms=(term,), embedding=embedding, inner=(a.shape[1],), outer=())
-
-
-def is_tied(base: ModelDir) -> bool:
-    """Return whether the base's output layer is its input embedding, by its config and its tensors."""
-    config = base.config
-    classifies = any(head_of(name.rpartition(".")[0]) for name in base.tensors)
-    if classifies or config is None:
-        return False
-    outputs = any(is_output(name.rpartition(".")[0]) for name in base.tensors)
-    return config.tie_word_embeddings is True or not outputs
 
 
 def _require_rows(weight: StoredTensor, count: int, module: str, root: Path) -> None:

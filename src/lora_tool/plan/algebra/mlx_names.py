@@ -16,6 +16,7 @@ from lora_tool.display import named
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.keys import split_layer
 from lora_tool.plan.algebra.whole_model import SAME, Beginnings
+from lora_tool.rules.serving.forms import ROUTER, USUAL_LAYERS, layers_of
 
 _MULTIMODAL = (
     "gemma3 gemma4 kimi_k25 kimi_vl lfm2_vl lfm2-vl llama4 llava mistral3 pixtral qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe "
@@ -31,8 +32,9 @@ _LAYERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Where the classes of `mlx_lm/models/` have their layers, by model type, if that is not where transformers has them."""
-_USUAL = ("model.layers", "language_model.model.layers", "backbone.layers")
-"""Where nearly all have them, as transformers' classes with an output layer do."""
+
+
+_STORED_ROUTER = ".block_sparse_moe.gate"
 
 
 def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
@@ -41,7 +43,7 @@ def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
     Raises `UnsupportedAdapter` where only the base tells, and for modules that MLX-LM does not have.
     """
     modules = [layer.target for layer in view.layers]
-    found = sorted({_layers_of(module) for module in modules if split_layer(module)[0] is not None})
+    found = sorted({layers_of(module) for module in modules if split_layer(module)[0] is not None})
     if len(found) > 1:
         raise UnsupportedAdapter(
             f"{view.adapter.root}: LoRA on {named(found, 3)}, but MLX-LM has the layers of the text model alone",
@@ -50,7 +52,7 @@ def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
     if not found:
         return SAME
     (own,) = found
-    theirs = own if base is None and own in _USUAL else _theirs(own, base)
+    theirs = own if base is None and own in USUAL_LAYERS else _theirs(own, base)
     if theirs is None:
         raise UnsupportedAdapter(
             f"{view.adapter.root}: `{own}` is where some models have their layers, but MLX-LM's classes have an output layer and "
@@ -69,6 +71,13 @@ def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
     return Beginnings(text=_dotted(own), whole=_dotted(theirs))
 
 
+def mlx_path(module: str, names: Beginnings, base: ModelDir | None) -> str:
+    """Return the path that MLX-LM's model has a module under; only the base tells what it calls routers."""
+    path = names.path(module)
+    stored = path.removesuffix(ROUTER) + _STORED_ROUTER
+    return stored if path.endswith(ROUTER) and base is not None and f"{stored}.weight" in base.tensors else path
+
+
 def _theirs(own: str, base: ModelDir | None) -> str | None:
     """Return where MLX-LM has the layers; None without the base."""
     if base is None or base.config is None:
@@ -77,14 +86,9 @@ def _theirs(own: str, base: ModelDir | None) -> str | None:
     if known is not None:
         return known
     # what is not in the table has the names of checkpoints with an output layer
-    stored = {_layers_of(name) for name in base.tensors if split_layer(name)[0] is not None}
+    stored = {layers_of(name) for name in base.tensors if split_layer(name)[0] is not None}
     fitting = {each for each in stored if each.endswith(f".{own}")}
     return own if "." in own else fitting.pop() if len(fitting) == 1 else f"model.{own}"
-
-
-def _layers_of(module: str) -> str:
-    """Return the path of the list of layers that the module is in."""
-    return split_layer(module)[1].partition(".*")[0]
 
 
 def _dotted(path: str) -> str:

@@ -19,11 +19,10 @@ from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import exact_type
 from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
-from lora_tool.plan.algebra.mlx_names import mlx_beginnings
+from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
-from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
 from lora_tool.plan.algebra.spool import OpenSpool
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
@@ -32,6 +31,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.serving.forms import FORMS, ServingForm, in_the_way
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
@@ -74,7 +74,11 @@ def plan_prepare(
     based = None if model is None else names.base(model)
     changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
     # MLX-LM's config has module paths, too
-    sums = tuple(replace(each, module=names.path(each.module)) for each in changes.sums) if form.mlx else changes.sums
+    sums = (
+        tuple(replace(each, module=mlx_path(each.module, names, model)) for each in changes.sums)
+        if form.mlx
+        else changes.sums
+    )
     served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
     lowered = bool(served.turned.matrices)
     out = kind or exact_type(served.sums, turned=lowered)

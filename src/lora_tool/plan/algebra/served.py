@@ -6,18 +6,18 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.view import AdapterView
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.fused_experts import FusedExperts, fused_experts
 from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled
-from lora_tool.plan.algebra.serving_forms import ServingForm
 from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.core.steps import Step
+from lora_tool.rules.serving.forms import ServingForm
 from lora_tool.tensors import DType
 
 _NOTHING_LOST = 1e-13

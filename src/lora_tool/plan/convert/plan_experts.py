@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.view import AdapterView, view_of
+from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout
@@ -73,7 +73,8 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
 def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
     raw = read_json(view.config.path)
     raw |= _patterns(view, found, to)
-    left = [layer.target for layer in view.layers if layer.module not in found.modules]
+    others = [layer for layer in view.layers if layer.module not in found.modules]
+    left = [layer.target for layer in others]
     listed = raw.get("target_modules")
     if to is AdapterForm.PEFT_FUSED:
         if isinstance(listed, list):
@@ -86,7 +87,9 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
         names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""
         before = rf"(?:.*\.)?(?:{names})" if names else listed if isinstance(listed, str) else ""
         raw["target_modules"] = f"{before}|{experts}" if before else experts
-        raw["target_parameters"] = None
+        # LoRA on the weight of a router stays as it is
+        parameters = [name for name in view.config.target_parameters or () if _is_one_of(name, others)]
+        raw["target_parameters"] = parameters or None
         raw.pop("lora_B_layout", None)
     raw["base_model_name_or_path"] = base_of(view.config)
     return SideFile(
@@ -94,6 +97,10 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
         content=json_bytes(raw, indent=2, sort_keys=True),
         reason=f"that of {view.config.path.parent}, with its experts' targets",
     )
+
+
+def _is_one_of(parameter: str, layers: Iterable[LoraLayer]) -> bool:
+    return any(f".{layer.path}".endswith(f".{parameter}") for layer in layers)
 
 
 def _patterns(view: AdapterView, found: Converted, to: AdapterForm) -> Mapping[str, Any]:

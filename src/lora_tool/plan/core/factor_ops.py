@@ -28,6 +28,8 @@ class SmallMatrix:
     columns: int
     data: bytes | Carried = field(repr=False)
     """The elements, little-endian, row by row; in a file where the plan carries many."""
+    sha256: str = field(repr=False, compare=False)
+    """Of the data, in hex: a plan is described twice, and each matrix made by one of several workers."""
 
     def __post_init__(self) -> None:
         if len(self.data) != 8 * self.rows * self.columns:
@@ -41,7 +43,8 @@ class SmallMatrix:
         array = np.asarray(values, "<f8")
         rows, columns = array.shape
         data = array.tobytes()
-        return cls(rows=rows, columns=columns, data=data if aside is None else aside.put(data))
+        held = data if aside is None else aside.put(data)
+        return cls(rows=rows, columns=columns, data=held, sha256=hashlib.sha256(data).hexdigest())
 
     @property
     def values(self) -> Values:
@@ -56,7 +59,7 @@ class SmallMatrix:
 
     def describe(self) -> dict[str, Any]:
         """Return its size and digest, as JSON data."""
-        return {"rows": self.rows, "columns": self.columns, "sha256": hashlib.sha256(bytes(self.data)).hexdigest()}
+        return {"rows": self.rows, "columns": self.columns, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,10 @@ class Beside(_FactorOperation):
         return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
     @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return tuple(part.tensor for part in self.parts)
+
+    @property
     def source(self) -> StoredTensor:
         """The first part's tensor, which messages name."""
         return self.parts[0].tensor
@@ -182,6 +189,10 @@ class Mix(_FactorOperation):
         if not fits or len({part.shape[across] for part in self.parts}) != 1:
             shapes = [part.shape for part in self.parts]
             raise ValueError(f"{shapes} do not fit a matrix of {self.matrix.rows} x {self.matrix.columns}")
+
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return self.parts
 
     @property
     def source(self) -> StoredTensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_tool.display import as_html, counted, size
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.render import plan_lines, shard_json
+from lora_tool.plan.core.render import leftover_json, plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
@@ -108,8 +108,5 @@ class Plan:
                 {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
                 for file in self.side_files
             ],
-            "leftovers": [
-                {"path": str(item.path), "name": item.name, "fate": item.action.value, "reason": item.reason}
-                for item in self.leftovers
-            ],
+            "leftovers": [leftover_json(item) for item in self.leftovers],
         }

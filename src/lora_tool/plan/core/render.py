@@ -63,3 +63,8 @@ def step_json(step: Step, input_names: InputNames) -> dict[str, Any]:
         "reason": step.reason,
         **step.op.describe(input_names),
     }
+
+
+def leftover_json(item: InputRecord) -> dict[str, Any]:
+    """Return where an input tensor went that is in no step, as JSON data."""
+    return {"path": str(item.path), "name": item.name, "fate": item.action.value, "reason": item.reason}

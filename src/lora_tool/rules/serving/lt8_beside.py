@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import is_end, is_tied
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.display import named
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.forms import FORMS
 from lora_tool.rules.serving.servers import (
     NAMES,
     SERVERS,
     WHOLE,
     asked,
+    command,
     fault,
     merged,
+    or_merged,
     prepared,
-    with_base,
 )
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 
@@ -55,11 +57,11 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     for server in asked(subject, *SERVERS):
         if server is Server.VLLM and heads_only:
             message = f"vLLM before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
-            hint = f"{merged(subject)}; later ones: {prepared(subject, server, ' --reward-base RM-BASE')}"
+            hint = f"{merged(subject)}; later ones: {prepared(subject, server, '--reward-base RM-BASE')}"
             yield fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
             message = f"{_WHOLE_MODULES[server]} modules saved whole: {named(sorted(saved))}"
-            hint = with_base(subject, server) if all(map(is_end, saved)) else merged(subject)
+            hint = or_merged(subject, server)
             yield fault(subject, "modules_to_save", message, hint=hint)
 
 
@@ -79,8 +81,8 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in asked(subject, *SERVERS):
-            near = prepared(subject, server, " --base BASE --approximate").partition(": ")[2]
-            hint = f"{merged(subject)}; or write the nearest LoRA: {near}"
+            near = command(subject, server)
+            hint = merged(subject) if near is None else f"{merged(subject)}; or write the nearest LoRA: {near}"
             yield fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
 
 
@@ -90,7 +92,7 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for single trained tokens (`trainable_token_indices`), which all servers refuse because they do
     not know the names of these tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang support
-    only for some models.
+    only for some models, llama.cpp and MLX-LM only where the base has two matrices.
 
     Why it matters: The server refuses the adapter, or it ignores the training of the new tokens.
 
@@ -105,7 +107,10 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     for server in asked(subject, *SERVERS):
         if tokens:
             message = f"{NAMES[server]} refuses single trained tokens"
-            yield fault(subject, "trainable_token_indices", message, hint=with_base(subject, server))
+            yield fault(subject, "trainable_token_indices", message, hint=or_merged(subject, server))
+        if ends and subject.base is not None and FORMS[server].one_end and is_tied(subject.base):
+            message = f"{NAMES[server]} has one matrix for both ends of {subject.base.root}, so no LoRA on {named(sorted(ends))} alone"
+            yield fault(subject, "target_modules", message, hint=prepared(subject, server))
         if ends and server in (Server.VLLM, Server.SGLANG):
             message = f"{NAMES[server]} supports LoRA on {named(sorted(ends))} only for some models"
             yield fault(subject, "target_modules", message, severity=Severity.WARNING)

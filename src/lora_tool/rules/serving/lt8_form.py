@@ -9,17 +9,17 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.forms import WITH_BASE
 from lora_tool.rules.serving.servers import (
     NAMES,
     NEEDS,
     SERVERS,
     WHOLE,
     asked,
+    command,
     fault,
-    merged,
-    one_by_one,
+    or_merged,
     prepared,
-    with_base,
 )
 
 _DEFAULT_MAX_RANK = 16
@@ -48,13 +48,14 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
     for _ in asked(subject, Server.VLLM):
         if rank > _LARGEST_RANK:
             message = f"vLLM refuses ranks above {_LARGEST_RANK}, but the adapter's largest is {rank}"
-            hint = prepared(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
+            hint = prepared(subject, Server.VLLM, f"--max-rank {_LARGEST_RANK}", "--approximate")
             yield fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
         elif rank > _DEFAULT_MAX_RANK:
             needed = next(known for known in _VLLM_RANKS if known >= rank)
             path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
-            lower = prepared(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
-            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}, or {lower}"
+            lower = command(subject, Server.VLLM, f"--max-rank {_DEFAULT_MAX_RANK}", "--approximate")
+            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}"
+            hint = hint if lower is None else f"{hint}, or {lower}"
             message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
             yield fault(subject, "r", message, hint=hint)
 
@@ -142,7 +143,7 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
             verb = "refuses" if server is Server.VLLM else "ignores"
             message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
             known = init in INITS_RECOMPUTED
-            yield fault(subject, "init_lora_weights", message, hint=with_base(subject, server) if known else hint)
+            yield fault(subject, "init_lora_weights", message, hint=or_merged(subject, server) if known else hint)
         elif init == "corda":
             message = "PEFT cannot load the initialisation corda again without the covariances of the training data"
             yield fault(subject, "init_lora_weights", message, hint=hint)
@@ -164,9 +165,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `"target_modules": ".*language_model.*proj"`.
 
     What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
-    for vLLM and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then `lora-tool prepare
-    EXPERTS --for SERVER -o OUT`; for other servers, merge the adapter and serve the merged model: `lora-tool merge
-    ADAPTER`.
+    for vLLM, llama.cpp and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then
+    `lora-tool prepare EXPERTS --for SERVER -o OUT`; for SGLang, merge the adapter and serve the merged model:
+    `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in asked(subject, *SERVERS):
@@ -180,8 +181,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
                 "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
             )
             severity = Severity.WARNING if some else None
-            single = server in (Server.VLLM, Server.MLX)
-            hint = one_by_one(subject, server) if single else merged(subject)
+            hint = prepared(subject, server, each_expert=True)
             yield fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
 
 
@@ -225,7 +225,7 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
     message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
     message += ": it finds none of the adapter's modules and silently serves the base"
-    yield fault(subject, moved, message, hint=with_base(subject, Server.VLLM))
+    yield fault(subject, moved, message, hint=or_merged(subject, Server.VLLM, WITH_BASE))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=NEEDS)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from lora_tool.adapter.fused_experts import fused_experts
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.serving.forms import FORMS, WITH_BASE, has_usual_names, in_the_way, tied_in_the_way
 
 NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 WHOLE = NEEDS | {Need.WEIGHTS}
@@ -22,13 +25,9 @@ WHOLE = NEEDS | {Need.WEIGHTS}
 SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
 """Those that take no code of PEFT's."""
 
-NAMES = {
-    Server.PEFT: "PEFT",
-    Server.VLLM: "vLLM",
-    Server.SGLANG: "SGLang",
-    Server.LLAMA_CPP: "llama.cpp",
-    Server.MLX: "MLX-LM",
-}
+NAMES = {server: form.name for server, form in FORMS.items()}
+_NEAREST = "--approximate"
+_LOWER = "--max-rank"
 
 
 def fault(
@@ -56,24 +55,50 @@ def merged(subject: AdapterSubject) -> str:
     return f"merge it and serve the merged model: lora-tool merge {reward}{shlex.quote(root)}"
 
 
-def prepared(subject: AdapterSubject, server: Server, more: str = "") -> str:
-    """Return the command that writes the same ΔW in the form that the server reads."""
+def prepared(subject: AdapterSubject, server: Server, *options: str, each_expert: bool = False) -> str:
+    """Return how the same ΔW is written in the form that the server reads: by a command, if any does the whole adapter."""
+    found = command(subject, server, *options, each_expert=each_expert)
+    if found is None:
+        return _instead(subject, server)
+    near = "the nearest LoRA" if _NEAREST in found else "the same ΔW"
+    return f"write {near} in the form {NAMES[server]} reads: {found}"
+
+
+def or_merged(subject: AdapterSubject, server: Server, *options: str) -> str:
+    """Return how it is written in the form that the server reads, or a model made of it."""
+    found, way = command(subject, server, *options), prepared(subject, server, *options)
+    return f"{way}; or {merged(subject)}" if found else way
+
+
+def command(subject: AdapterSubject, server: Server, *options: str, each_expert: bool = False) -> str | None:
+    """Return the commands that write the whole adapter in the form that the server reads; None where none do.
+
+    They have the `options`, and those without which `prepare` refuses anything else that the adapter holds. With
+    `each_expert`, LoRA on fused experts is written one by one even if the server reads both.
+    """
     root = shlex.quote(str(subject.checkpoint.root))
-    return (
-        f"write the same ΔW in the form {NAMES[server]} reads: lora-tool prepare {root} --for "
-        f"{server.value}{more} -o OUT"
-    )
+    form, view = FORMS[server], subject.view
+    try:
+        ways = [*in_the_way(view, form, based=False, approximate=False), *tied_in_the_way(view, form, subject.base)]
+        fused = bool(fused_experts(view))
+    except UnsupportedAdapter:
+        return None
+    if not all(each.options or (fused and each.hint) for each in ways):
+        return None
+    needed = dict.fromkeys(option for each in ways for option in each.options)
+    if form.mlx and not has_usual_names(view):
+        needed[WITH_BASE] = None
+    asked_for = " ".join(dict.fromkeys((*options, *needed))).replace(WITH_BASE, "--base BASE")
+    more = asked_for and f" {asked_for}"
+    if fused and (each_expert or not form.fused or _LOWER in asked_for):
+        first = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
+        return f"{first}, then lora-tool prepare EXPERTS --for {server.value}{more} -o OUT"
+    return f"lora-tool prepare {root} --for {server.value}{more} -o OUT"
 
 
-def with_base(subject: AdapterSubject, server: Server) -> str:
-    """Return the commands that write it with the base at hand, or make a model of it."""
-    return f"{prepared(subject, server, ' --base BASE')}; or {merged(subject)}"
-
-
-def one_by_one(subject: AdapterSubject, server: Server) -> str:
-    """Return the commands that write LoRA on fused experts one by one, then in the form that the server reads."""
-    root = shlex.quote(str(subject.checkpoint.root))
-    return (
-        f"write the experts one by one: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS, "
-        f"then lora-tool prepare EXPERTS --for {server.value} -o OUT"
+def _instead(subject: AdapterSubject, server: Server) -> str:
+    """Return what else is done with an adapter that has no form for the server."""
+    return next(
+        (each.hint for each in tied_in_the_way(subject.view, FORMS[server], subject.base) if each.hint),
+        merged(subject),
     )

@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lora_tool.adapter.fused_experts import fused_experts
 from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.ends import MATRIX, is_end
+from lora_tool.architectures.ends import MATRIX, is_end, is_tied
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.checkpoint import ModelDir
 from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
-from lora_tool.keys import Part
-from lora_tool.plan.algebra.fused_experts import fused_experts
+from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
 
 
@@ -32,6 +33,8 @@ class ServingForm:
     """Whether it computes DoRA with the magnitudes of the adapter."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
+    experts: bool = False
+    """Whether it reads LoRA on experts one by one."""
     whole_models: bool = False
     """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
     mlx: bool = False
@@ -42,16 +45,16 @@ class ServingForm:
 
 FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
-    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, whole_models=True),
+    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang"),
-    Server.LLAMA_CPP: ServingForm(name="llama.cpp", one_end=True),
-    Server.MLX: ServingForm(name="MLX-LM", mlx=True, one_end=True),
+    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, one_end=True),
+    Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, one_end=True),
 }
 """vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
 `convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
 
 
-_WITH_BASE = ("--base MODEL",)
+WITH_BASE = "--base MODEL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class Obstacle:
 
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
     """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
-    options = {"--base MODEL": based, "--approximate": approximate}
+    options = {WITH_BASE: based, "--approximate": approximate}
     for each in (*_no_products(view, form), *([] if form.whole else _no_place(view, form))):
         if not each.options or not all(options[name] for name in each.options):
             yield each
@@ -78,10 +81,10 @@ def _no_products(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     config = view.config
     if config.init_lora_weights in INITS_RECOMPUTED:
         text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
-        yield Obstacle(text=text, options=_WITH_BASE)
+        yield Obstacle(text=text, options=(WITH_BASE,))
     if not form.dora and (config.use_dora or any(layer.magnitude is not None for layer in view.layers)):
         text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
-        yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
+        yield Obstacle(text=text, options=(WITH_BASE, "--approximate"))
     if config.target_parameters and config.expert_layout != ExpertLayout.RANK_MAJOR.value:
         if config.expert_layout is not None:
             yield Obstacle(
@@ -101,22 +104,61 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         yield Obstacle(text=f'`bias` "{config.bias}": {form.name} has no place for trained biases')
     if view.tokens or config.token_indices:
         text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
-        yield Obstacle(text=text, options=_WITH_BASE)
+        yield Obstacle(text=text, options=(WITH_BASE,))
     if not form.fused and fused_experts(view):
         root = shlex.quote(str(view.adapter.root))
         one_by_one = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
         yield Obstacle(
             text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
-            hint=f"write the experts one by one first: {one_by_one}" if form.mlx else None,
+            hint=f"write the experts one by one first: {one_by_one}" if form.experts else None,
         )
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
     whole = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
     for modules, options in (
-        ([module for module in whole if is_end(module)], _WITH_BASE),
+        ([module for module in whole if is_end(module)], (WITH_BASE,)),
         ([module for module in whole if not is_end(module)], ()),
     ):
         if modules:
             text = f"{named(modules, 3)} saved whole, which {form.name} does not load with an adapter"
             yield Obstacle(text=text, options=options)
+
+
+def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield what is trained on an end of a base that has one matrix for both, where the server has no place for it.
+
+    Told by names: what was saved without being asked for is taken to be as in the base.
+    """
+    if form.whole or base is None or not is_tied(base):
+        return
+    root = shlex.quote(str(view.adapter.root))
+    ends = [layer.target for layer in view.layers if is_end(layer.target)]
+    if form.one_end and ends:
+        text = f"LoRA on {named(ends)}, and {base.root} ties embeddings and output layer"
+        hint = f"merge it into a model with two matrices: lora-tool merge --untie {root}"
+        yield Obstacle(text=text, hint=hint)
+    config = view.config
+    whole = [module for module in map(str, config.modules_to_save) if is_end(module)]
+    if whole and not (form.mlx and config.ensure_weight_tying):
+        yield Obstacle(text=f"{named(whole)} saved whole, and {base.root} ties embeddings and output layer")
+    if (view.tokens or config.token_indices) and not form.mlx:
+        yield Obstacle(text=f"single trained tokens, and {base.root} ties embeddings and output layer")
+
+
+ROUTER = ".mlp.gate"
+"""How transformers calls all routers, MLX-LM as the checkpoint does: Mixtral's and its relatives' otherwise."""
+USUAL_LAYERS = ("model.layers", "language_model.model.layers", "backbone.layers")
+"""Where nearly all of MLX-LM's classes have their layers, as transformers' classes with an output layer do."""
+
+
+def has_usual_names(view: AdapterView) -> bool:
+    """Return whether all modules with LoRA are called as MLX-LM calls them, whatever the base is."""
+    paths = [each.target for each in view.layers]
+    usual = all(layers_of(path) in USUAL_LAYERS for path in paths if split_layer(path)[0] is not None)
+    return usual and not any(path.endswith(ROUTER) for path in paths)
+
+
+def layers_of(module: str) -> str:
+    """Return the path of the list of layers that the module is in."""
+    return split_layer(module)[1].partition(".*")[0]
