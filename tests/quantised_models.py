@@ -166,6 +166,33 @@ def gptq(name: str, weight: torch.Tensor) -> Made:
     }, (codes * _spread(scales, 1, 32, weight.shape)).to(torch.float16).float()
 
 
+def awq(name: str, weight: torch.Tensor) -> Made:
+    groups = weight.float().reshape(len(weight), -1, 32)
+    high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
+    scales = ((high - low) / 15).to(torch.float16)
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+
+    def packed(values: torch.Tensor) -> torch.Tensor:
+        eights = values.T.to(torch.int64).reshape(values.shape[1], -1, 8)
+        return torch.as_tensor(sum(eights[..., of] << 4 * at for at, of in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))).to(
+            torch.int32
+        )
+
+    values = ((codes - zeros[..., None]) * scales.float()[..., None]).to(torch.float16).float().reshape(weight.shape)
+    made = {"qweight": packed(codes.reshape(weight.shape)), "qzeros": packed(zeros), "scales": scales.T}
+    return {f"{name}.{part}": tensor for part, tensor in made.items()}, values
+
+
+def int8_offset(name: str, weight: torch.Tensor) -> Made:
+    high, low = weight.float().amax(1, keepdim=True), weight.float().amin(1, keepdim=True)
+    scales = ((high - low) / 255).to(torch.bfloat16)
+    zeros = (-128 - low / scales.float()).round().clamp(-128, 127)
+    codes = (weight.float() / scales.float() + zeros).round().clamp(-128, 127)
+    made = {"weight": codes.to(torch.int8), "weight_scale": scales, "weight_zero_point": zeros.to(torch.int8)}
+    return {f"{name}.{part}": tensor for part, tensor in made.items()}, (codes - zeros) * scales.float()
+
+
 def gpt_oss(name: str, weight: torch.Tensor) -> Made:
     """Return blocks and scales of a stack [experts, in, out]."""
     turned = weight.float().transpose(1, 2).contiguous()
@@ -235,6 +262,12 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 }
 """Forms that are stored as those above are, with other scales."""
 
+WITH_ZEROS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "int8-offset": (int8_offset, _compressed(num_bits=8, type="int", strategy="channel", symmetric=False)),
+}
+"""Forms with zero points that differ."""
+
 
 def _stack(name: str, weight: torch.Tensor, scales: torch.Tensor, stored: torch.Tensor, end: str) -> Made:
     codes = (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -278,7 +311,7 @@ STACKS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 
 def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
     """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
-    make, table = (FORMS | EIGHT_BITS | STACKS)[form]
+    make, table = (FORMS | EIGHT_BITS | WITH_ZEROS | STACKS)[form]
     tensors: Table = {}
     for file in sorted(base.glob("*.safetensors")):
         tensors |= load_file(file)

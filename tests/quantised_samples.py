@@ -71,6 +71,8 @@ def config_of(name: str) -> dict[str, Any]:
     if name.startswith("torchao"):
         return {"quant_method": "fp8", "weight_block_size": [16, 32]}
     weights = _WEIGHTS[name.partition("@")[0]]
+    if name == "int4-order":
+        weights = {**weights, "actorder": "group"}
     return {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},

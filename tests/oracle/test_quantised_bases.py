@@ -157,6 +157,18 @@ def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
         assert not different(model.state_dict(), whole)
 
 
+def test_the_list_has_the_names_on_disk_and_those_in_memory(tmp_path: Path) -> None:
+    mixtral = save_base(tmp_path / "plain", "mixtral", "causal-lm", BF16)
+    base, _ = quantise(
+        mixtral, tmp_path / "base", "fp8-channel", lambda module: "experts." in module or "o_proj" in module
+    )
+    lora = {"r": 2, "target_modules": [], "target_parameters": ["0.mlp.experts.down_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", mixtral, "causal-lm", lora)
+    config = plan_merge(base, adapter, store="touched-16bit").side_files[0]
+    listed = json.loads(config.content or b"")["quantization_config"]["ignore"]
+    assert listed[1:] == [rf"re:model\.layers\.0\.{module}\.experts\..*" for module in ("block_sparse_moe", "mlp")]
+
+
 @pytest.mark.parametrize("store", ["touched-16bit", "as-base", None])
 def test_the_files_of_torchao_say_what_each_weight_is(
     store: str | None, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path

@@ -329,6 +329,7 @@ SCALES = {
     "int4": "weight_scale",
     "nvfp4": "weight_scale",
     "gptq": "scales",
+    "int8-offset": "weight_scale",
 }
 
 
@@ -343,9 +344,47 @@ def test_scales_that_were_not_applied_are_named_in_every_format(
     assert says(found, QUERY, f"{which} not applied")
 
 
-@pytest.mark.parametrize("form", ["fp4", "nvfp4"])
-def test_swapped_halves_are_named(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "codes"), [("fp4", "q_proj.weight"), ("nvfp4", "weight_packed"), ("awq", "qweight")])
+def test_swapped_halves_are_named(form: str, codes: str, case: Callable[..., Case], tmp_path: Path) -> None:
     made = case(form)
-    codes = "q_proj.weight" if form == "fp4" else "weight_packed"
     found = made.judged({QUERY: into_misread(made, codes, swapped, tmp_path)})
     assert says(found, QUERY, "the halves of its bytes were swapped")
+
+
+@pytest.mark.parametrize(
+    ("form", "zeros", "change", "words"),
+    [
+        ("int8-offset", "weight_zero_point", torch.zeros_like, "its zero points were left out"),
+        ("gptq", "qzeros", lambda stored: stored - 0x11111111, "its zero points were taken as off by one"),
+        (
+            "awq",
+            "qzeros",
+            lambda stored: stored * 0 - 0x77777778,
+            "its zero points were taken for the middle of the codes",
+        ),
+    ],
+)
+def test_zero_points_that_were_not_read_are_named(
+    form: str,
+    zeros: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    words: str,
+    case: Callable[..., Case],
+    tmp_path: Path,
+) -> None:
+    made = case(form)
+    assert not made.judged({})
+    assert says(made.judged({QUERY: into_misread(made, zeros, change, tmp_path)}), QUERY, words)
+
+
+def test_codes_of_awq_that_were_read_in_order_are_named(case: Callable[..., Case]) -> None:
+    made = case("awq")
+    stem = KEY.removesuffix("weight")
+
+    def in_order(words: torch.Tensor) -> torch.Tensor:
+        return torch.stack([words >> 4 * at & 15 for at in range(8)], dim=-1).reshape(len(words), -1).float()
+
+    codes, zeros = (in_order(made.stored[f"{stem}{part}"]) for part in ("qweight", "qzeros"))
+    spread = (part.repeat_interleave(32, 0) for part in (zeros, made.stored[f"{stem}scales"].float()))
+    values = (codes - next(spread)) * next(spread)
+    assert says(made.judged({KEY: values.T.half().to(BF16)}), KEY, "its codes were read in order")

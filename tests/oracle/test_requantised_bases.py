@@ -11,13 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import requantised, units
 from lora_tool.execution.native import requantising
+from lora_tool.formats.quantised.encodings import dequantised
+from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.plan.merge.requantised import coded_steps
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
+from tests.unit.test_quantised_weights import encoding_in
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
@@ -169,6 +175,13 @@ def test_what_codes_cannot_hold_is_refused_by_name(
     choices = choices | ({"original": plain} if "original" in choices else {})
     with pytest.raises(UnsupportedAdapter, match=words):
         plan_merge(base, adapter, store="as-base", **choices)
+
+
+def test_packed_integers_of_eight_bits_are_not_said_to_be_of_four() -> None:
+    encoding = encoding_in("int8-packed")
+    step = Step(out=encoding.spec, op=Copy(source=dequantised(encoding)), action=TensorAction.MERGED, reason="")
+    with pytest.raises(UnsupportedAdapter, match="does not round to packed integers of 8 bits"):
+        list(coded_steps(step, encoding, None))
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,9 @@ def changed(sample: str, **changes: Any) -> dict[str, StoredTensor]:
         ("int4-group", {"m__weight_packed": (DType.F32, (20, 12))}, r"is F32; expected I32 or U8"),
         ("nvfp4", {"m__weight_scale": (DType.F8_E4M3, (20, 3))}, r"expected one scale for each 16 values"),
         ("mxfp4", {"m__weight_scale": (DType.F32, (20, 3))}, r"is F32; expected F8_E8M0 or U8"),
+        ("int8-asymmetric", {"m__weight_zero_point": None}, r"`m.weight` has no `m.weight_zero_point`, but the config"),
+        ("int4-group-asymmetric", {"m__weight_zero_point": None}, r"has no `m.weight_zero_point`, but the config says"),
+        ("int4-order", {"m__weight_g_idx": None}, r"`m.weight_packed` has no `m.weight_g_idx`, but the config says"),
     ],
 )
 def test_what_is_not_stored_as_its_format_says_is_named(sample: str, changes: dict[str, Any], words: str) -> None:
@@ -244,6 +247,10 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         table["m.g_idx"] = edit.Raw("I32", (64,), np.full(64, 2, np.int32).tobytes())
     with pytest.raises(LayoutError, match=r"`m.g_idx` names groups 2 to 2; there are 2"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 4})
+    with edit.tensors(tmp_path, "w.safetensors") as table:
+        del table["m.g_idx"]
+    with pytest.raises(LayoutError, match=r"`m.qweight` has no `m.g_idx`, but the config says `desc_act`"):
+        read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "desc_act": True})
     with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which lora-tool does not read"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 3})
 
@@ -493,3 +500,10 @@ def test_scales_in_the_order_of_a_kernel_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"has scales in the order of a GPU's kernel") as error:
         read_quantised(stored("torchao-own-mxfp8"), {"quant_method": "torchao"}, {"m.weight": json.dumps(own)})
     assert not error.value.is_fault
+
+
+def test_a_state_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    name = "m.weight.quant_state.bitsandbytes__nf4"
+    save_file({name: np.frombuffer(b"[" * 50_000, np.uint8)}, tmp_path / "w.safetensors")
+    with pytest.raises(LayoutError, match="holds no JSON object"):
+        read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "bitsandbytes"})

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.quantised.encodings import (
+    ORDER,
     Bnb4,
     BnbInt8,
     ColumnIntegers,
@@ -104,14 +105,7 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
         case Fp4():
             yield from _of_fp4(encoding)
         case ColumnIntegers():
-            yield _unscaled(encoding, encoding.scales)
-            if not encoding.across:
-                ones = sum(1 << at for at in range(0, 32, encoding.bits))
-                other = replace(encoding, added=ones - encoding.added)
-                yield Misreading(what="its zero points were taken as off by one", encoding=other)
-            if encoding.groups is not None:
-                ordered = replace(encoding, groups=None)
-                yield Misreading(what="its groups were taken in order, ignoring `g_idx`", encoding=ordered)
+            yield from _of_columns(encoding)
         case RoundedAs():
             return  # a plain weight: who reads it otherwise leaves the rounding out
         case _:
@@ -145,6 +139,33 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
         yield _swapped(encoding)
     if encoding.zeros is not None:
         yield Misreading(what=_NO_ZEROS, encoding=replace(encoding, zeros=None))
+    if encoding.groups is not None:
+        yield Misreading(
+            what="its groups were taken in order, ignoring `weight_g_idx`", encoding=replace(encoding, groups=None)
+        )
+
+
+def _of_columns(encoding: ColumnIntegers) -> Iterator[Misreading]:
+    yield _unscaled(encoding, encoding.scales)
+    ones = sum(1 << at for at in range(0, 32, encoding.bits))
+    yield Misreading(
+        what="its zero points were taken as off by one", encoding=replace(encoding, added=ones - encoding.added)
+    )
+    middle = (ones << encoding.bits - 1) - encoding.added
+    yield Misreading(
+        what="its zero points were taken for the middle of the codes",
+        encoding=encoding,
+        parts={encoding.zeros.name: _all(DType.I32, middle)},
+    )
+    if encoding.bits == _NIBBLE:
+        yield _swapped(encoding)
+    if encoding.across:
+        parts = {encoding.codes.name: _in_order, encoding.zeros.name: _in_order}
+        yield Misreading(what="its codes were read in order, but AWQ interleaves them", encoding=encoding, parts=parts)
+    if encoding.groups is not None:
+        yield Misreading(
+            what="its groups were taken in order, ignoring `g_idx`", encoding=replace(encoding, groups=None)
+        )
 
 
 def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
@@ -178,7 +199,7 @@ def _all(dtype: DType, bits: int) -> Change:
     return lambda raw: np.full(raw.size // size, bits, f"<u{size}").view(np.uint8)
 
 
-def _swapped(encoding: Bnb4 | PackedIntegers | Fp4) -> Misreading:
+def _swapped(encoding: Bnb4 | PackedIntegers | Fp4 | ColumnIntegers) -> Misreading:
     return Misreading(
         what="the halves of its bytes were swapped",
         encoding=encoding,
@@ -188,6 +209,15 @@ def _swapped(encoding: Bnb4 | PackedIntegers | Fp4) -> Misreading:
 
 def _halves_swapped(raw: Bytes) -> Bytes:
     return np.asarray(raw << _NIBBLE | raw >> _NIBBLE, np.uint8)
+
+
+def _in_order(raw: Bytes) -> Bytes:
+    """Return AWQ's words as a right reader must find them to take the codes that lie in order for those of outputs."""
+    words = raw.view("<u4")
+    codes = (
+        ((words >> np.uint32(_NIBBLE * output)) & 15) << np.uint32(_NIBBLE * at) for at, output in enumerate(ORDER)
+    )
+    return np.asarray(sum(codes, np.zeros_like(words)), "<u4").view(np.uint8)
 
 
 def _inverse(dtype: DType) -> Change:

@@ -86,7 +86,7 @@ def _state(tensor: StoredTensor) -> dict[str, Any]:
     """Return what bitsandbytes packed into a tensor of bytes: a JSON object."""
     try:
         found = json.loads(read_part(tensor, 0, min(tensor.nbytes, _JSON_BYTES)))
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise LayoutError(tensor, "holds no JSON object")

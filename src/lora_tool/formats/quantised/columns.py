@@ -47,6 +47,8 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
             f"is {list(codes.shape)}, with scales of {list(scales.shape)} and zeros of {list(zeros.shape)}; expected "
             f"[groups, {outputs}] and [groups, {-(-outputs // each)}]",
         )
+    if table.get("desc_act") is True and count > 1 and f"{module}.g_idx" not in parts.tensors:
+        raise LayoutError(codes, f"has no `{module}.g_idx`, but the config says `desc_act`: its groups are in no order")
     return ColumnIntegers(
         spec=TensorSpec(name=f"{module}.weight", dtype=scales.dtype, shape=(outputs, inside)),
         codes=codes,

@@ -18,6 +18,7 @@ from lora_tool.formats.quantised.columns import columns
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
 from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
+from lora_tool.formats.quantised.schemes import always, sizes
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
@@ -156,30 +157,14 @@ def _is_narrow(tensor: StoredTensor) -> bool:
     return tensor.dtype in _NARROW
 
 
-def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:
-    """Return the tiles and the numbers of bits that a config names."""
-    groups = table.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else ()
-    named = (group.get("weights") for group in listed if isinstance(group, dict))
-    weights = [each for each in named if isinstance(each, dict)]
-    tiles = [each.get("block_structure") for each in weights]
-    if table.get("quant_method") in ("fp8", "modelopt", "mxfp8"):  # modelopt has no other tiles, and does not say it
-        tiles.append(table.get("weight_block_size", [128, 128]))
-    pairs = (tuple(tile) for tile in tiles if isinstance(tile, list))
-    bits = (each.get("num_bits") for each in weights)
-    return (
-        frozenset(pair for pair in pairs if len(pair) == MATRIX and all(type(n) is int and n > 0 for n in pair)),
-        frozenset(each for each in bits if type(each) is int and 0 < each <= 8),  # noqa: PLR2004 - codes of a byte
-    )
-
-
 class _Layouts(Parts):
     """The tensors of a checkpoint, asked for the quantised weights among them."""
 
     def __init__(self, tensors: TensorTable, table: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         super().__init__(tensors)
         self._metadata = metadata
-        self._tiles, self._bits = _sizes(table)
+        self._tiles, self._bits = sizes(table)
+        self._always = always(table)
         self._table = table
         self._known_tiles: dict[tuple[Shape, Shape, DType], tuple[int, int]] = {}
 
@@ -213,7 +198,7 @@ class _Layouts(Parts):
         if tensor.dtype is DType.U8 and f"{name}_weight_scale_2" in self.tensors:
             return self._fp4_of_stack
         if name.endswith(".weight_packed"):
-            return partial(packed, self, self._bits) if tensor.dtype is DType.I32 else self._fp4_packed
+            return partial(packed, self, self._bits, self._always) if tensor.dtype is DType.I32 else self._fp4_packed
         if name.endswith(".qweight"):
             return partial(columns, self, self._table)
         return partial(int8, self) if name.endswith(".SCB") else None
@@ -226,6 +211,8 @@ class _Layouts(Parts):
         if scales is None:
             raise LayoutError(codes, f"is {codes.dtype}, but has no scale `{names[0]}`")
         zeros = self.tensors.get(f"{name}_zero_point")
+        if zeros is None and codes.dtype is DType.I8 and "_zero_point" in self._always:
+            raise LayoutError(codes, f"has no `{name}_zero_point`, but the config says that its codes have zero points")
         if scales.dtype not in (*SCALES, *POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
         if math.prod(scales.shape) == 1 < math.prod(codes.shape[:-2]):

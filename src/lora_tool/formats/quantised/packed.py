@@ -11,12 +11,18 @@ from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 
-def packed(parts: Parts, known_bits: Collection[int], name: str, codes: StoredTensor) -> Encoding:
-    """Return the weight whose codes are the tensor `name`; `known_bits` are the widths of codes that the config names.
+def packed(
+    parts: Parts, known_bits: Collection[int], always: Collection[str], name: str, codes: StoredTensor
+) -> Encoding:
+    """Return the weight whose codes are the tensor `name`; `known_bits` are the widths of codes that the config names,
+    `always` ends of names of what it says that every weight has.
 
     Raises `LayoutError`, OSError.
     """
     weight = name.removesuffix("_packed")
+    lost = next((f"{weight}{end}" for end in sorted(always) if f"{weight}{end}" not in parts.tensors), None)
+    if lost is not None:
+        raise LayoutError(codes, f"has no `{lost}`, but the config says that every weight has one")
     said = parts.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), MATRIX)
     shape = _integers(said)
     fitting = [bits for bits in known_bits if codes.shape == (shape[0], -(-shape[1] * bits // 32))]

@@ -67,6 +67,9 @@ class BaseView(Protocol):
     def of_no_class(self) -> frozenset[str]:
         """Those of them that are weights all the same, which servers may use: layers that predict further tokens, say."""
 
+    def parameter_of(self, name: str) -> str:
+        """Return the parameter in memory that a tensor of this name on disk is, or is a part of."""
+
     def in_memory(self) -> BaseMatch | None:
         """Return the base with every parameter of its class, for rules that read headers alone; None where it is so on
         disk.
@@ -97,6 +100,10 @@ class DirectBase:
         """The second bias of BERT's kin, `X.decoder.bias`, which is `X.bias`."""
         ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
         return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
+
+    def parameter_of(self, name: str) -> str:
+        """Return the name."""
+        return name
 
     def in_memory(self) -> None:
         """Return nothing: its names on disk are those in memory."""

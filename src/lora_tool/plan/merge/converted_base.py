@@ -73,18 +73,18 @@ class ConvertedBase:
         """The tensors that transformers ties only while `tie_word_embeddings` is true."""
         return self.mapping.tied_by_config
 
+    def parameter_of(self, name: str) -> str:
+        """See `BaseView`."""
+        return self.mapping.place(name)
+
     def in_memory(self) -> BaseMatch:
         """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
 
         What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
         their names on disk, where an adapter has LoRA on one of them.
         """
-        labelled = bool(self.facts.label_axes)
-        held = (
-            {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
-            if labelled
-            else {}
-        )
+        held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+        held = held if self.facts.label_axes else {}
         dtype = self.base.dtype or DType.F32
         tensors: dict[str, StoredTensor] = {}
         for name, shape in self.facts.shapes.items():

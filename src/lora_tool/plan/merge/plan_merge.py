@@ -130,7 +130,7 @@ def plan_merge(
         from lora_tool.plan.merge.storage import QuantisedBase  # noqa: PLC0415 - for quantised bases alone
         from lora_tool.plan.merge.written_of_quantised import written_of_quantised  # noqa: PLC0415 - see above
 
-        quantised = QuantisedBase(stored=stored, plain=plain, original=whole)
+        quantised = QuantisedBase(stored=stored, plain=plain, parameter_of=view.parameter_of, original=whole)
         written = written_of_quantised(view, merge, steps, quantised, asked)
     else:
         notes = (rounded_note(plain, asked.base_as),) if asked.base_as else trained_on_quantised(adapters, stored)

@@ -9,7 +9,14 @@ from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.quantised.encodings import Bnb4, ColumnIntegers, Encoding, OffsetIntegers, dequantised
+from lora_tool.formats.quantised.encodings import (
+    Bnb4,
+    ColumnIntegers,
+    Encoding,
+    OffsetIntegers,
+    PackedIntegers,
+    dequantised,
+)
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable, grid_of, scales_of
 from lora_tool.plan.core.delta_retention import DeltaRetention, summary
 from lora_tool.plan.core.operation import rows_of
@@ -24,6 +31,7 @@ LEAST_KEPT = 0.1
 """Share of ΔW below which what is stored is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
 _MOST_MEASURED = 32
 """Weights of which rows are measured: two milliseconds each, on one core, while nothing is written yet."""
+_FEW_BITS = 4
 _ALL_PLAIN = '`store="all-16bit"` and `store="touched-16bit"` merge exactly'
 _ELSEWHERE = f"{_ALL_PLAIN}; merge to 16 bits and quantise the result with the tool that made the base"
 _FROM_ORIGINAL = "`original=MODEL` quantises W + ΔW of the 16-bit model that the base was made from"
@@ -88,6 +96,8 @@ def _only_read(step: Step, encoding: Encoding) -> str:
         why = "lora-tool does not round to codes with zero points"
     elif isinstance(encoding, ColumnIntegers):
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
+    elif isinstance(encoding, PackedIntegers) and encoding.bits > _FEW_BITS:
+        why = f"lora-tool does not round to packed integers of {encoding.bits} bits"
     else:
         why = "rounding to four bits removes a change of 1% of the weights, or adds several times as much noise"
     return f"the adapter changes `{step.out.name}`, which is stored as {encoding}: {why}"

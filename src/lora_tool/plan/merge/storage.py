@@ -8,7 +8,7 @@ nearly all of it: it is done where it is asked for, and what is left is measured
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +56,8 @@ class QuantisedBase:
 
     stored: ModelDir
     plain: ModelDir
+    parameter_of: Callable[[str], str]
+    """Tensor on disk → the parameter in memory that it is, or is a part of."""
     original: ModelDir | None = None
     """The 16-bit model that it was made from, where it was given."""
 
@@ -170,7 +172,11 @@ class QuantisedBase:
         config = self.stored.whole_config
         if freed:
             some_stay = bool(self.encodings.keys() - freed)
-            config = with_plain_modules(self.stored, self.plain, freed) if some_stay else self.plain.whole_config
+            config = (
+                with_plain_modules(self.stored, self.plain, freed, self.parameter_of)
+                if some_stay
+                else self.plain.whole_config
+            )
             fused = (
                 f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
             )

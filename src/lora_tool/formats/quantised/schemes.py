@@ -1,0 +1,40 @@
+"""What a config says of how weights are quantised: the sizes of tiles and codes, and the parts that every weight has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lora_tool.formats.quantised.parts import MATRIX
+
+
+def sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:
+    """Return the tiles and the numbers of bits that a config names."""
+    weights = _schemes(table)
+    tiles = [each.get("block_structure") for each in weights]
+    if table.get("quant_method") in ("fp8", "modelopt", "mxfp8"):  # modelopt has no other tiles, and does not say it
+        tiles.append(table.get("weight_block_size", [128, 128]))
+    pairs = (tuple(tile) for tile in tiles if isinstance(tile, list))
+    bits = (each.get("num_bits") for each in weights)
+    return (
+        frozenset(pair for pair in pairs if len(pair) == MATRIX and all(type(n) is int and n > 0 for n in pair)),
+        frozenset(each for each in bits if type(each) is int and 0 < each <= 8),  # noqa: PLR2004 - codes of a byte
+    )
+
+
+def _schemes(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return how the groups of compressed-tensors say that weights are quantised."""
+    groups = table.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    named = (group.get("weights") for group in listed if isinstance(group, dict))
+    return [each for each in named if isinstance(each, dict)]
+
+
+def always(table: Mapping[str, Any]) -> frozenset[str]:
+    """Return ends of names of what every weight of integers has, as the config says: without it, it is another weight."""
+    weights = [each for each in _schemes(table) if each.get("type") == "int"]
+    found = {
+        "_zero_point": all(each.get("symmetric") is False for each in weights),
+        "_g_idx": all(each.get("actorder") in ("group", "dynamic") for each in weights),
+    }
+    return frozenset(end for end, everywhere in found.items() if weights and everywhere)
