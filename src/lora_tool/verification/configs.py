@@ -14,20 +14,11 @@ from lora_tool.rules.merged.evidence import TensorEvidence
 
 _MAY_DIFFER = frozenset({"base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"})
 """Fields that say nothing of ΔW: a base may be moved, and PEFT writes its version."""
-_WHERE = frozenset(
-    (
-        *(
-            "alpha_pattern",
-            "bias",
-            "exclude_modules",
-            "fan_in_fan_out",
-            "layers_pattern",
-            "layers_to_transform",
-            "lora_bias",
-        ),
-        *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices"),
-    )
+_NAMES = (
+    "alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern layers_to_transform lora_bias modules_to_save "
+    "rank_pattern target_parameters trainable_token_indices"
 )
+_WHERE = frozenset(_NAMES.split())
 """Fields that change what is loaded even if none was written."""
 
 

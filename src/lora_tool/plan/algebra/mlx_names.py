@@ -32,9 +32,8 @@ _LAYERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Where the classes of `mlx_lm/models/` have their layers, by model type, if that is not where transformers has them."""
-
-
 _STORED_ROUTER = ".block_sparse_moe.gate"
+"""What Mixtral calls its router on disk, and MLX-LM in memory."""
 
 
 def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
