@@ -51,7 +51,7 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, str
     rows, columns = np.arange(first, last)[:, None], np.arange(width)[None, :]
     match encoding:
         case Tiled():
-            values = _tiled(encoding, rows, columns, read)
+            values = _tiled(encoding, rows, read)
         case OffsetIntegers():
             values = _offset(encoding, rows, columns, read)
         case BnbInt8():
@@ -138,7 +138,7 @@ def _bytes_as(dtype: DType) -> Array:
     return _signed(every) if dtype is DType.I8 else small_floats(every, exponent=4, mantissa=3)
 
 
-def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
+def _tiled(encoding: Tiled, rows: Array, read: Read) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
     first, last = int(rows[0, 0]), int(rows[-1, 0]) + 1
@@ -149,7 +149,8 @@ def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
     line = matrix * grid[0] + row // down
     low, high = int(line.min()), int(line.max()) + 1
     scales = floats_of(encoding.scales, low * grid[1], high * grid[1], read).reshape(-1, grid[1])
-    return np.asarray(codes * scales[line - low][:, columns[0] // across])
+    codes *= np.repeat(scales, across, axis=1)[:, :width][line - low]
+    return np.asarray(codes)
 
 
 def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: Read) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -63,14 +64,21 @@ def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     above = part.begin // grid.width
     own = [(first + above, last + above) for first, last in rows]
     raw = np.concatenate([_codes(written, first, last, files) for first, last in own])
-    steps = np.full(raw.shape, 0.5, np.float32)
-    if written.codes.dtype is DType.F8_E4M3:
-        steps = np.ldexp(np.float32(1), np.maximum((raw >> 3) & 15, 1).astype(np.int32) - 11)
     of_rows = np.array([grid.scales_at(row) for first, last in own for row in range(first, last)])
     low, high = int(of_rows.min()), int(of_rows.max()) + 1
-    scales = _scales(scales_of(written), grid, (low, high), files)
-    scales = np.abs(scales)[of_rows - low][:, np.arange(grid.width) // grid.tile[1]]
-    return np.asarray(steps * scales / (127 if isinstance(written, BnbInt8) else 1), np.float32)
+    scales = np.abs(_scales(scales_of(written), grid, (low, high), files))
+    scales = (scales / (127 if isinstance(written, BnbInt8) else 1)).astype(np.float32)
+    steps = np.take(_half_steps_of(written.codes.dtype), raw)
+    steps *= np.repeat(scales, grid.tile[1], axis=1)[:, : grid.width][of_rows - low]
+    return steps
+
+
+@cache
+def _half_steps_of(dtype: DType) -> Array:
+    """Return half the distance of each code's neighbours, a power of two, as float32."""
+    every = np.arange(256)
+    powers = np.maximum((every >> 3) & 15, 1) - 11 if dtype is DType.F8_E4M3 else np.full_like(every, -1)
+    return np.asarray(np.ldexp(1.0, powers), np.float32)
 
 
 def step_bound(bound: Bound) -> Bound:
