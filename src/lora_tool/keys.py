@@ -43,7 +43,7 @@ LORA_FACTOR = re.compile(r"\.lora_(embedding_)?A(?=\.|\Z)")
 _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
-_INSIDE = f".{Part.BASE_LAYER.value}."
+_AROUND = re.compile(rf"(?:\.{Part.BASE_LAYER.value})+(?=\.(?!{Part.BASE_LAYER.value}(?:\.|\Z)))")
 _WITH_LEAF = _FACTORS | {Part.MAGNITUDE}
 _PART = re.compile(
     r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
@@ -178,8 +178,11 @@ def unwrapped(name: str) -> str:
 
 
 def without_wrapped(module: str) -> str:
-    """Return a module's path as the base has it, where PEFT wrapped a module around it: LoRA on its bare parameters."""
-    return module.replace(_INSIDE, ".") if _INSIDE in module else module
+    """Return a module's path as the base has it, where PEFT wrapped a module around it: LoRA on its bare parameters.
+
+    A wrapper that is itself wrapped, for a second parameter, keeps its name: nothing of the base is inside.
+    """
+    return _AROUND.sub("", module)
 
 
 def has_lora_factor(name: str) -> bool:
