@@ -21,7 +21,7 @@ from tests.cli.calling import FIXTURES, Caller
 REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
 
 INTERRUPTED = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.checkpoint import open_sharded
@@ -30,8 +30,9 @@ from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 file_values.BLOCK_BYTES = 64
 look = file_values._Values.look_at
+once = threading.Lock()
 def slowly(*arguments):
-    if not seen:
+    if once.acquire(blocking=False):  # two threads begin together
         os.kill(os.getpid(), signal.SIGINT)
     seen.append(1)
     time.sleep(0.01)
