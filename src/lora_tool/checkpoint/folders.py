@@ -46,11 +46,7 @@ class Folder:
         """Paths in the folder of the named chat templates."""
         if tokenizer.TEMPLATES not in self.folders:
             return ()
-        return tuple(
-            f"{tokenizer.TEMPLATES}/{name}"
-            for name in sorted(self.names_in(tokenizer.TEMPLATES))
-            if name.endswith(".jinja")
-        )
+        return tokenizer.templates_among(self.names_in(tokenizer.TEMPLATES))
 
     @property
     def licence_files(self) -> tuple[str, ...]:

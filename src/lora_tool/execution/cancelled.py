@@ -1,4 +1,4 @@
-"""Results that are small beside the rounding errors of their sum, because W and ΔW nearly cancel: summed again in numpy.
+"""Results that are small beside the rounding errors of their sum, as W and ΔW nearly cancel: summed again in numpy.
 
 `native/again.h` does the same by the same bound, but that a BLAS may add up in any order.
 """
@@ -42,26 +42,34 @@ class Product:
     scaling: float
 
 
-def sum_again(total: F32, source: AnyArray, start: int, products: Sequence[Product], digits: int) -> None:
-    """Mend some elements of `total`, flat, those from `start` on of the rows of `source` + the products.
+class Doubts:
+    """Which results of rows of W + the products may be off, by what their factors reach; for all parts of a block."""
 
-    Each becomes one of the two neighbours of the exact sum in a type of so many digits, once it is rounded to that.
-    """
-    norms = [(np.linalg.norm(each.left, axis=1), np.linalg.norm(each.right, axis=0)) for each in products]
-    doubts = [
-        _SLACK * 2.0 ** (digits - 24) * (len(each.right) + len(products) + 2) * abs(each.scaling) for each in products
-    ]
-    most = sum(
-        doubt * left.max(initial=0) * right.max(initial=0) for doubt, (left, right) in zip(doubts, norms, strict=True)
-    )
-    near = np.flatnonzero(np.abs(total) < most)
-    step = max(1, _AT_ONCE // max(1, sum(len(each.right) for each in products)))
-    for at in range(0, len(near), step):
-        some = near[at : at + step]
-        rows, columns = np.divmod(some + start, products[0].right.shape[1])
-        doubt = sum(doubt * left[rows] * right[columns] for doubt, (left, right) in zip(doubts, norms, strict=True))
-        own = np.abs(total[some]) < doubt
-        total[some[own]] = _sums(source[some[own]], products, rows[own], columns[own], doubt[own])
+    def __init__(self, products: Sequence[Product], digits: int) -> None:
+        self._products = products
+        self._reaches = [
+            (
+                _SLACK * 2.0 ** (digits - 24) * (len(each.right) + len(products) + 2) * abs(each.scaling),
+                np.linalg.norm(each.left, axis=1),
+                np.linalg.norm(each.right, axis=0),
+            )
+            for each in products
+        ]
+        self._most = sum(factor * left.max(initial=0) * right.max(initial=0) for factor, left, right in self._reaches)
+
+    def mend(self, total: F32, source: AnyArray, start: int) -> None:
+        """Sum some elements of `total` again, flat, those from `start` on of the rows of `source` + the products.
+
+        Each becomes one of the two neighbours of the exact sum in a type of so many digits, once it is rounded to that.
+        """
+        near = np.flatnonzero(np.abs(total) < self._most)
+        step = max(1, _AT_ONCE // max(1, sum(len(each.right) for each in self._products)))
+        for at in range(0, len(near), step):
+            some = near[at : at + step]
+            rows, columns = np.divmod(some + start, self._products[0].right.shape[1])
+            doubt = sum(factor * left[rows] * right[columns] for factor, left, right in self._reaches)
+            own = np.abs(total[some]) < doubt
+            total[some[own]] = _sums(source[some[own]], self._products, rows[own], columns[own], doubt[own])
 
 
 def _sums(weights: AnyArray, products: Sequence[Product], rows: AnyArray, columns: AnyArray, doubt: F64) -> F64:

@@ -32,6 +32,11 @@ CACHE_BLOCK = 1 << 17
 second-level cache (measured: 2^16 and 2^19 are slower)."""
 
 
+def bytes_of(array: AnyArray) -> memoryview:
+    """Return the bytes of a contiguous array, to read into or write from."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def round_to(values: AnyArray, dtype: DType, out: AnyArray) -> AnyArray:
     """Write `values`, float32 or float64, into `out` as elements of `dtype`: rounded once, to nearest, ties to even.
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from lora_tool.execution.backends.choosing import backend_for
-from lora_tool.execution.backends.numpy_backend import NumpyBackend, bytes_of
-from lora_tool.execution.kernels import STORAGE
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
+from lora_tool.execution.kernels import STORAGE, bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit

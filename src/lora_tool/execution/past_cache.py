@@ -8,7 +8,6 @@ too, but whoever reads them next reads the disk. So it is only done where they w
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,19 +61,6 @@ def _file_system(device: int) -> str:
         if fields.split(" ")[2] == number:
             return rest.split(" ")[0]
     return ""
-
-
-class PageBuffer:
-    """Memory whose addresses can be like offsets in a file, as what is written past the page cache must be."""
-
-    def __init__(self) -> None:
-        self._held = memoryview(b"")
-
-    def like(self, offset: int, nbytes: int) -> memoryview:
-        """Return `nbytes` bytes, whose address and `offset` differ by whole pages. They are valid until the next."""
-        if len(self._held) < PAGE + nbytes:
-            self._held = memoryview(mmap.mmap(-1, PAGE + nbytes))
-        return self._held[offset % PAGE :][:nbytes]
 
 
 def exceeds_memory(nbytes: int) -> bool:

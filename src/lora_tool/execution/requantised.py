@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lora_tool.execution.backends.numpy_backend import bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.kernels import retention
+from lora_tool.execution.kernels import bytes_of, retention
 from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly

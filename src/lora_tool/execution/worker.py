@@ -10,11 +10,12 @@ from lora_tool.batches import batches_of_bytes
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
-from lora_tool.execution.past_cache import PageBuffer, PastCache
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, QuantiseUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
 from lora_tool.exhaustive import assert_never
+from lora_tool.formats.room import PageBuffer
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 

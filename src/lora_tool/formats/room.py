@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from lora_tool.cores import PAGE
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-_ALIGNMENT = 64
-"""A line of the cache, and the widest vector."""
+
+class PageBuffer:
+    """Memory whose addresses can be like offsets in a file, as what is written past the page cache must be.
+
+    It is the system's own: of what a thread has freed, the C library keeps megabytes for others that never take them.
+    """
+
+    def __init__(self) -> None:
+        self._held = memoryview(b"")
+
+    def like(self, offset: int, nbytes: int) -> memoryview:
+        """Return `nbytes` bytes, whose address and `offset` differ by whole pages. They are valid until the next."""
+        if len(self._held) < PAGE + nbytes:
+            self._held = memoryview(mmap.mmap(-1, PAGE + nbytes))
+        return self._held[offset % PAGE :][:nbytes]
 
 
 class Room:
     """One worker's arrays, each known by a name; not shared between threads."""
 
     def __init__(self) -> None:
-        self._held: dict[str, NDArray[np.uint8]] = {}
+        self._buffers: defaultdict[str, PageBuffer] = defaultdict(PageBuffer)
 
     def of(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, like: int | None = None) -> NDArray[Any]:
         """Return the array of that name, whose elements are any; it is valid until the next of the name.
 
-        Its address is that of a vector, or differs from an offset `like` it by whole pages.
+        Its address is that of a page, or differs from an offset `like` it by whole pages.
         """
-        needed = math.prod(shape) * dtype.itemsize
-        held = self._held.get(name)
-        if held is None or held.nbytes < needed + PAGE:
-            # not numpy's own: of what a thread has freed, the C library keeps megabytes for others that never take them
-            held = self._held[name] = np.frombuffer(mmap.mmap(-1, needed + PAGE), np.uint8)
-        at = -held.ctypes.data % _ALIGNMENT if like is None else (like - held.ctypes.data) % PAGE
-        return held[at : at + needed].view(dtype).reshape(shape)
+        import numpy as np  # noqa: PLC0415 - what copies files does without it
+
+        buffer = self._buffers[name].like(like or 0, math.prod(shape) * dtype.itemsize)
+        return np.ndarray(shape, dtype, buffer=buffer)

@@ -149,6 +149,11 @@ def read_tokenizer(folder: Path, names: Iterable[str]) -> Tokenizer:
     return tokenizer_of(own_files(folder, names))
 
 
+def templates_among(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the paths of the named chat templates, of the names in `TEMPLATES`."""
+    return tuple(f"{TEMPLATES}/{name}" for name in sorted(names) if name.endswith(".jinja"))
+
+
 def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return name → path of the tokenizer files among `names` that are in `folder`, and not outside it by a link."""
     return {name: folder / name for name in names if name in FILE_NAMES and inside(folder, folder / name)}

@@ -81,8 +81,8 @@ def merge_each(adapters: Reference | Sequence[Reference], asked: MergeArguments)
     NAME is the name of the adapter's folder, with those above it where two are called alike. The folders are those that
     `merge` writes for each alone, byte by byte. The base is read once for up to eight adapters. What refuses one
     adapter is its `error`, and the others are written. All are planned before one is written, unless PEFT may merge in
-    memory. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an argument, and for two adapters that would be written to one folder, and
-    `OutOfSpace` where the disk has no room for all of them.
+    memory. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an argument, and
+    for two adapters that would be written to one folder, and `OutOfSpace` where the disk has no room for all of them.
     """
     return merge_several(adapters, asked)
 
@@ -228,7 +228,7 @@ class _Sweep:
         one.finished_before = may_be_written and is_written(one.planned, one.path)
         if one.finished_before:
             one.contexts.close()
-        else:
+        elif may_be_written:
             check_output(one.path, overwrite=asked.overwrite, inputs=inputs.paths)
 
     def _write(self, going: Sequence[_One]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.native_factors import NativeFactors
-from lora_tool.execution.backends.numpy_backend import bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.native.library import TYPES, Level
 from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file
 from lora_tool.execution.native.rows import PlainRows

@@ -13,8 +13,9 @@ import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
-from lora_tool.execution.cancelled import Product, digits_of, sum_again
+from lora_tool.execution.cancelled import Doubts, Product, digits_of
 from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
@@ -165,6 +166,7 @@ class NumpyBackend:
         """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
+        doubts = self._doubts(unit.op, first, last) if isinstance(unit.op, LoraDelta) else None
         result = self._room.of("result", source.shape, kernels.STORAGE[dtype], like=self._like)
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
@@ -172,8 +174,8 @@ class NumpyBackend:
                 total = self._wide_copy(source[part])
             else:
                 total = change[part] if whole else np.add(self._wide_copy(source[part]), change[part], out=change[part])
-                if self._digits and isinstance(unit.op, LoraDelta):
-                    sum_again(total, source[part], at, self._products(unit.op, first, last), self._digits)
+                if doubts:
+                    doubts.mend(total, source[part], at)
             small = kernels.is_small(total)  # then every type but float16 holds it
             if not small and unit.is_new and not np.isfinite(total).all():
                 refuse_nonfinite(unit)
@@ -280,8 +282,8 @@ class NumpyBackend:
         """Return rows `first` to `last` of W + Δ in the working precision, in this worker's buffer."""
         moved, source = self._delta(op, first, last), self._stored(op.source, first, last)
         np.add(moved, self._wide_copy(source), out=moved)
-        if self._digits:
-            sum_again(moved, source, 0, self._products(op, first, last), self._digits)
+        if doubts := self._doubts(op, first, last):
+            doubts.mend(moved, source, 0)
         return moved.reshape(last - first, -1)
 
     def _scale_to_magnitude(self, op: DoraDelta, moved: Array, first: int, last: int) -> None:
@@ -303,12 +305,15 @@ class NumpyBackend:
             delta += more
         return delta.reshape(-1)
 
-    def _products(self, op: LowRank, first: int, last: int) -> list[Product]:
-        """Return what `_delta` adds up."""
-        return [
+    def _doubts(self, op: LowRank, first: int, last: int) -> Doubts | None:
+        """Return what may be off of W + what `_delta` adds up; None where that is not asked."""
+        if not self._digits:
+            return None
+        products = [
             Product(left=self._left(op, term, first, last), right=self._right(op, term)[0], scaling=term.scaling)
             for term in op.terms
         ]
+        return Doubts(products, self._digits)
 
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
         return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))
@@ -384,7 +389,7 @@ class NumpyBackend:
         shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
         out = self._room.of(place, shape, storage) if place else np.empty(shape, storage)
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        self._sources.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
+        self._sources.read_into(tensor, first * row_bytes, bytes_of(out))
         return out
 
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
@@ -393,8 +398,3 @@ class NumpyBackend:
         stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored
-
-
-def bytes_of(array: Array) -> memoryview:
-    """Return the bytes of a contiguous array, to read into or write from."""
-    return array.reshape(-1).view(np.uint8).data

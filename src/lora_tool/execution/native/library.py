@@ -18,7 +18,7 @@ from typing import Any
 
 from lora_tool.choices import TextEnum, wrong_value
 from lora_tool.errors import ExecutionError
-from lora_tool.execution.native.structures import Codes, Term
+from lora_tool.execution.native.structures import Codes, Term, packed_floats
 from lora_tool.tensors import DType
 
 VARIABLE = "LORA_TOOL_KERNEL"
@@ -305,7 +305,7 @@ def checksum(kernel: Kernel) -> int:
     """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
-    packed = [(ctypes.c_float * ((_DEPTH + 2) * 64))() for _ in range(2)]
+    packed = [(ctypes.c_float * packed_floats(64, 1, _DEPTH))() for _ in range(2)]
     kernel.pack(
         ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
     )

@@ -51,7 +51,8 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 #include "codes.h"
 #include "wide.h"
 
-/* Return the largest |result|, and write the `least`, or less, as LARGEST gives them. What lies beyond the last column goes by way of a line of its own. */
+/* Return the largest |result|, and write the `least`, or less, as LARGEST gives them. What lies beyond the last column goes
+ * by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
     TARGET static uint32_t NAME(finish_##in##_##out)(const float *tile, int rows, int columns, const void *source,     \
                                                      int64_t apart, void *to, int64_t stride, uint32_t *least) {       \

@@ -49,11 +49,6 @@ TARGET static void NAME(wide_product)(double *tile, const double *left, const do
         }                                                                                                              \
     }
 
-SCALED(bf16, uint16_t, from_bf16)
-SCALED(f16, uint16_t, from_f16)
-SCALED(f32, float, )
-SCALED(f64, double, )
-
 /* panels[lane / PANEL][k][lane % PANEL] = values[lane·along + k·down] in float64; panels are `apart` numbers apart. Where lanes
  * lie side by side, their number is a multiple of PANEL, else it is at most PANEL. */
 #define PACKED(type, stored_type, widened)                                                                             \
@@ -85,10 +80,15 @@ SCALED(f64, double, )
         }                                                                                                              \
     }
 
-PACKED(bf16, uint16_t, from_bf16)
-PACKED(f16, uint16_t, from_f16)
-PACKED(f32, float, )
-PACKED(f64, double, )
+#define READ(type, stored_type, widened)                                                                               \
+    SCALED(type, stored_type, widened)                                                                                 \
+    PACKED(type, stored_type, widened)
+
+READ(bf16, uint16_t, from_bf16)
+READ(f16, uint16_t, from_f16)
+READ(f32, float, )
+READ(f64, double, )
+#undef READ
 
 /* Round float64 to odd: its last bit stands for all that is cut off, so that rounding to 16 bits rounds once. */
 static inline float NAME(odd)(double value) {

@@ -43,8 +43,7 @@ def tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
     for folder in state.near:
         names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_there(folder, name)]
         if names:
-            templates = (name for name in listed(folder / tokenizer.TEMPLATES) if name.endswith(".jinja"))
-            names += [f"{tokenizer.TEMPLATES}/{name}" for name in sorted(templates)]
+            names += tokenizer.templates_among(listed(folder / tokenizer.TEMPLATES))
             yield from (copied_file(folder, name, folder) for name in names)
             return
 
