@@ -111,7 +111,8 @@ def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
 
 def floats_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
     """Return elements `first` to `last` of a tensor of scales, float64."""
-    return _floats(tensor, np.arange(first, last), read)
+    size = tensor.dtype.bits // 8
+    return _as_floats(tensor, read(tensor, first * size, (last - first) * size).view(f"<u{size}"))
 
 
 def small_floats(bits: Array, *, exponent: int, mantissa: int) -> Array:
