@@ -145,19 +145,21 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    every = np.arange(256, dtype=np.uint8)
-    values: Array = every.view(np.int8).astype(np.float32)
-    if type_of_codes(written) is DType.F8_E4M3:
-        values = small_floats(every, exponent=4, mantissa=3)
-    is_full = (values >= most) | (values <= least)
     raw = _codes(written, first, last, files)
-    found = np.zeros((of[1] - of[0], grid.across), np.bool_)
+    if type_of_codes(written) is DType.F8_E4M3:  # without their signs codes have the order of what they stand for
+        largest = small_floats(_of_tiles(np.maximum, raw & 0x7F, grid, of), exponent=4, mantissa=3)
+        return np.asarray(largest >= most)
+    low, high = (_of_tiles(function, raw.view(np.int8), grid, of) for function in (np.minimum, np.maximum))
+    return np.asarray((low <= least) | (high >= most))
+
+
+def _of_tiles(function: np.ufunc, codes: Array, grid: Grid, of: tuple[int, int]) -> Array:
+    """Return the least or largest code of each tile of these rows of scales."""
     edges = np.arange(0, grid.width, grid.tile[1])
-    for rows, own in grid.parts(first, last, of[0]):
-        full: Array = np.take(is_full, raw[rows])
-        full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
-        found[own] = np.logical_or.reduceat(full, edges, axis=1)
-    return found
+    first, last = grid.rows_of(*of)
+    parts = (codes[rows] for rows, _ in grid.parts(first, last, of[0]))
+    lines = [part if grid.tile[0] == 1 else function.reduce(part, axis=0, keepdims=True) for part in parts]
+    return np.asarray(function.reduceat(np.concatenate(lines), edges, axis=1))
 
 
 def _are_spanned(
