@@ -254,11 +254,25 @@ def int8_channel(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales.float()
 
 
+def int8_packed(name: str, weight: torch.Tensor) -> Made:
+    """Return codes in words, each plus 128, with a scale for each 8 of a row."""
+    scales = (_tiles(weight, 1, 8) / 127.5).to(torch.bfloat16)
+    wide = _spread(scales, 1, 8, weight.shape)
+    codes = (weight.float() / wide).round().clamp(-128, 127)
+    tensors = {
+        f"{name}.weight_packed": (codes + 128).to(torch.uint8).view(torch.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, codes * wide
+
+
 EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "fp8-block-bf16": (partial(fp8_block, scale=torch.bfloat16), FORMS["fp8-block"][1]),
     "fp8-powers": (fp8_powers, FORMS["fp8-block"][1] | {"scale_fmt": "ue8m0"}),
     "fp8-tensor": (fp8_tensor, _compressed(num_bits=8, type="float", strategy="tensor")),
     "int8-channel": (int8_channel, _compressed(num_bits=8, type="int", strategy="channel")),
+    "int8-packed": (int8_packed, _compressed(num_bits=8, type="int", strategy="group", group_size=8)),
 }
 """Forms that are stored as those above are, with other scales."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import requantised, units
 from lora_tool.execution.native import requantising
-from lora_tool.formats.quantised.encodings import dequantised
+from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -46,22 +48,32 @@ def is_linear(module: str) -> bool:
     return module.endswith("_proj")
 
 
+def exactly(plain: Path, values: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Return the model whose weights are these numbers, in float32."""
+    shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(saved_tensors(plain) | values, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return codes and scales of a merged float32 weight, a tile at a time."""
     module = name.removesuffix(".weight")
     ends = (".weight_scale_inv", ".weight_scale", ".SCB", "._weight_scale")
-    of_codes = name if name in base else f"{module}._weight_qdata"
+    of_codes = next(each for each in (name, f"{module}._weight_qdata", f"{module}.weight_packed") if each in base)
     scale_name = next(f"{module}{end}" for end in ends if f"{module}{end}" in base)
     scales = base[scale_name]
-    of_type = base[of_codes].dtype
+    of_type = torch.int8 if form == "int8-packed" else base[of_codes].dtype
     rows, columns = merged.shape
-    tile = {"fp8-tensor": (rows, columns)}.get(
+    tile = {"fp8-tensor": (rows, columns), "int8-packed": (1, 8)}.get(
         form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE)
     )
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
-    codes, new = torch.empty_like(base[of_codes]), scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1]))
+    codes, new = (
+        torch.empty((rows, columns), dtype=of_type),
+        scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1])),
+    )
     for at in range(new.shape[0]):
         for across in range(new.shape[1]):
             part = (slice(at * tile[0], (at + 1) * tile[0]), slice(across * tile[1], (across + 1) * tile[1]))
@@ -76,6 +88,8 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
                 new[at, across] = needed.log2().ceil().exp2() if form == "fp8-powers" else needed
             divided = (values / new[at, across].float()).clamp(least, most)
             codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
+    if form == "int8-packed":
+        codes = (codes.short() + 128).to(torch.uint8).view(torch.int32)
     return {of_codes: codes, scale_name: new.reshape(scales.shape)}
 
 
@@ -83,7 +97,7 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
 def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Path, tmp_path: Path) -> None:
     base, values = quantise(plain, tmp_path / "base", form, is_linear)
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="as-base")
-    wide = merge_with_ours(base, adapter, tmp_path / "wide", "float32", store="all-16bit", dtype="float32")
+    wide = merge_with_ours(exactly(plain, values, tmp_path / "exact"), adapter, tmp_path / "wide", "float32")
     before, after, numbers = saved_tensors(base), saved_tensors(merged), saved_tensors(wide)
     assert list(after) == list(before)
     changed = [name for name in values if name.split(".")[-2] in TARGETS]
@@ -117,7 +131,7 @@ def test_transformers_loads_what_was_stored_again(plain: Path, adapter: Path, tm
     assert float((weight - exact).abs().max() / exact.abs().max()) < 2**-4
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "fp8-tensor", "bnb-int8", "int8-channel"])
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "fp8-tensor", "bnb-int8", "int8-channel", "int8-packed"])
 def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
     form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,8 +193,10 @@ def test_what_codes_cannot_hold_is_refused_by_name(
 
 def test_packed_integers_of_eight_bits_are_not_said_to_be_of_four() -> None:
     encoding = encoding_in("int8-packed")
+    assert isinstance(encoding, PackedIntegers)
+    encoding = replace(encoding, groups=encoding.record)
     step = Step(out=encoding.spec, op=Copy(source=dequantised(encoding)), action=TensorAction.MERGED, reason="")
-    with pytest.raises(UnsupportedAdapter, match="does not round to packed integers of 8 bits"):
+    with pytest.raises(UnsupportedAdapter, match="packed integers of 8 bits in the order of activations"):
         list(coded_steps(step, encoding, None))
 
 

@@ -15,8 +15,8 @@ from lora_tool.execution.units import RequantiseUnit
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of
-from lora_tool.formats.quantised.requantising import as_stored, numbers_of, raised, stored_scales
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes
+from lora_tool.formats.quantised.requantising import as_stored, bytes_of_codes, numbers_of, raised, stored_scales
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.requantise import QuantisedPart
 from lora_tool.tensors import DType
@@ -67,8 +67,8 @@ class Requantiser:
         stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
         if self._write_scales(unit, of, stored, out):
             return None
-        self._numbers.write(unit.op, made.codes, out, unit.place(*of)[0])
-        codes = made.codes[:some].view(STORED[encoding.codes.dtype])
+        self._numbers.write(unit.op, bytes_of_codes(encoding, made.codes), out, unit.place(*of)[0])
+        codes = made.codes[:some].view(STORED[type_of_codes(encoding)])
         return _retention(encoding, made.before, made.meant, codes, stored, (top, of[0])) if some else None
 
     def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Array, out: int) -> bool:
@@ -95,11 +95,12 @@ class Requantiser:
         if self._write_scales(unit, of, scales, out):
             return None
         begin, _ = unit.place(*of)
+        row_bytes = unit.out.nbytes // grid.rows
         for first, last in strips:
             values = values if len(strips) == 1 else self._rows(unit, first, last)
             meant = values[:some].copy() if first == top else values[:0]
             made = self._rounding.codes(encoding, values, scales, first, of[0])
-            write_exactly(out, bytes_of(made), begin + (first - top) * grid.width)
+            write_exactly(out, bytes_of(bytes_of_codes(encoding, made)), begin + (first - top) * row_bytes)
             if len(meant):
                 before = self._numbers.stored(dequantised(encoding), top * grid.width, top * grid.width + meant.size)
                 retained = _retention(encoding, before, meant, made[: len(meant)], scales, (top, of[0]))

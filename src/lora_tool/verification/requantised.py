@@ -13,8 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from lora_tool.formats.quantised.encodings import BnbInt8, dequantised
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers, dequantised
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Computed, row_ops
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise
@@ -68,7 +68,7 @@ def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     low, high = int(of_rows.min()), int(of_rows.max()) + 1
     scales = np.abs(_scales(scales_of(written), grid, (low, high), files))
     scales = (scales / (127 if isinstance(written, BnbInt8) else 1)).astype(np.float32)
-    steps = np.take(_half_steps_of(written.codes.dtype), raw)
+    steps = np.take(_half_steps_of(type_of_codes(written)), raw)
     steps *= np.repeat(scales, grid.tile[1], axis=1)[:, : grid.width][of_rows - low]
     return steps
 
@@ -125,22 +125,26 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    every = np.arange(256, dtype=np.uint8)
-    values: Array = every.view(np.int8).astype(np.float32)
-    if written.codes.dtype is DType.F8_E4M3:
-        values = small_floats(every, exponent=4, mantissa=3)
-    is_full = (values >= most) | (values <= least)
     raw = _codes(written, first, last, files)
-    found = np.zeros((of[1] - of[0], grid.across), np.bool_)
+    if type_of_codes(written) is DType.F8_E4M3:  # without their signs codes have the order of what they stand for
+        largest = small_floats(_of_tiles(np.maximum, raw & 0x7F, grid, of), exponent=4, mantissa=3)
+        return np.asarray(largest >= most)
+    low, high = (_of_tiles(function, raw.view(np.int8), grid, of) for function in (np.minimum, np.maximum))
+    return np.asarray((low <= least) | (high >= most))
+
+
+def _of_tiles(function: np.ufunc, codes: Array, grid: Grid, of: tuple[int, int]) -> Array:
+    """Return the least or largest code of each tile of these rows of scales."""
     edges = np.arange(0, grid.width, grid.tile[1])
-    for rows, own in grid.parts(first, last, of[0]):
-        full: Array = np.take(is_full, raw[rows])
-        full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
-        found[own] = np.logical_or.reduceat(full, edges, axis=1)
-    return found
+    first, last = grid.rows_of(*of)
+    parts = (codes[rows] for rows, _ in grid.parts(first, last, of[0]))
+    lines = [part if grid.tile[0] == 1 else function.reduce(part, axis=0, keepdims=True) for part in parts]
+    return np.asarray(function.reduceat(np.concatenate(lines), edges, axis=1))
 
 
 def _codes(written: Requantisable, first: int, last: int, files: Files) -> Array:
-    """Return rows of codes as bytes, of all matrices one after the other."""
+    """Return rows of codes as bytes, of all matrices one after the other; what is stored plus 128 in two's complement."""
     width = written.spec.shape[-1]
-    return files.read(written.codes, first * width, (last - first) * width).reshape(last - first, width)
+    row = 4 * written.codes.shape[-1] if isinstance(written, PackedIntegers) else width
+    raw = files.read(written.codes, first * row, (last - first) * row).reshape(last - first, row)
+    return np.asarray(raw + np.uint8(128))[:, :width] if isinstance(written, PackedIntegers) else raw

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
-from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Tiled
+from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, PackedIntegers, Tiled
 from lora_tool.tensors import DType, StoredTensor
 
-Requantisable = Tiled | BnbInt8
-"""What merged numbers can be stored as again: codes of eight bits, each times the scale of its tile."""
+Requantisable = Tiled | BnbInt8 | PackedIntegers
+"""What merged numbers can be stored as again: codes of eight bits, each times the scale of its tile; see `is_requantisable`."""
 
 Blockwise = Bnb4 | BnbInt8
 """What can be quantised afresh: blocks of the flattened weight, or rows, each with the largest size as its scale."""
 
 INT8_MOST, _E4M3_MOST = 127.0, 448.0
 """The largest codes."""
+_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +83,29 @@ class Grid:
             first = end
 
 
+def is_requantisable(encoding: Encoding | None) -> TypeGuard[Requantisable]:
+    """Return whether merged numbers can be stored so again: codes in words must be whole bytes, their groups in order."""
+    if isinstance(encoding, PackedIntegers):
+        return (encoding.bits, encoding.zeros, encoding.groups) == (_BYTE, None, None)
+    return isinstance(encoding, Tiled | BnbInt8)
+
+
 def grid_of(encoding: Requantisable) -> Grid:
     """Return where the scales of a weight are."""
     *lead, height, width = encoding.spec.shape
-    tile = (1, width) if isinstance(encoding, BnbInt8) else encoding.tile
+    match encoding:
+        case BnbInt8():
+            tile = 1, width
+        case PackedIntegers():
+            tile = (height, width) if encoding.scales.spec.numel == 1 else (1, encoding.group)
+        case Tiled():
+            tile = encoding.tile
     return Grid(rows=math.prod(lead) * height, width=width, height=height, tile=tile)
+
+
+def type_of_codes(encoding: Requantisable) -> DType:
+    """Return the type of codes by themselves, whatever they are packed in."""
+    return DType.I8 if isinstance(encoding, PackedIntegers) else encoding.codes.dtype
 
 
 def scales_of(encoding: Requantisable) -> StoredTensor:
@@ -95,7 +115,7 @@ def scales_of(encoding: Requantisable) -> StoredTensor:
 
 def limits(encoding: Requantisable) -> tuple[float, float]:
     """Return the least and the largest code, as a number: bitsandbytes leaves int8's -128 out."""
-    if encoding.codes.dtype is DType.F8_E4M3:
+    if type_of_codes(encoding) is DType.F8_E4M3:
         return -_E4M3_MOST, _E4M3_MOST
     return -INT8_MOST - (not isinstance(encoding, BnbInt8)), INT8_MOST
 

@@ -17,8 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, widened
-from lora_tool.formats.quantised.encodings import BnbInt8
-from lora_tool.formats.quantised.grids import INT8_MOST, Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.formats.quantised.coded import signed
+from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers
+from lora_tool.formats.quantised.grids import (
+    INT8_MOST,
+    Grid,
+    Requantisable,
+    grid_of,
+    limits,
+    scales_of,
+    type_of_codes,
+)
 from lora_tool.tensors import DType
 
 _CACHED = 1 << 16
@@ -64,7 +73,7 @@ class Rounding:
         return low, high
 
     def codes(self, encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
-        """Return the codes of `values`, rows from `first`, as they are stored, until the next; `values` may be lost.
+        """Return the codes of `values`, rows from `first`, until the next; `values` may be lost.
 
         `stored` are their scales, rows from `scales`.
         """
@@ -74,7 +83,7 @@ class Rounding:
         factors = factors if divided else np.float32(INT8_MOST) / factors
         if self._memory.size < values.size:
             self._memory = np.empty(values.size, np.uint8)
-        out = self._memory[: values.size].view(STORED[encoding.codes.dtype]).reshape(values.shape)
+        out = self._memory[: values.size].view(STORED[type_of_codes(encoding)]).reshape(values.shape)
         self._codes(encoding, values, factors.astype(np.float32, copy=False), (first, scales), out)
         return out
 
@@ -97,7 +106,7 @@ class Rounding:
             part, factor = values[rows], _spread(grid, factors[own])
             (np.multiply if isinstance(encoding, BnbInt8) else np.divide)(part, factor, out=part)
             np.clip(part, least, most, out=part)
-            if encoding.codes.dtype is DType.I8:
+            if out.dtype == np.int8:
                 np.copyto(out[rows], np.rint(part, out=part), casting="unsafe")
             else:
                 out[rows] = _e4m3_codes(part).view(out.dtype)
@@ -118,6 +127,16 @@ def as_stored(encoding: Requantisable, stored: Array, scales: F32) -> Array:
     """Return scales, which are as their type can be, as they are stored: as the base's `stored` where they are equal."""
     before = _wide(encoding, stored)
     return np.asarray(np.where(scales == before, stored, _as_scale(scales, scales_of(encoding).dtype)))
+
+
+def bytes_of_codes(encoding: Requantisable, codes: Array) -> Bytes:
+    """Return rows of codes as they are stored, [rows, bytes]: those in words plus 128, and each row in whole words."""
+    raw: Bytes = codes.view(np.uint8)
+    if not isinstance(encoding, PackedIntegers):
+        return raw
+    stored = np.zeros((len(raw), 4 * encoding.codes.shape[-1]), np.uint8)
+    stored[:, : raw.shape[1]] = signed(raw)
+    return stored
 
 
 def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int, scales: int) -> F32:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lora_tool.actions import TensorAction
@@ -16,16 +17,20 @@ from lora_tool.formats.quantised.encodings import (
     OffsetIntegers,
     PackedIntegers,
     dequantised,
+    in_type,
+    rounded,
 )
-from lora_tool.formats.quantised.grids import Blockwise, Requantisable, grid_of, scales_of
+from lora_tool.formats.quantised.grids import Blockwise, Requantisable, grid_of, is_requantisable, scales_of
 from lora_tool.plan.core.delta_retention import DeltaRetention, summary
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Coded, Computed, Dequantise, LoraDelta, LowRank, row_ops
+from lora_tool.plan.core.ops import Assemble, Coded, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.afresh import Original, fresh_steps, kept_afresh
 from lora_tool.plan.merge.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
+from lora_tool.tensors import DType
 
 LEAST_KEPT = 0.1
 """Share of ΔW below which what is stored is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
@@ -51,14 +56,14 @@ def coded_steps(step: Step, encoding: Encoding, original: Original | None) -> It
             "the original",
             hint=f"merge into the original, and quantise the result with the tool that made the base; {_ALL_PLAIN}",
         )
-    if not isinstance(encoding, Requantisable):
+    if not is_requantisable(encoding):
         raise UnsupportedAdapter(_only_read(step, encoding), hint=_ELSEWHERE)
-    return _with_kept_scales(step, encoding)
+    return _with_kept_scales(step, in_type(encoding, DType.F32))
 
 
 def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
     """Return the steps of codes and scales, of which the base's stay where the numbers fit."""
-    made = _rows(step)
+    made = _in_float32(_rows(step))
     odd = next((op for op in row_ops(made) if not isinstance(op, LowRank | Dequantise)), None)
     if odd is not None or any(op.needs_all_rows or op.taken_out for op in row_ops(made)):
         what = f"{encoding}: {step.reason}"
@@ -80,6 +85,17 @@ def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
     )
 
 
+def _in_float32(made: Computed) -> Computed:
+    """Return what makes the same of what codes stand for before it is rounded to 16 bits, which may be beyond the last code."""
+    if isinstance(made, Assemble):
+        return Assemble(parts=tuple(_of_float32(part) for part in made.parts))
+    return _of_float32(made)
+
+
+def _of_float32(op: RowOp) -> RowOp:
+    return op if isinstance(op, FactorOp) else replace(op, source=rounded(op.source, DType.F32))
+
+
 def _rows(step: Step) -> Computed:
     """Return what makes the weight's numbers, its matrices one after the other."""
     op = step.op
@@ -98,6 +114,8 @@ def _only_read(step: Step, encoding: Encoding) -> str:
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
     elif isinstance(encoding, PackedIntegers) and encoding.bits > _FEW_BITS:
         why = f"lora-tool does not round to packed integers of {encoding.bits} bits"
+        why += " in the order of activations" if encoding.groups is not None else ""
+        why += " with zero points" if encoding.zeros is not None else ""
     else:
         why = "rounding to four bits removes a change of 1% of the weights, or adds several times as much noise"
     return f"the adapter changes `{step.out.name}`, which is stored as {encoding}: {why}"
