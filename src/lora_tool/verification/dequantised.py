@@ -192,7 +192,7 @@ def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: Read) 
 
 def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -> Array:
     bits, words = encoding.bits, encoding.codes.shape[-1]
-    codes = _from_stream(encoding.codes, rows * words, columns, 1, bits, read)
+    codes = from_stream(encoding.codes, rows * words, columns, 1, bits, read)
     one = math.prod(encoding.scales.shape) == 1
     groups = encoding.spec.shape[-1] // encoding.group
     group = columns // encoding.group
@@ -204,11 +204,11 @@ def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -
     if encoding.zeros is not None and encoding.zeros.dtype is DType.I8:
         zeros = _signed(_elements(encoding.zeros, rows * groups + group, 1, read))
     elif encoding.zeros is not None:
-        zeros = _from_stream(encoding.zeros, group, rows, groups, bits, read)
+        zeros = from_stream(encoding.zeros, group, rows, groups, bits, read)
     return (codes - zeros) * _floats(encoding.scales, place, read)
 
 
-def _from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
+def from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
     """Return the codes of this number in streams of words that begin at `begin`, each `stride` after the one before."""
     first = number * bits
     code = np.zeros(np.broadcast(begin, number).shape, np.int64)
