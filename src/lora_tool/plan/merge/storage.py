@@ -125,7 +125,14 @@ class QuantisedBase:
     ) -> StoredModel:
         """Return what is written where the changed weights are rounded to their format again."""
         changed = {step.out.name: step for step in touched}
-        self._require_own_names([name for name in changed if name not in self.encodings])
+        new = [name for name in changed if name not in self.encodings]
+        self._require_own_names(new)
+        if new:
+            raise UnsupportedAdapter(
+                f"{self.stored.root}: `{new[0]}` is made of a quantised weight, and the base has no weight of that name to "
+                "be stored as",
+                hint=f'`store="{Storage.TOUCHED_16BIT}"` writes it in 16 bits',
+            )
         original = None if self.original is None else original_of(self.original, self.encodings)
         made = (coded_steps(step, self.encodings[name], original) for name, step in changed.items())
         by_name = {step.out.name: step for both in made for step in both}
@@ -220,11 +227,13 @@ class QuantisedBase:
             elif dropped.isdisjoint({name, weight}):
                 found[name] = _copy(tensor)
         others = [step for name, step in wanted.items() if name not in found]
-        renamed = [step.out.name for step in others if step.action is not TensorAction.ADDED]
-        self._require_own_names([*renamed, *sorted(freed - wanted.keys())])
+        self._require_own_names([*(step.out.name for step in others), *sorted(freed - wanted.keys())])
         return (*found.values(), *others)
 
-    def _require_own_names(self, renamed: Sequence[str]) -> None:
+    def _require_own_names(self, names: Sequence[str]) -> None:
+        """Return if no tensor of the base is another of these, which it lacks. Raises `UnsupportedAdapter`."""
+        parameters = {self.parameter_of(name) for name in self.plain.tensors} if names else frozenset()
+        renamed = [name for name in names if self.parameter_of(name) in parameters]
         if renamed:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, but "
