@@ -108,7 +108,7 @@ def lora(module: str, *, rows: int, columns: int, rank: int = 4) -> Tensors:
     return {f"{name}A.weight": raw(rank, columns), f"{name}B.weight": raw(rows, rank)}
 
 
-def trained_tokens(folder: Path, indices: list[int], *, rows: int, width: int = 16) -> None:
+def trained_tokens(folder: Path, indices: list[int] | dict[str, list[int]], *, rows: int, width: int = 16) -> None:
     """Give an adapter trained tokens: `indices` in its config, and `rows` of them among its tensors."""
     with fields(folder) as config:
         config["trainable_token_indices"] = indices

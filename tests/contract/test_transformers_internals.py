@@ -13,6 +13,7 @@ import pytest
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -24,13 +25,15 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_tool.adapter.experts import STACKED_BY_PEFT
-from lora_tool.formats.model_config import NUMBERS
+from lora_tool.formats.model_config import NOT_NULL, NUMBERS
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
 from lora_tool.names.order import in_natural_order
+from lora_tool.rules.model.lt3_functions import ACTIVATIONS, ROPE_TYPES
 from tests.oracle.tiny import tiny_model
 
 TESTED = "5.23"
@@ -41,14 +44,21 @@ def test_the_installed_transformers_is_the_tested_one() -> None:
     assert version("transformers").startswith(f"{TESTED}.")
 
 
-def test_no_class_takes_a_string_for_a_number() -> None:
+def test_no_class_takes_a_string_or_null_for_a_number() -> None:
     taken = {
         (field.name, config.model_type)
         for config in CONFIG_MAPPING.values()
         for field in dataclasses.fields(config)
-        if field.name in NUMBERS and _takes_a_string(field.type)
+        if (field.name in NUMBERS and _takes("str", field.type))
+        or (field.name in NOT_NULL and _takes("None", field.type))
     }
     assert taken == set()
+    assert NOT_NULL <= NUMBERS
+
+
+def test_these_are_the_activations_and_rope_types() -> None:
+    assert set(ACT2FN) == ACTIVATIONS
+    assert {*ROPE_INIT_FUNCTIONS, "default"} == ROPE_TYPES
 
 
 def test_peft_stacks_the_experts_of_these_model_types() -> None:
@@ -60,8 +70,10 @@ def test_peft_stacks_the_experts_of_these_model_types() -> None:
     assert {kind: {*projections} for kind, projections in STACKED_BY_PEFT.items()} == expected
 
 
-def _takes_a_string(kind: object) -> bool:
-    return "str" in kind if isinstance(kind, str) else str in (kind, *typing.get_args(kind))
+def _takes(what: str, kind: object) -> bool:
+    if isinstance(kind, str):
+        return what in kind
+    return {"str": str, "None": type(None)}[what] in (kind, *typing.get_args(kind))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,18 @@ def test_a_file_that_is_not_as_it_was_is_written_again(injure: Callable[[Pair, s
     assert content(pair.out) == whole
 
 
+def test_a_finished_output_stays_and_another_is_not_replaced(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    assert lora_tool(*pair.arguments).code == 0
+    inode = pair.out.stat().st_ino
+    again = lora_tool(*pair.arguments, "--resume")
+    assert (again.code, pair.out.stat().st_ino) == (0, inode), again.err
+    assert "finished before, and left as it is" in again.out
+    other = lora_tool(*pair.arguments, "--resume", "--dtype", "float32")
+    assert (other.code, pair.out.stat().st_ino) == (6, inode)
+    assert "exists already" in other.err
+
+
 def test_another_plan_takes_nothing_over(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     kill_midway(pair)

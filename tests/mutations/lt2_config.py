@@ -161,6 +161,11 @@ def _fewer_rows_than_tokens(folder: Path) -> None:
     trained_tokens(folder, [3, 5, 7], rows=2)
 
 
+@breaks("LT226 of no token", CAUSAL)
+def _of_no_token(folder: Path) -> None:
+    trained_tokens(folder, {"embed_tokens": []}, rows=0)
+
+
 @breaks("LT226 no rows", CAUSAL)
 def _rows_lost(folder: Path) -> None:
     with fields(folder) as config:

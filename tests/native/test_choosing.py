@@ -82,7 +82,22 @@ def test_a_library_that_is_not_what_it_should_be_is_not_used(
     monkeypatch.setattr(build_kernel, "NATIVE", tmp_path)
     build_kernel.compile_kernel(tmp_path / "made.so")
     assert asked_for("auto", tmp_path / "made.so") is None
-    with pytest.raises(ExecutionError, match=why):
+    with pytest.raises(ExecutionError, match=why) as refused:
+        asked_for("require", tmp_path / "made.so")
+    assert "its compiler may be faulty" in str(refused.value) or file == "merge.c"
+
+
+def test_a_library_of_older_sources_is_said_to_be_one(
+    tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiler
+    for source in build_kernel.NATIVE.glob("*.[ch]"):
+        (tmp_path / source.name).write_text(source.read_text())
+    monkeypatch.setattr(build_kernel, "NATIVE", tmp_path)
+    build_kernel.compile_kernel(tmp_path / "made.so")
+    (tmp_path / "scalar.h").write_text((tmp_path / "scalar.h").read_text() + "// newer\n")
+    monkeypatch.setattr(library, "CHECKSUM", 0)
+    with pytest.raises(ExecutionError, match=r"compiled from other sources .*: compile it again"):
         asked_for("require", tmp_path / "made.so")
 
 

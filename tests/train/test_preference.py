@@ -127,6 +127,7 @@ def test_rows_that_are_dropped_are_counted(train: Trainings) -> None:
 def test_no_row_left_is_refused(train: Trainings) -> None:
     outcome = train("reward", model_name_or_path=str(QWEN2), rows=pairs(), max_length=5)
     assert (outcome.status.value, codes(outcome)) == ("refused", {"no-rows"})
+    assert (outcome.findings[0].hint or "").startswith("max_length above 5"), "10 drops all of them, too"
     assert "24 of 24" in outcome.findings[0].message
 
 

@@ -138,6 +138,11 @@ class TrainedTokens:
     rows: StoredTensor
     indices: tuple[int, ...]
 
+    @property
+    def of_none(self) -> bool:
+        """Whether PEFT was given a list of no tokens, and saved a matrix of no rows."""
+        return not self.indices and self.rows.shape[:1] == (0,) != self.rows.shape  # ZeRO-3 leaves [0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterView:

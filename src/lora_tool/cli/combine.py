@@ -42,6 +42,7 @@ def command(
     dtype: DType | None,
     ignore: tuple[str, ...],
     overwrite: bool,
+    resume: bool,
     **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write one adapter whose ΔW is the weighted sum of the ΔW of each ADAPTER.
@@ -52,11 +53,11 @@ def command(
     """
     names, weights = all_weighted(adapters, None)
     opened = tuple(map(opened_adapter, names))
-    check_output(output, overwrite=overwrite, inputs=tuple(each.root for each in opened))
+    check_output(output, overwrite=overwrite or resume, inputs=tuple(each.root for each in opened))
     from lora_tool.plan.algebra.plan_combine import plan_combine  # noqa: PLC0415 - after the options
 
     chosen = None if head_of is None else opened[place_of(head_of, names)]
     plan = plan_combine(
         opened, weights=weights, rank=rank, keep=keep, head_of=chosen, base=base, dtype=dtype, ignore=ignore
     )
-    carry_out(plan, output, overwrite=overwrite, **how)
+    carry_out(plan, output, overwrite=overwrite, resume=resume, **how)

@@ -70,6 +70,7 @@ def command(
     ignore: tuple[str, ...],
     max_shard_bytes: int | None,
     overwrite: bool,
+    resume: bool,
     engine: EngineName,
     address: str | None,
     workers: int | None,
@@ -83,7 +84,7 @@ def command(
     spread = spread_over(engine, address, workers)
     opened = open_sharded(checkpoint)
     if output:
-        check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
+        check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))  # before hours of reading
     plan = plan_consolidate(
         opened,
         what=what,
@@ -95,5 +96,5 @@ def command(
         max_shard_bytes=max_shard_bytes,
     )
     out = output or default_output(opened, str(plan.manifest["what"]))
-    check_output(out, overwrite=overwrite, inputs=(opened.root,))
-    carry_out(plan, out, overwrite=overwrite, spread=spread, **how)
+    check_output(out, overwrite=overwrite or resume, inputs=(opened.root,))
+    carry_out(plan, out, overwrite=overwrite, resume=resume, spread=spread, **how)

@@ -46,6 +46,7 @@ def command(
     reward: bool,
     ignore: tuple[str, ...],
     overwrite: bool,
+    resume: bool,
     **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write ADAPTER (by default this folder) in the format that another program reads; every value stays bit-identical.
@@ -63,5 +64,7 @@ def command(
         raise click.UsageError("--rm needs --to peft: it writes a reward adapter in PEFT's format")
     found = convertible(folder, base)
     out = output or default_output(found.adapter, to)
-    check_output(out, overwrite=overwrite, inputs=(found.adapter.root,))
-    carry_out(planned(found, to=to, base=base, reward=reward, ignore=ignore), out, overwrite=overwrite, **how)
+    check_output(out, overwrite=overwrite or resume, inputs=(found.adapter.root,))
+    carry_out(
+        planned(found, to=to, base=base, reward=reward, ignore=ignore), out, overwrite=overwrite, resume=resume, **how
+    )

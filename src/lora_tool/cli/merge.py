@@ -73,7 +73,7 @@ def command(
     for note in inputs.notes:
         _note(f"note: {note}")
     out = Path(options.out) if options.out else inputs.default_output
-    check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
+    check_output(out, overwrite=options.overwrite or options.resume, inputs=inputs.paths)
     ahead = begun(inputs, options.spread) if part is None and not dry_run else nullcontext()
     with ahead, planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:
         if plan is None:

@@ -53,6 +53,7 @@ def command(
     dtype: DType | None,
     ignore: tuple[str, ...],
     overwrite: bool,
+    resume: bool,
     **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
@@ -64,7 +65,7 @@ def command(
     `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
-    check_output(output, overwrite=overwrite, inputs=(opened.root,))
+    check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
     if reward_base is not None and server is not Server.VLLM:
         raise click.UsageError(
             f"--reward-base is only for vLLM: {server} does not serve an adapter's head; merge the adapter instead: "
@@ -76,7 +77,7 @@ def command(
     with preparation(opened, server, output, base=base, **asked) as plan:
         beside = None if reward_base is None else plan_reward_base(opened, base)
         if beside is not None and reward_base is not None:  # both are planned before either is written
-            check_output(reward_base, overwrite=overwrite, inputs=tuple({opened.root, *beside.folders}))
-        carry_out(plan, output, overwrite=overwrite, **how)
+            check_output(reward_base, overwrite=overwrite or resume, inputs=tuple({opened.root, *beside.folders}))
+        carry_out(plan, output, overwrite=overwrite, resume=resume, **how)
     if beside is not None and reward_base is not None:
-        carry_out(beside, reward_base, overwrite=overwrite, **how)
+        carry_out(beside, reward_base, overwrite=overwrite, resume=resume, **how)

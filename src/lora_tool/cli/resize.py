@@ -31,6 +31,7 @@ def command(
     dtype: DType | None,
     ignore: tuple[str, ...],
     overwrite: bool,
+    resume: bool,
     **how: Any,  # the arguments of `carry_out`
 ) -> None:
     """Write ADAPTER at lower ranks: each module gets the closest ΔW of its new rank.
@@ -41,8 +42,8 @@ def command(
     if (rank is None) == (keep is None):
         raise click.UsageError("give either --rank or --keep")
     opened = opened_adapter(adapter)
-    check_output(output, overwrite=overwrite, inputs=(opened.root,))
+    check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
     from lora_tool.plan.algebra.plan_combine import plan_resize  # noqa: PLC0415 - after the options
 
     plan = plan_resize(opened, rank=rank, keep=keep, dtype=dtype, ignore=ignore)
-    carry_out(plan, output, overwrite=overwrite, **how)
+    carry_out(plan, output, overwrite=overwrite, resume=resume, **how)

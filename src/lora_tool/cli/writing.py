@@ -74,7 +74,9 @@ def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
         click.option(
             "--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete."
         ),
-        click.option("--resume", is_flag=True, help="Reuse the finished files of a run that was killed."),
+        click.option(
+            "--resume", is_flag=True, help="Reuse what a killed run finished; leave a finished output as it is."
+        ),
     )
 
 

@@ -112,7 +112,7 @@ class Sources(OpenFiles):
             return np.broadcast_to(np.uint8(0), nbytes)
 
         parts = coded(*found, scales_alone) or ()
-        place = places[0] if len(parts) == len(places) == 1 else None
+        place = places[0] if len(parts) == len(places) == 1 and parts[0].as_stored else None
         return None if place is None else (parts[0], place)
 
     def place(self, tensor: StoredTensor, start: int, nbytes: int) -> tuple[Path, int] | None:

@@ -56,6 +56,8 @@ NUMBERS = frozenset(
     ]
 )
 """Fields that no class of transformers takes as a string."""
+NOT_NULL = frozenset({"max_position_embeddings", "d_ff", "ffn_dim", "n_embd", "n_head", "num_heads"})
+"""Those of them that no class takes as null either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         if meant is not None:
             fields.expected(name, f"torch's name, {shown(meant)}", raw[name])
     if not raw.get("auto_map"):
-        _note_strings_for_numbers(fields)
+        _note_numbers(fields)
     return ModelConfig(
         path=path,
         raw=raw,
@@ -132,12 +134,12 @@ def _num_labels(fields: Fields) -> int | None:
     return len(labels) if labels is not None and explicit is None else explicit
 
 
-def _note_strings_for_numbers(fields: Fields) -> None:
+def _note_numbers(fields: Fields) -> None:
     for name, value in fields.table.items():
-        if name in NUMBERS and isinstance(value, str):
+        if (name in NUMBERS and isinstance(value, str)) or (name in NOT_NULL and value is None):
             fields.expected(name, "number", value)
         elif name.endswith("_config") and isinstance(value, dict):
-            _note_strings_for_numbers(fields.inner(name))
+            _note_numbers(fields.inner(name))
 
 
 def _is_label(entry: tuple[str, object]) -> bool:

@@ -294,7 +294,7 @@ def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> W
     asked.spread.require()
     inputs = merge_inputs(adapters, asked.base)
     out = Path(asked.out) if asked.out else inputs.default_output
-    check_output(out, overwrite=asked.overwrite, inputs=inputs.paths)
+    check_output(out, overwrite=asked.overwrite or asked.resume, inputs=inputs.paths)
     with begun(inputs, asked.spread), planned(inputs, asked, out) as plan:
         if plan is None:
             raise AssertionError("only a dry run has no plan")

@@ -19,6 +19,7 @@ from lora_tool.display import counted, printable, size
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.plan.core import delta_retention
+from lora_tool.plan.core.manifest import is_written
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.report.findings import Finding
@@ -54,6 +55,8 @@ class Written:
     warnings: tuple[str, ...] = ()
     verification: Mapping[str, Any] | None = field(default=None, repr=False)
     """The summary of reading the folder back; None without `verify`."""
+    finished_before: bool = False
+    """Whether an earlier run wrote the same, so that `resume` left it as it is."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -66,9 +69,9 @@ class Written:
         plan = self.plan
         if self.fidelity is not None:
             yield printable(delta_retention.line(self.fidelity))
-        yield (
-            f"wrote {printable(str(self.path))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
-        )
+        wrote = "finished before, and left as it is:" if self.finished_before else "wrote"
+        files = counted(len(plan.shards), "weight file")
+        yield f"{wrote} {printable(str(self.path))}: {size(plan.data_bytes)} in {files}"
         if self.verdict:
             yield self.verdict
         if next_step := self._next_step():
@@ -110,6 +113,7 @@ class Written:
             "counts": plan.counts(),
             "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
             "verification": self.verification,
+            "finished_before": self.finished_before,
             "notes": list(plan.notes),
             **plan.figures,
             "fidelity": self.fidelity,
@@ -152,12 +156,14 @@ def write(
 
     `jobs`, `overwrite` and `resume` are those of `execute`, `spread` says where the work is done. With `verify`,
     samples of what was written are read back and compared before the folder gets its name, and `found` is called with
-    what the rules say of it. `watch` is asked for the progress of the writing. Raises as `execute` does, and
-    `VerificationFailed`.
+    what the rules say of it. `watch` is asked for the progress of the writing. With `resume` a folder that an earlier
+    run wrote from the same stays as it is. Raises as `execute` does, and `VerificationFailed`.
     """
     from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it
 
     read_back = ReadBack(plan=plan, out=Path(out), jobs=jobs, found=found, while_flushed=spread.cluster is None)
+    if resume and is_written(plan, Path(out)):
+        return replace(read_back.written(), finished_before=True)
     with watch(*work_of((plan,))) as progress:
         folder = being_written(read_back, verify=verify, overwrite=overwrite, resume=resume, progress=progress)
         with folder as weights:

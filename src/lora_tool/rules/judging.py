@@ -34,6 +34,7 @@ from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model import (  # noqa: F401
+    lt3_functions,
     lt3_model_head,
     lt3_quantised,
     lt3_tensors,

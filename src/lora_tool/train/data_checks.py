@@ -129,7 +129,7 @@ def length_findings(method: Method, given: Any, data: Any, limit: int | None, *,
     """Yield what TRL dropped or will cut at `limit`: the rows `given` to it, and the prepared `data` it made of them."""
     if packed or not hasattr(data, "__len__") or not hasattr(given, "__len__"):
         return
-    hint = f"max_length: {2 * limit}, or shorter texts" if limit else "max_length, or shorter texts"
+    hint = f"max_length above {limit}, or shorter texts" if limit else "max_length, or shorter texts"
     dropped = len(given) - len(data)  # KTO makes two rows of a pair, and has more than it was given
     if dropped > 0:
         lost = trap(

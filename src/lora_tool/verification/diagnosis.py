@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_tool.actions import Verdict
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.grids import Requantisable, limits
+from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
 from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
@@ -122,7 +122,7 @@ def _misread(op: RowOp, part: Compared, files: Files) -> str:
 def _misstored(op: RowOp, part: Compared, files: Files) -> str:
     """Return how merged numbers were made codes wrongly, where that gives the codes of the part; "" elsewhere."""
     base, written = encoding_of(op.source), part.written
-    if not isinstance(written, Requantisable) or not isinstance(base, Requantisable):
+    if not isinstance(written, Requantisable) or not is_requantisable(base):
         return ""
     rows, wide = _a_sample(part), working_type(op, part.stored.dtype)
     expected = Recomputer(files).whole(op, rows, wide)
@@ -131,7 +131,7 @@ def _misstored(op: RowOp, part: Compared, files: Files) -> str:
         for tensor, of in ((part.stored, written), (op.source, base))
     )
     least, most = limits(written)
-    step = np.full(codes.shape, 0.5) if written.codes.dtype is DType.I8 else np.maximum(np.abs(codes) / 16, 2.0**-10)
+    step = np.full(codes.shape, 0.5) if type_of_codes(written) is DType.I8 else np.maximum(np.abs(codes) / 16, 2.0**-10)
     ways = (
         (before, f"is ΔW added to the codes of the base's {base}: its scales were not applied"),
         (expected.base, f"is W + ΔW stored as {written} without being divided by its scales"),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
 
@@ -88,6 +89,16 @@ def some_rows(stored: Bytes, rows: slice, dtype: DType, width: int) -> Bytes:
     return stored[rows.start * row_bytes : rows.stop * row_bytes]
 
 
+def _tiles_of(span: Span | None, tensor: StoredTensor) -> tuple[Tiled, int] | None:
+    """Return the tiles that a matrix is decoded of, and its first row there; None of other tensors."""
+    if not isinstance(span, QuantisedSpan) or not isinstance(span.encoding, Tiled):
+        return None
+    spec = span.encoding.spec
+    above, rest = divmod(span.start, spec.shape[-1] * spec.dtype.bits // 8)
+    is_matrix = tensor.shape == (tensor.shape[0], spec.shape[-1])
+    return (span.encoding, above) if is_matrix and not rest else None
+
+
 _READ_BYTES = 1 << 18
 
 
@@ -120,6 +131,12 @@ class Files(OpenFiles):
             matrix = stored.view(f"u{whole.itemsize}").reshape(whole.columns, whole.rows)
             rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
             np.concatenate([matrix[:, first:last].T for first, last in rows], out=rows_of)
+        elif decode is None and (tiles := _tiles_of(whole, tensor)) is not None:
+            from lora_tool.verification.dequantised import tiled_again  # noqa: PLC0415 - for quantised weights alone
+
+            encoding, above = tiles
+            ranges = [(above + first, above + last) for first, last in rows]
+            out[...] = tiled_again(encoding, ranges, self.read).reshape(-1).view(np.uint8)
         else:
             for start, place in zip(starts, places, strict=True):
                 fill(place, tensor, start, self.read_exactly, decode or self._decode)

@@ -22,7 +22,7 @@ from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.grids import Requantisable, grid_of
+from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
 from lora_tool.plan.core.terms import LoraTerm
@@ -50,7 +50,7 @@ class NativeBackend(NativeFactors):
 
     def _block_weights(self, op: RowOp) -> int:
         """See `NumpyBackend`. Codes of eight bits are half as many bytes as 16-bit weights, and decoded in the cache."""
-        is_narrow = not isinstance(op, FactorOp) and isinstance(encoding_of(op.source), Requantisable)
+        is_narrow = not isinstance(op, FactorOp) and is_requantisable(encoding_of(op.source))
         return super()._block_weights(op) << is_narrow
 
     def _write(self, unit: ComputeUnit, out: int) -> None:

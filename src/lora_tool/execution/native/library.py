@@ -6,8 +6,10 @@ possible), `off`, `require`, or one of its levels.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
+import hashlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -247,8 +249,17 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
     )
     wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
     if wrong:
-        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; its compiler may be faulty"
+        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; {_why_wrong(file)}"
     return found, None
+
+
+def _why_wrong(file: Path) -> str:
+    """Return the cause that the library's own account of its sources points at."""
+    beside = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
+    with contextlib.suppress(OSError, AttributeError):
+        if beside and sources_of(file) != hashlib.sha256(b"".join(path.read_bytes() for path in beside)).hexdigest():
+            return "it was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
+    return "its compiler may be faulty"
 
 
 def sources_of(file: Path) -> str:

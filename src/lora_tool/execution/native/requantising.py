@@ -14,7 +14,7 @@ from lora_tool.execution.native.structures import Codes
 from lora_tool.formats.quantised.arrays import F32, Array
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.encodings import BnbInt8
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.formats.quantised.requantising import Rounding, StoredAgain
 from lora_tool.tensors import DType
 
@@ -35,7 +35,7 @@ class KernelRounding(Rounding):
 
     def _codes(self, encoding: Requantisable, values: F32, factors: F32, at: tuple[int, int], out: Array) -> None:
         codes = _layout(grid_of(encoding), *at)
-        codes.kind = KINDS.index(Code.INT8 if encoding.codes.dtype is DType.I8 else Code.E4M3)
+        codes.kind = KINDS.index(Code.INT8 if type_of_codes(encoding) is DType.I8 else Code.E4M3)
         held = np.ascontiguousarray(factors)
         codes.scales = held.ctypes.data
         divided, (least, _) = not isinstance(encoding, BnbInt8), limits(encoding)

@@ -58,6 +58,8 @@ class Scaled:
     above: int = 0
     """How many of those that have the first row of scales lie above the first row of codes."""
     again: np.float32 = _ONE
+    as_stored: bool = True
+    """Whether the bytes of `codes` are those on disk."""
 
     def stretches(self) -> Iterator[tuple[slice, F32]]:
         """Yield rows with their scales: rows that share theirs, or all where each has its own."""
@@ -84,7 +86,7 @@ def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled
             return (Scaled(codes=codes, table=int8(), scales=largest, group=width, columns=width, again=INT8_STEP),)
         case Bnb4() if encoding.spec.shape[-1] % encoding.block == 0:
             return (_bnb4(encoding, first, last, read),)
-        case PackedIntegers(bits=4, zeros=None, groups=None):
+        case PackedIntegers(bits=4 | 8, zeros=None, groups=None):
             return _packed(encoding, first, last, read)
         case Fp4(transposed=False, below=False):
             return (_fp4(encoding, first, last, read),)
@@ -149,8 +151,21 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> tupl
     if encoding.group % 2 and scales.shape[1] > 1:
         return None
     codes = bytes_of(encoding.codes, 4 * encoding.codes.shape[-1], first, last, read)
-    width = encoding.spec.shape[-1]
-    return (Scaled(codes=codes, table=_int4(), scales=scales, group=encoding.group, columns=width),)
+    in_halves, width = encoding.bits == _NIBBLE, encoding.spec.shape[-1]
+    part = Scaled(
+        codes=codes if in_halves else signed(codes),
+        table=_int4() if in_halves else int8(),
+        scales=scales,
+        group=encoding.group,
+        columns=width,
+        as_stored=in_halves,
+    )
+    return (part,)
+
+
+def signed(codes: Bytes) -> Bytes:
+    """Return bytes that are stored plus 128 in two's complement, and the other way round, as a new array."""
+    return np.bitwise_xor(codes, np.uint8(128))
 
 
 def scales_of_rows(tensor: StoredTensor, first: int, last: int, read: Read) -> F32:

@@ -7,7 +7,7 @@ own way. Both round where the library of the format rounds, so that a matrix has
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import get_args
+from typing import TypeVar, get_args
 
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
@@ -47,6 +47,8 @@ class OffsetIntegers(_Stored):
     zeros: StoredTensor
     """In the grid of the scales, int8."""
     tile: tuple[int, int]
+    bits: int = 8
+    """How many of the eight there are codes for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ _WHOLE = 32
 
 Encoding = Tiled | OffsetIntegers | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers | RoundedAs
 """A closed union: whoever decodes one decodes all."""
+Quantised = TypeVar("Quantised", bound=_Stored)
 
 
 def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
@@ -202,9 +205,22 @@ def dequantised(encoding: Encoding) -> StoredTensor:
 
 
 def rounded(tensor: StoredTensor, dtype: DType) -> StoredTensor:
-    """Return a quantised weight's matrix rounded to a type when it is read; another tensor as it is."""
-    encoding = encoding_of(tensor)
-    return tensor if encoding is None else dequantised(replace(encoding, spec=replace(encoding.spec, dtype=dtype)))
+    """Return rows of quantised weights rounded to a type when they are read; another tensor as it is."""
+    spans = tuple(_in_type(span, dtype) for span in tensor.spans if isinstance(span, QuantisedSpan))
+    if tensor.dtype is dtype or not spans or len(spans) < len(tensor.spans):
+        return tensor
+    return StoredTensor(spec=replace(tensor.spec, dtype=dtype), spans=spans)
+
+
+def in_type(encoding: Quantised, dtype: DType) -> Quantised:
+    """Return how a weight is stored, as numbers of another type."""
+    return replace(encoding, spec=replace(encoding.spec, dtype=dtype))
+
+
+def _in_type(span: QuantisedSpan, dtype: DType) -> QuantisedSpan:
+    before, after = span.encoding.spec.dtype.bits, dtype.bits
+    start, nbytes = (size * after // before for size in (span.start, span.nbytes))
+    return replace(span, start=start, nbytes=nbytes, encoding=in_type(span.encoding, dtype))
 
 
 _STRIP_WEIGHTS = 1 << 24

@@ -11,7 +11,7 @@ from lora_tool.formats.quantised.parts import MATRIX
 def sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:
     """Return the tiles and the numbers of bits that a config names."""
     weights = _schemes(table)
-    tiles = [each.get("block_structure") for each in weights]
+    tiles = [each.get("block_structure") or [1, each.get("group_size")] for each in weights]
     if table.get("quant_method") in ("fp8", "modelopt", "mxfp8"):  # modelopt has no other tiles, and does not say it
         tiles.append(table.get("weight_block_size", [128, 128]))
     pairs = (tuple(tile) for tile in tiles if isinstance(tile, list))

@@ -182,7 +182,9 @@ class MergeArguments(MergeOptions):
     verify: bool = option(
         default=True, text="Read samples back and check them before the output gets its name.", parse=flag
     )
-    resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
+    resume: bool = option(
+        default=False, text="Reuse what a killed run finished; leave a finished output as it is.", parse=flag
+    )
 
     def writing(self) -> dict[str, Any]:
         """Return the arguments of `write`."""

@@ -124,10 +124,11 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
 
 def _require_nothing_lost(merge: MergeContext) -> None:
     """Raise `UnsupportedAdapter` where PEFT's merge leaves out what was tied beside an end that is saved whole."""
-    for name, of in merge.ends.untied_unsaved.items():
+    lost = [f"`{name}` is no longer tied to `{of}`" for name, of in merge.ends.untied_unsaved.items()]
+    if lost:
         raise UnsupportedAdapter(
-            f"{merge.adapted[0].adapter.root}: `modules_to_save` has one of two tied ends, so `{name}` is no longer tied "
-            f"to `{of}`: PEFT's merge leaves it out, and transformers re-initialises it at every load",
+            f"{merge.adapted[0].adapter.root}: `modules_to_save` has one of two tied ends, so {', and '.join(lost)}: PEFT's "
+            "merge leaves out what was tied, and transformers re-initialises it at every load",
             hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
         )
 

@@ -257,12 +257,19 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Put the indices that were trained into `adapter_config.json`. Train an embedding either whole or by
     rows.
     """
-    wanted = subject.config.token_indices
+    wanted = any(subject.config.token_indices.values())
     if wanted and not subject.view.tokens:
         message = "names tokens, but the file has no rows for them: their training is lost"
         yield Fault(subject="trainable_token_indices", message=message, path=subject.config_path)
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
+        if tokens.of_none:
+            message = (
+                f"has shape {list(rows.shape)}, because `trainable_token_indices` names no token: PEFT cannot merge it"
+            )
+            hint = "no token was trained: remove this tensor, and `trainable_token_indices` or its entry for the module"
+            yield Fault(subject=rows.name, message=message, hint=hint)
+            continue
         if wanted and rows.shape[:1] != (len(indices),):
             message = (
                 f"has shape {list(rows.shape)}, but `trainable_token_indices` lists {counted(len(indices), 'token')}"

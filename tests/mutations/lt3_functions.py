@@ -1,0 +1,20 @@
+"""LT324: functions that transformers does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint_edits import fields
+from tests.mutations.registry import MODEL, SHARDED, breaks
+
+
+@breaks("LT324", MODEL)
+def _unknown_activation(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["hidden_act"] = "swilu"
+
+
+@breaks("LT324 rope", SHARDED)
+def _unknown_rope(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["rope_parameters"] = {"rope_type": "yarm", "factor": 2.0, "rope_theta": 1e4}
