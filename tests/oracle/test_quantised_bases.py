@@ -182,6 +182,17 @@ def test_the_list_has_the_names_on_disk_and_those_in_memory(tmp_path: Path) -> N
     assert listed[1:] == [rf"re:model\.layers\.0\.{module}\.experts\..*" for module in ("block_sparse_moe", "mlp")]
 
 
+@pytest.mark.parametrize(("form", "warned"), [("int4", True), ("fp8-channel", False)])
+def test_plain_experts_among_packed_ones_are_warned_of(form: str, warned: bool, tmp_path: Path) -> None:
+    """The loader of transformers 5.23 unpacks all experts of a packed model, and has none left where they are plain."""
+    mixture = save_base(tmp_path / "plain", "qwen3_moe", "causal-lm", BF16, hidden_size=64, moe_intermediate_size=32)
+    base, _ = quantise(mixture, tmp_path / "base", form, lambda module: ".experts." in module)
+    lora = {"r": 2, "target_modules": [], "target_parameters": ["1.mlp.experts.down_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", mixture, "causal-lm", lora)
+    plans = [plan_merge(base, adapter, store=store) for store in ("touched-16bit", "all-16bit")]
+    assert [any("transformers cannot load" in line for line in plan.warnings) for plan in plans] == [warned, False]
+
+
 @pytest.mark.parametrize("store", ["touched-16bit", "as-base", None])
 def test_the_files_of_torchao_say_what_each_weight_is(
     store: str | None, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path

@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.fused_layers import together
+from lora_tool.architectures.fused_layers import EXPERTS, together
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import metadata_in_files
 from lora_tool.display import counted, size
@@ -34,6 +34,11 @@ from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.plan.merge.storages import Storage
 from lora_tool.tensors import StoredTensor
 
+_NOT_IN_TRANSFORMERS = (
+    "transformers cannot load the merged model: it takes all experts of a packed model of compressed-tensors for packed "
+    "ones; the storage all-16bit writes what it loads"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
@@ -46,6 +51,7 @@ class StoredModel:
     config: ModelConfig
     note: str
     """What the plan says of it."""
+    warnings: tuple[str, ...] = ()
     kept: Mapping[str, Any] | None = None
     """How much of ΔW is left where merged weights were rounded to their format again."""
 
@@ -177,6 +183,7 @@ class QuantisedBase:
         found = self._as_stored(steps, {*dropped, *(item.name for item in left)}, freed)
         note = f"{self._what(self.encodings.keys() - freed)} as in the base, byte for byte: the adapter changes none of them"
         config = self.stored.whole_config
+        warnings: tuple[str, ...] = ()
         if freed:
             some_stay = bool(self.encodings.keys() - freed)
             config = (
@@ -189,7 +196,13 @@ class QuantisedBase:
             )
             stay = counted(len(self.encodings) - len(freed), "other")
             note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
-        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
+            if some_stay and any(EXPERTS.match(name) and self._is_packed(name) for name in freed):
+                warnings = (_NOT_IN_TRANSFORMERS,)
+        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note, warnings=warnings)
+
+    def _is_packed(self, name: str) -> bool:
+        """Return whether a weight is packed as compressed-tensors packs it."""
+        return any(part.name.endswith(".weight_packed") for part in parts(self.encodings[name]))
 
     def _require_not_turned(self) -> None:
         """Return if weights mean the matrices that the class has. Raises `UnsupportedAdapter`."""
