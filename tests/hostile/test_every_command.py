@@ -231,6 +231,20 @@ def test_a_file_is_not_taken_for_its_folder() -> None:
         assert (code, "is a file, not a folder" in err) == (3, True), err
 
 
+def test_a_link_to_nothing_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/last").symlink_to("gone")
+    for command in ("validate", "inspect", "merge"):
+        code, _, err = run((command, "runs/last"))
+        assert (code, "runs/last is a link to gone, which leads to nothing" in err) == (3, True), err
+
+
+def test_what_may_not_be_read_is_no_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as root none would be refused
+    assert run(("verify", FIXTURES / "reward-qwen2" / "merged"))[0] == 0
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", folder)
