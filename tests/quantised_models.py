@@ -193,6 +193,22 @@ def int8_offset(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.{part}": tensor for part, tensor in made.items()}, (codes - zeros) * scales.float()
 
 
+def int8_packed_offset(name: str, weight: torch.Tensor) -> Made:
+    """Return codes in words with a scale and a zero point for each 8 of a row; words of zeros are of rows below each other."""
+    groups = weight.float().reshape(len(weight), -1, 8)
+    high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
+    scales = ((high - low) / 255).to(torch.bfloat16)
+    zeros = (-128 - low / scales.float()).round().clamp(-128, 127)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(-128, 127)
+    tensors = {
+        f"{name}.weight_packed": (codes.reshape(weight.shape) + 128).to(torch.uint8).view(torch.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_zero_point": (zeros + 128).to(torch.uint8).T.contiguous().view(torch.int32).T,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(weight.shape)
+
+
 def gpt_oss(name: str, weight: torch.Tensor) -> Made:
     """Return blocks and scales of a stack [experts, in, out]."""
     turned = weight.float().transpose(1, 2).contiguous()
@@ -279,6 +295,10 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 WITH_ZEROS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "int8-offset": (int8_offset, _compressed(num_bits=8, type="int", strategy="channel", symmetric=False)),
+    "int8-packed-offset": (
+        int8_packed_offset,
+        _compressed(num_bits=8, type="int", strategy="group", group_size=8, symmetric=False),
+    ),
 }
 """Forms with zero points that differ."""
 

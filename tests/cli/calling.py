@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
+from lora_tool.cli import timed
 from lora_tool.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,10 +34,12 @@ class Caller:
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
+        self.long = math.inf
+        """Seconds after which a command says how long it took: on a busy machine any may take 5."""
 
     def __call__(self, *args: str | Path) -> Called:
         self.capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
+        with mock.patch.object(timed, "LONG", self.long), pytest.raises(SystemExit) as stopped:
             main([str(arg) for arg in args])
         out, err = self.capsys.readouterr()
         assert isinstance(stopped.value.code, int)

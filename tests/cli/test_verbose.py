@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.cli import timed
 from lora_tool.display import duration
 from tests.checkpoint_edits import fields, raw, tensors
 from tests.cli.calling import FIXTURES, Called, Caller
@@ -97,15 +96,13 @@ def test_consolidate_says_which_tag_and_config(call: Caller, tmp_path: Path) -> 
         "resize ADAPTER --rank 1 -o OUT",
     ],
 )
-def test_a_long_command_says_how_long_it_took(
-    words: str, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_command_says_how_long_it_took(words: str, call: Caller, tmp_path: Path) -> None:
     adapter = copy_of("reward-qwen2/merged", tmp_path).parent / "adapter"
     places = {"ADAPTER": adapter, "MODEL": adapter.parent / "merged", "OUT": tmp_path / "out"}
     typed = [places.get(word, word) for word in words.split()]
     typed = [FIXTURES / "zero" / "stage3-saved" if word == "RANKS" else word for word in typed]
     assert "took " not in call(*typed).err
-    monkeypatch.setattr(timed, "LONG", 0.0)
+    call.long = 0.0
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert call(*typed).err.splitlines()[-1].startswith("took 0.")
     shutil.rmtree(tmp_path / "out", ignore_errors=True)

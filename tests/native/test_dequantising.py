@@ -14,7 +14,7 @@ from lora_tool.execution.native.requantising import KernelRounding
 from lora_tool.formats.quantised.decoding import Arithmetic, decoded
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import grid_of
-from lora_tool.formats.quantised.requantising import Rounding
+from lora_tool.formats.quantised.requantising import Rounding, Scales
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
 from tests.native.coded_cases import CodedCase, cancelling, coded_cases, weight_of
@@ -88,14 +88,14 @@ def test_numbers_become_the_codes_of_numpy(
     )
     expected = (
         Rounding().extremes(encoding, values, first, of),
-        Rounding().codes(encoding, values.copy(), stored, first, of[0]),
+        Rounding().codes(encoding, values.copy(), Scales(stored), first, of[0]),
     )
     for one in kernels:
         rounding = KernelRounding(one)
         low, high = rounding.extremes(encoding, values, first, of)
         assert np.array_equal(low, expected[0][0])
         assert np.array_equal(high, expected[0][1])
-        codes = rounding.codes(encoding, values.copy(), stored, first, of[0])
+        codes = rounding.codes(encoding, values.copy(), Scales(stored), first, of[0])
         assert (codes.dtype, codes.tobytes()) == (expected[1].dtype, expected[1].tobytes())
 
 
@@ -107,8 +107,24 @@ def test_every_code_and_every_tie_of_e4m3(kernels: tuple[Kernel, ...]) -> None:
     encoding = weight_of(1, values.shape[1], (1, values.shape[1]), DType.F8_E4M3)
     expected = values.astype(ml_dtypes.float8_e4m3fn)
     for one in (Rounding(), *map(KernelRounding, kernels)):
-        codes = one.codes(encoding, values.copy(), np.ones((1, 1), np.float32), 0, 0)
+        codes = one.codes(encoding, values.copy(), Scales(np.ones((1, 1), np.float32)), 0, 0)
         assert codes.tobytes() == expected.tobytes()
+
+
+def test_ties_of_e4m3_are_ties_with_every_scale(kernels: tuple[Kernel, ...]) -> None:
+    # the kernel does not divide
+    random = np.random.default_rng(0)
+    scales = np.exp2(random.uniform(-75, 75, (512, 1))).astype(np.float32)
+    scales[::9] *= -1
+    numbers = np.sort(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    ties = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2]) * scales
+    near = [ties, *(np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)), np.zeros_like(ties)]
+    values = np.concatenate([*near, *(-each for each in near)], axis=1)
+    rows, columns = values.shape
+    encoding = weight_of(rows, columns, (1, columns), DType.F8_E4M3)
+    expected = Rounding().codes(encoding, values.copy(), scales, 0, 0).tobytes()
+    for one in kernels:
+        assert KernelRounding(one).codes(encoding, values.copy(), scales, 0, 0).tobytes() == expected
 
 
 def test_without_the_kernel_numpy_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 0.15, "target_modules": TARGETS}
-FORMS = ["fp8-block", "fp8-channel", "bnb-int8", "torchao-int8", *EIGHT_BITS]
+OFFSET = ["int8-offset", "int8-packed-offset"]
+FORMS = ["fp8-block", "fp8-channel", "bnb-int8", "torchao-int8", *EIGHT_BITS, *OFFSET]
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +63,25 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
     of_codes = next(each for each in (name, f"{module}._weight_qdata", f"{module}.weight_packed") if each in base)
     scale_name = next(f"{module}{end}" for end in ends if f"{module}{end}" in base)
     scales = base[scale_name]
-    of_type = torch.int8 if form == "int8-packed" else base[of_codes].dtype
+    in_words = "packed" in form
+    of_type = torch.int8 if in_words else base[of_codes].dtype
     rows, columns = merged.shape
-    tile = {"fp8-tensor": (rows, columns), "int8-packed": (1, 8)}.get(
+    tile = {"fp8-tensor": (rows, columns), "int8-packed": (1, 8), "int8-packed-offset": (1, 8)}.get(
         form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE)
     )
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
-    codes, new = (
-        torch.empty((rows, columns), dtype=of_type),
-        scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1])),
-    )
+    codes = torch.empty((rows, columns), dtype=of_type)
+    new = scales.clone().reshape(-(-rows // tile[0]), -(-columns // tile[1]))
+    zeros = _zeros(base[f"{module}.weight_zero_point"], rows) if form in OFFSET else None
     for at in range(new.shape[0]):
         for across in range(new.shape[1]):
             part = (slice(at * tile[0], (at + 1) * tile[0]), slice(across * tile[1], (across + 1) * tile[1]))
             values, scale = merged[part], new[at, across].float()
+            if zeros is not None:
+                new[at, across], zeros[at, across], codes[part] = _about(values, new[at, across], zeros[at, across])
+                continue
             if form == "bnb-int8":
                 if values.abs().max() > (scale * 127) * torch.tensor(1 / 127):
                     new[at, across] = values.abs().max()
@@ -88,9 +92,35 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
                 new[at, across] = needed.log2().ceil().exp2() if form == "fp8-powers" else needed
             divided = (values / new[at, across].float()).clamp(least, most)
             codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
-    if form == "int8-packed":
-        codes = (codes.short() + 128).to(torch.uint8).view(torch.int32)
-    return {of_codes: codes, scale_name: new.reshape(scales.shape)}
+    found = {of_codes: _words(codes) if in_words else codes, scale_name: new.reshape(scales.shape)}
+    if zeros is not None:
+        found[f"{module}.weight_zero_point"] = _words(zeros.to(torch.int8).T).T if in_words else zeros.to(torch.int8)
+    return found
+
+
+def _about(
+    values: torch.Tensor, stored: torch.Tensor, zero: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return scale, zero point and codes of a tile."""
+    scale = stored.float()
+    if values.max() > (127.5 - zero) * scale or values.min() < (-128.5 - zero) * scale:
+        low = values.min().clamp(max=0)
+        needed = (values.max().clamp(min=0) - low) / 255
+        if needed > scale:
+            nearest = needed.to(stored.dtype)
+            stored = nearest if nearest >= needed else nearest.nextafter(torch.ones_like(nearest))
+        zero = (-128 - low / stored.float()).clamp(-128, 127).round()
+    return stored, zero, (values / stored.float() + zero).clamp(-128, 127).round().to(torch.int8)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    return (codes.short() + 128).to(torch.uint8).contiguous().view(torch.int32)
+
+
+def _zeros(stored: torch.Tensor, rows: int) -> torch.Tensor:
+    if stored.dtype is torch.int8:
+        return stored.float()
+    return stored.T.contiguous().view(torch.uint8).T[:rows].float() - 128
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -106,8 +136,9 @@ def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Pa
         expected |= stored_again(form, name, numbers[name], before)
     raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in expected.items()}
     assert not [name for name in raw if not torch.equal(raw[name], after[name].reshape(-1).view(torch.uint8))]
-    raised = {name for name in before if "scale" in name or "SCB" in name} & set(different(before, after))
-    assert raised, "no scale was too small: the test has nothing to say of raising"
+    raised = {name.rpartition(".")[2] for name in different(before, after)}
+    assert {"SCB", "weight_scale", "weight_scale_inv", "_weight_scale"} & raised, "no scale was too small"
+    assert ("weight_zero_point" in raised) == (form in OFFSET)
     assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
     found = verify(merged)
     assert not found.report.findings
@@ -131,7 +162,9 @@ def test_transformers_loads_what_was_stored_again(plain: Path, adapter: Path, tm
     assert float((weight - exact).abs().max() / exact.abs().max()) < 2**-4
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "fp8-tensor", "bnb-int8", "int8-channel", "int8-packed"])
+@pytest.mark.parametrize(
+    "form", ["fp8-block", "fp8-powers", "fp8-tensor", "bnb-int8", "int8-channel", "int8-packed", *OFFSET]
+)
 def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
     form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,27 +229,33 @@ def test_packed_integers_of_eight_bits_are_not_said_to_be_of_four() -> None:
     assert isinstance(encoding, PackedIntegers)
     encoding = replace(encoding, groups=encoding.record)
     step = Step(out=encoding.spec, op=Copy(source=dequantised(encoding)), action=TensorAction.MERGED, reason="")
-    with pytest.raises(UnsupportedAdapter, match="packed integers of 8 bits in the order of activations"):
+    with pytest.raises(UnsupportedAdapter, match="integers of 8 bits in the order of activations"):
         list(coded_steps(step, encoding, None))
 
 
 @pytest.mark.parametrize(
-    ("injure", "code"),
+    ("form", "part", "injure", "code"),
     [
-        (lambda codes, _: codes.view(torch.uint8)[5, 7].add_(2), "LT608"),
-        (lambda _, scales: scales[1, 1].mul_(1.05), "LT608"),
-        (lambda _, scales: scales[1, 1].mul_(0.9), "LT605"),
+        ("fp8-block", "weight", lambda codes: codes.view(torch.uint8)[5, 7].add_(2), "LT608"),
+        ("fp8-block", "weight_scale_inv", lambda scales: scales[1, 1].mul_(1.05), "LT608"),
+        ("fp8-block", "weight_scale_inv", lambda scales: scales[1, 1].mul_(0.9), "LT605"),
+        ("int8-packed", "weight_packed", lambda words: words.view(torch.uint8)[5, 7].add_(2), "LT608"),
+        ("int8-packed", "weight_scale", lambda scales: scales[1, 1].mul_(0.9), "LT605"),
+        ("int8-offset", "weight", lambda codes: codes[5, 7].add_(2), "LT608"),
+        ("int8-offset", "weight_scale", lambda scales: scales[5].mul_(0.9), "LT605"),
+        ("int8-offset", "weight_zero_point", lambda zeros: zeros[5].add_(1), "LT608"),
+        ("int8-packed-offset", "weight_zero_point", lambda words: words[1, 2].add_(1), "LT608"),
     ],
 )
-def test_a_code_or_a_scale_that_is_another_is_found(
-    injure: Any, code: str, plain: Path, adapter: Path, tmp_path: Path
+def test_a_code_a_scale_or_a_zero_point_that_is_another_is_found(
+    form: str, part: str, injure: Any, code: str, plain: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="as-base")
-    name = "model.layers.0.self_attn.o_proj.weight"
+    name = f"model.layers.0.self_attn.o_proj.{part}"
     for file in merged.glob("*.safetensors"):
         tensors = load_file(file)
-        if name in tensors or f"{name}_scale_inv" in tensors:
-            injure(tensors.get(name, torch.zeros(16, 16)), tensors.get(f"{name}_scale_inv", torch.zeros(2, 2)))
+        if name in tensors:
+            injure(tensors[name])
             save_file(tensors, file, {"format": "pt"})
     assert code in {found.code for found in verify(merged).report.findings}

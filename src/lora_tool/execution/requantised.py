@@ -15,8 +15,16 @@ from lora_tool.execution.units import RequantiseUnit
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes
-from lora_tool.formats.quantised.requantising import as_stored, bytes_of_codes, numbers_of, raised, stored_scales
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes, zeros_of
+from lora_tool.formats.quantised.requantising import (
+    Scales,
+    as_stored,
+    bytes_of_codes,
+    numbers_of,
+    settled,
+    stored_scales,
+)
+from lora_tool.formats.quantised.zero_points import bytes_of_zeros
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.requantise import QuantisedPart
 from lora_tool.tensors import DType
@@ -64,20 +72,22 @@ class Requantiser:
             for each in grid.stretches(*of, _BLOCK_WEIGHTS):
                 retained = self._in_steps(unit, each, out, some if each[0] == of[0] else 0) or retained
             return retained
-        stored = as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales)
-        if self._write_scales(unit, of, stored, out):
+        stored = Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales))
+        if not self._write_scales(unit, of, stored, out):
             return None
-        self._numbers.write(unit.op, bytes_of_codes(encoding, made.codes), out, unit.place(*of)[0])
+        self._numbers.write(unit.op, bytes_of_codes(encoding, made.codes), out, unit.place(unit.op.part, *of)[0])
         codes = made.codes[:some].view(STORED[type_of_codes(encoding)])
         return _retention(encoding, made.before, made.meant, codes, stored, (top, of[0])) if some else None
 
-    def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Array, out: int) -> bool:
-        """Write the scales where they belong to the unit; return whether that is all that does."""
-        alone = unit.op.part is QuantisedPart.SCALES
-        if alone or unit.scales_at is not None:
-            begin, _ = unit.place(*of) if alone else unit.place_of_scales(*of)
-            write_exactly(out, bytes_of(np.ascontiguousarray(scales)), begin)
-        return alone
+    def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Scales, out: int) -> bool:
+        """Write scales and zero points where they belong to the unit; return whether codes do."""
+        zeros = zeros_of(unit.op.encoding)
+        if QuantisedPart.SCALES in unit.written:
+            write_exactly(out, bytes_of(np.ascontiguousarray(scales.stored)), unit.place(QuantisedPart.SCALES, *of)[0])
+        if QuantisedPart.ZEROS in unit.written and zeros is not None and scales.zeros is not None:
+            raw = bytes_of_zeros(zeros, scales.zeros)
+            write_exactly(out, bytes_of(raw), unit.place(QuantisedPart.ZEROS, *of)[0])
+        return QuantisedPart.CODES in unit.written
 
     def _in_steps(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
         """Do what `_tiles` does, the numbers first and then what is made of them; sample so many rows."""
@@ -91,10 +101,10 @@ class Requantiser:
             values = self._rows(unit, first, last)
             less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
-        scales = raised(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), low, high)
-        if self._write_scales(unit, of, scales, out):
+        scales = settled(encoding, of, low, high, self._numbers.bytes_of)
+        if not self._write_scales(unit, of, scales, out):
             return None
-        begin, _ = unit.place(*of)
+        begin, _ = unit.place(unit.op.part, *of)
         row_bytes = unit.out.nbytes // grid.rows
         for first, last in strips:
             values = values if len(strips) == 1 else self._rows(unit, first, last)
@@ -111,7 +121,7 @@ class Requantiser:
 
 
 def _retention(
-    encoding: Requantisable, before: Array, meant: Array, codes: Array, scales: Array, at: tuple[int, int]
+    encoding: Requantisable, before: Array, meant: Array, codes: Array, scales: Scales, at: tuple[int, int]
 ) -> DeltaRetention:
     """Return how much of the change these codes keep; `at` is their first row, and the first row of their scales."""
     now = numbers_of(encoding, codes, scales, *at)

@@ -13,7 +13,7 @@ from lora_tool.formats.quantised.grids import block_of, blocks_of, bytes_before,
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Shard
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TiledSpan
 
@@ -82,7 +82,8 @@ class RequantiseUnit:
     """Rows `first` to `last` of scales, or the codes that have those scales, of `out`, which begins at byte `at` of the
     shard file.
 
-    With codes the scales are written, too, where they are in the same file: both are made of the same numbers.
+    With codes their scales and zero points are written, too, where they are in the same file: all are made of the same
+    numbers.
     """
 
     out: TensorSpec
@@ -90,31 +91,36 @@ class RequantiseUnit:
     first: int
     last: int
     at: int
-    scales_at: int | None = None
-    """Where the scales begin in the file, if they are written, too."""
+    beside: tuple[tuple[QuantisedPart, int], ...] = ()
+    """What is written with the codes, and where it begins in the file."""
 
-    def place(self, first: int, last: int) -> tuple[int, int]:
-        """Return where in the shard file what belongs to these rows of scales begins, and its size in bytes."""
-        if self.op.part is QuantisedPart.CODES:
-            first, last = grid_of(self.op.encoding).rows_of(first, last)
-        row_bytes = self.out.nbytes // self.op.shape[0]
-        return self.at + first * row_bytes, (last - first) * row_bytes
+    @property
+    def written(self) -> tuple[QuantisedPart, ...]:
+        """What is written."""
+        return self.op.part, *(part for part, _ in self.beside)
 
-    def place_of_scales(self, first: int, last: int) -> tuple[int, int]:
-        """Return where these rows of scales begin that are written with codes, and their size in bytes: 0 elsewhere."""
-        if self.scales_at is None:
-            return 0, 0
-        row_bytes = scales_of(self.op.encoding).nbytes // grid_of(self.op.encoding).down
-        return self.scales_at + first * row_bytes, (last - first) * row_bytes
+    def place(self, part: QuantisedPart, first: int, last: int) -> tuple[int, int]:
+        """Return where in the shard file what is written of these rows of scales begins, and its size in bytes."""
+        encoding, grid = self.op.encoding, grid_of(self.op.encoding)
+        at = dict(self.beside).get(part, self.at)
+        match part:
+            case QuantisedPart.CODES:
+                first, last = grid.rows_of(first, last)
+                row_bytes = encoding.codes.nbytes // grid.rows
+            case QuantisedPart.SCALES:
+                row_bytes = scales_of(encoding).nbytes // grid.down
+            case QuantisedPart.ZEROS:  # the last may be filled up to whole words
+                last, row_bytes = -(-last // grid.together) * grid.together, grid.across
+        return at + first * row_bytes, (last - first) * row_bytes
 
     @property
     def begin(self) -> int:
         """Where in the shard file its bytes begin."""
-        return self.place(self.first, self.last)[0]
+        return self.place(self.op.part, self.first, self.last)[0]
 
     @property
     def nbytes(self) -> int:
-        return self.place(self.first, self.last)[1] + self.place_of_scales(self.first, self.last)[1]
+        return sum(self.place(part, self.first, self.last)[1] for part in self.written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,16 +173,19 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     copied: no other code checks its values.
     """
     pending: list[CopyUnit] = []
-    together = _scales_beside_codes(shard)
+    together = _parts_beside_codes(shard)
     at = len(shard.header)
     for step in shard.steps:
         if isinstance(step.op, Requantise):
             yield from _joined(pending)
             pending = []
-            if step.op.part is QuantisedPart.CODES or step.out.name not in together:
-                grid, beside = grid_of(step.op.encoding), together.get(scales_of(step.op.encoding).name)
+            is_codes = step.op.part is QuantisedPart.CODES
+            if is_codes or step.out.name not in together:
+                grid, own = grid_of(step.op.encoding), stored_parts(step.op.encoding)
+                beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together)
                 for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
-                    yield RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at, scales_at=beside)
+                    some = RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at)
+                    yield replace(some, beside=beside) if is_codes else some
             at += step.out.nbytes
             continue
         if isinstance(step.op, Quantise):
@@ -223,17 +232,17 @@ def _matrices(made: Op) -> Iterator[RowOp]:
             yield op
 
 
-def _scales_beside_codes(shard: Shard) -> dict[str, int]:
-    """Return scales that are in the file of their codes, by name, and where they begin in it."""
-    at, scales, codes = len(shard.header), {}, set()
+def _parts_beside_codes(shard: Shard) -> dict[str, int]:
+    """Return scales and zero points that are in the file of their codes, by name, and where they begin in it."""
+    at, parts, codes = len(shard.header), {}, set()
     for step in shard.steps:
         if isinstance(step.op, Requantise):
             if step.op.part is QuantisedPart.CODES:
-                codes.add(scales_of(step.op.encoding).name)
+                codes |= {tensor.name for tensor in stored_parts(step.op.encoding).values()}
             else:
-                scales[step.out.name] = at
+                parts[step.out.name] = at
         at += step.out.nbytes
-    return {name: begin for name, begin in scales.items() if name in codes}
+    return {name: begin for name, begin in parts.items() if name in codes}
 
 
 def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:

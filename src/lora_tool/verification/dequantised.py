@@ -8,7 +8,7 @@ a product is formed in float64 and rounded where the format's library rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,7 +51,7 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, str
     rows, columns = np.arange(first, last)[:, None], np.arange(width)[None, :]
     match encoding:
         case Tiled():
-            values = _tiled(encoding, rows, read)
+            values = _tiled(encoding, [(first, last)], read)
         case OffsetIntegers():
             values = _offset(encoding, rows, columns, read)
         case BnbInt8():
@@ -111,7 +111,8 @@ def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
 
 def floats_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
     """Return elements `first` to `last` of a tensor of scales, float64."""
-    return _floats(tensor, np.arange(first, last), read)
+    size = tensor.dtype.bits // 8
+    return _as_floats(tensor, read(tensor, first * size, (last - first) * size).view(f"<u{size}"))
 
 
 def small_floats(bits: Array, *, exponent: int, mantissa: int) -> Array:
@@ -138,18 +139,27 @@ def _bytes_as(dtype: DType) -> Array:
     return _signed(every) if dtype is DType.I8 else small_floats(every, exponent=4, mantissa=3)
 
 
-def _tiled(encoding: Tiled, rows: Array, read: Read) -> Array:
+def tiled_again(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: Read) -> Array:
+    """Return ranges of rows, one after the other, as `dequantised_again` does: a sample is thousands of single rows."""
+    return _rounded(_tiled(encoding, ranges, read).astype(np.float32), encoding.spec.dtype)
+
+
+def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: Read) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
-    first, last = int(rows[0, 0]), int(rows[-1, 0]) + 1
-    raw = read(encoding.codes, first * width, (last - first) * width).reshape(-1, width)
-    codes = np.take(_bytes_as(encoding.codes.dtype), raw)
-    grid = (math.ceil(height / down), math.ceil(width / across))
-    matrix, row = np.divmod(rows[:, 0], height)
-    line = matrix * grid[0] + row // down
-    low, high = int(line.min()), int(line.max()) + 1
-    scales = floats_of(encoding.scales, low * grid[1], high * grid[1], read).reshape(-1, grid[1])
-    codes *= np.repeat(scales, across, axis=1)[:, :width][line - low]
+    of_matrix, beside = math.ceil(height / down), math.ceil(width / across)
+    scales, places, held = [], [], 0
+    for first, last in ranges:
+        matrix, row = np.divmod(np.arange(first, last), height)
+        line = matrix * of_matrix + row // down
+        low, high = int(line[0]), int(line[-1]) + 1
+        scales.append(floats_of(encoding.scales, low * beside, high * beside, read))
+        places.append(line - low + held)
+        held += high - low
+    raw = np.concatenate([read(encoding.codes, first * width, (last - first) * width) for first, last in ranges])
+    codes = np.take(_bytes_as(encoding.codes.dtype), raw.reshape(-1, width))
+    of_lines = np.repeat(np.concatenate(scales).reshape(-1, beside), across, axis=1)[:, :width]
+    codes *= of_lines[np.concatenate(places)]
     return np.asarray(codes)
 
 
@@ -182,7 +192,7 @@ def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: Read) 
 
 def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -> Array:
     bits, words = encoding.bits, encoding.codes.shape[-1]
-    codes = _from_stream(encoding.codes, rows * words, columns, 1, bits, read)
+    codes = from_stream(encoding.codes, rows * words, columns, 1, bits, read)
     one = math.prod(encoding.scales.shape) == 1
     groups = encoding.spec.shape[-1] // encoding.group
     group = columns // encoding.group
@@ -194,11 +204,11 @@ def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -
     if encoding.zeros is not None and encoding.zeros.dtype is DType.I8:
         zeros = _signed(_elements(encoding.zeros, rows * groups + group, 1, read))
     elif encoding.zeros is not None:
-        zeros = _from_stream(encoding.zeros, group, rows, groups, bits, read)
+        zeros = from_stream(encoding.zeros, group, rows, groups, bits, read)
     return (codes - zeros) * _floats(encoding.scales, place, read)
 
 
-def _from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
+def from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
     """Return the codes of this number in streams of words that begin at `begin`, each `stride` after the one before."""
     first = number * bits
     code = np.zeros(np.broadcast(begin, number).shape, np.int64)

@@ -75,7 +75,7 @@ class Misreading:
         return values if self.columns is None else self.columns(values)
 
 
-def unscaled(encoding: Tiled | BnbInt8 | PackedIntegers) -> Misreading:
+def unscaled(encoding: Tiled | BnbInt8 | OffsetIntegers | PackedIntegers) -> Misreading:
     """Return the misreading that gives the codes themselves."""
     if isinstance(encoding, BnbInt8):
         parts = {encoding.largest.name: _all(DType.F32, _127)}

@@ -2,7 +2,8 @@
 
 A code is right where no other is nearer, by the second formula and with the scale that was written. A scale is right if
 it is the base's, or larger and no larger than it must be: then the largest code of its tile is the largest there is,
-or, where scales are powers of two, more than half of it.
+or, where scales are powers of two, more than half of it. A zero point is the base's, or its tile begins at the least
+code.
 """
 
 from __future__ import annotations
@@ -13,39 +14,49 @@ from functools import cache
 
 import numpy as np
 
-from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers, dequantised
-from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
+from lora_tool.formats.quantised.encodings import BnbInt8, OffsetIntegers, PackedIntegers, Tiled, dequantised
+from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes, zeros_of
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Computed, row_ops
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 from lora_tool.verification.bounds import Bound
-from lora_tool.verification.dequantised import floats_of, small_floats
+from lora_tool.verification.dequantised import floats_of, from_stream, small_floats
 from lora_tool.verification.elements import Array, Files, Rows
 from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared
 from lora_tool.verification.tally import Tally
 
 _ROUNDED = 2.0**-14
 """A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
+_ROUNDED_UP = 2.0**-7
+"""By how much rounding up to 16 bits makes a number larger, relative to it."""
 _SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 18
 """Rows of scales that are looked at in a sample, and about how many weights they are for."""
 
 
 def written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:
     """Return the codes and scales that were written; None where one is not there as it was planned."""
-    codes, scales = tensors.get(op.encoding.codes.name), tensors.get(scales_of(op.encoding).name)
-    planned = op.encoding.codes.spec, scales_of(op.encoding).spec
-    if codes is None or scales is None or (codes.spec, scales.spec) != planned:
+    planned = stored_parts(op.encoding)
+    found = {part: tensors.get(tensor.name) for part, tensor in planned.items()}
+    there = {part: now for part, now in found.items() if now is not None and now.spec == planned[part].spec}
+    if there.keys() != planned.keys():
         return None
-    if isinstance(op.encoding, BnbInt8):
-        return replace(op.encoding, codes=codes, largest=scales)
-    return replace(op.encoding, codes=codes, scales=scales)
+    codes, scales = there[QuantisedPart.CODES], there[QuantisedPart.SCALES]
+    match op.encoding:
+        case BnbInt8():
+            return replace(op.encoding, codes=codes, largest=scales)
+        case Tiled():
+            return replace(op.encoding, codes=codes, scales=scales)
+        case OffsetIntegers():
+            return replace(op.encoding, codes=codes, scales=scales, zeros=there[QuantisedPart.ZEROS])
+        case PackedIntegers():
+            return replace(op.encoding, codes=codes, scales=scales, zeros=there.get(QuantisedPart.ZEROS))
 
 
 def requantised_parts(name: str, op: Requantise[Computed], written: Requantisable) -> Iterator[Compared]:
-    """Yield what is compared of a requantised weight: the scales, or the numbers that its codes stand for."""
-    if op.part is QuantisedPart.SCALES:
-        yield Compared(name=name, op=op, stored=scales_of(written), written=written)
+    """Yield what is compared of a requantised weight: scales, zero points, or the numbers that its codes stand for."""
+    if op.part is not QuantisedPart.CODES:
+        yield Compared(name=name, op=op, stored=stored_parts(written)[op.part], written=written)
         return
     numbers, at = dequantised(written), 0
     for made in row_ops(op):
@@ -87,16 +98,25 @@ def step_bound(bound: Bound) -> Bound:
 
 
 def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
-    """Return what was seen of these rows of scales."""
-    written = part.written
-    if not isinstance(written, Requantisable) or not isinstance(part.op, Requantise):
+    """Return what was seen of these rows of scales, or of their zero points."""
+    written, op = part.written, part.op
+    if not isinstance(written, Requantisable) or not isinstance(op, Requantise):
         raise TypeError(f"`{part.name}` holds no kept scales")
-    grid, base = grid_of(written), scales_of(part.op.encoding)
-    now, before = (_scales(tensor, grid, (first, last), files) for tensor in (part.stored, base))
-    differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
+    grid, of, zeros = grid_of(written), (first, last), _zeros(written, (first, last), files)
+    if op.part is QuantisedPart.ZEROS:
+        now, before = zeros, _zeros(op.encoding, of, files)
+        differ = now != before
+    else:
+        now, before = (_scales(tensor, grid, of, files) for tensor in (part.stored, scales_of(op.encoding)))
+        differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
     tally = Tally(compared=now.size, moved=bool(differ.any()))
     if tally.moved:
-        wrong = np.flatnonzero(differ & ~((now > before) & _are_full(written, grid, (first, last), files)))
+        larger = True if op.part is QuantisedPart.ZEROS else now > before
+        if zeros_of(written) is None:
+            is_full = _are_full(written, grid, of, files)
+        else:
+            is_full = _are_spanned(written, grid, of, files, zeros, whole=op.part is QuantisedPart.SCALES)
+        wrong = np.flatnonzero(differ & ~(larger & is_full))
         tally.outside = tally.wrong = len(wrong)
         tally.first = first * grid.across + int(wrong[0]) if len(wrong) else None
     return tally
@@ -125,19 +145,52 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    every = np.arange(256, dtype=np.uint8)
-    values: Array = every.view(np.int8).astype(np.float32)
-    if type_of_codes(written) is DType.F8_E4M3:
-        values = small_floats(every, exponent=4, mantissa=3)
-    is_full = (values >= most) | (values <= least)
     raw = _codes(written, first, last, files)
-    found = np.zeros((of[1] - of[0], grid.across), np.bool_)
+    if type_of_codes(written) is DType.F8_E4M3:  # without their signs codes have the order of what they stand for
+        largest = small_floats(_of_tiles(np.maximum, raw & 0x7F, grid, of), exponent=4, mantissa=3)
+        return np.asarray(largest >= most)
+    low, high = (_of_tiles(function, raw.view(np.int8), grid, of) for function in (np.minimum, np.maximum))
+    return np.asarray((low <= least) | (high >= most))
+
+
+def _of_tiles(function: np.ufunc, codes: Array, grid: Grid, of: tuple[int, int]) -> Array:
+    """Return the least or largest code of each tile of these rows of scales."""
     edges = np.arange(0, grid.width, grid.tile[1])
+    first, last = grid.rows_of(*of)
+    parts = (codes[rows] for rows, _ in grid.parts(first, last, of[0]))
+    lines = [part if grid.tile[0] == 1 else function.reduce(part, axis=0, keepdims=True) for part in parts]
+    return np.asarray(function.reduceat(np.concatenate(lines), edges, axis=1))
+
+
+def _are_spanned(
+    written: Requantisable, grid: Grid, of: tuple[int, int], files: Files, zeros: Array, *, whole: bool
+) -> Array:
+    """Return of each tile with a zero point whether its codes, or that zero, begin at the least code there is: the zero
+    was chosen for them; of a `whole` tile whether they end at the largest, too, but for what rounding the scale up takes.
+    """
+    least, most = limits(written)
+    first, last = grid.rows_of(*of)
+    codes = _codes(written, first, last, files).view(np.int8)
+    edges = np.arange(0, grid.width, grid.tile[1])
+    low, high = zeros.astype(np.int16), zeros.astype(np.int16)
     for rows, own in grid.parts(first, last, of[0]):
-        full: Array = np.take(is_full, raw[rows])
-        full = full if grid.tile[0] == 1 else np.asarray(full.any(axis=0, keepdims=True))
-        found[own] = np.logical_or.reduceat(full, edges, axis=1)
-    return found
+        for function, found in ((np.minimum, low), (np.maximum, high)):
+            part = codes[rows] if grid.tile[0] == 1 else function.reduce(codes[rows], axis=0, keepdims=True)
+            found[own] = function(found[own], function.reduceat(part, edges, axis=1))
+    begins = low <= least + 1
+    return begins & (high - low >= (most - least) * (1 - _ROUNDED_UP) - 1) if whole else begins
+
+
+def _zeros(encoding: Requantisable, of: tuple[int, int], files: Files) -> Array:
+    """Return the zero points of these rows of scales; without any, none."""
+    tensor, across = zeros_of(encoding), grid_of(encoding).across
+    if tensor is None:
+        return np.zeros((of[1] - of[0], 0))
+    rows, columns = np.arange(*of)[:, None], np.arange(across)[None, :]
+    if tensor.dtype is not DType.I8:
+        return from_stream(tensor, columns, rows, across, 8, files.read)
+    raw = files.read(tensor, of[0] * across, (of[1] - of[0]) * across)
+    return raw.view(np.int8).reshape(-1, across).astype(np.float64)
 
 
 def _codes(written: Requantisable, first: int, last: int, files: Files) -> Array:

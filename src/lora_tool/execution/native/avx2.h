@@ -62,6 +62,7 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define LOAD(p) _mm256_loadu_ps(p)
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define FMA(x, y, z) _mm256_fmadd_ps(x, y, z)
+#define FMS(x, y, z) _mm256_fmsub_ps(x, y, z)
 #define MUL(x, y) _mm256_mul_ps(x, y)
 #define ADD(x, y) _mm256_add_ps(x, y)
 #define WIDEN_bf16(p)                                                                                                  \
@@ -71,7 +72,6 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define NARROW_bf16(p, v) avx2_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define NARROW_e4m3(p, v) avx2_narrow_e4m3(p, v)
-#define DIV(x, y) _mm256_div_ps(x, y)
 #define LEAST(x, y) _mm256_min_ps(x, y)
 #define MOST(x, y) _mm256_max_ps(x, y)
 #define NOTHING() _mm256_setzero_si256()

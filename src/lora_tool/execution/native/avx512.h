@@ -44,6 +44,7 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define LOAD(p) _mm512_loadu_ps(p)
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define FMA(x, y, z) _mm512_fmadd_ps(x, y, z)
+#define FMS(x, y, z) _mm512_fmsub_ps(x, y, z)
 #define MUL(x, y) _mm512_mul_ps(x, y)
 #define ADD(x, y) _mm512_add_ps(x, y)
 #define WIDEN_bf16(p)                                                                                                  \
@@ -53,7 +54,6 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define NARROW_bf16(p, v) avx512_narrow_bf16(p, v)
 #define NARROW_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define NARROW_e4m3(p, v) avx512_narrow_e4m3(p, v)
-#define DIV(x, y) _mm512_div_ps(x, y)
 #define LEAST(x, y) _mm512_min_ps(x, y)
 #define MOST(x, y) _mm512_max_ps(x, y)
 #define NOTHING() _mm512_setzero_si512()

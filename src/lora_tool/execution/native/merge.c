@@ -87,7 +87,8 @@ typedef void packed_function(double *panels, int64_t apart, const void *values, 
                              int64_t depth);
 typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
 typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
-typedef void e4m3_function(uint8_t *out, const float *numbers, float scale, int64_t count);
+typedef void e4m3_function(uint8_t *out, int64_t stride, const float *numbers, int64_t apart, int64_t rows, int64_t count,
+                           float scale);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
 struct words {

@@ -49,7 +49,7 @@ EXPORT int lora_tool_quantise(int level, const struct codes *codes, uint8_t *out
                 scale = 1.0f;
             }
             if (codes->kind == E4M3) {
-                words->e4m3_of(out + at, from, scale, count);
+                words->e4m3_of(out + at, 0, from, 0, 1, count, scale);
             } else {
                 words->int8_of(out + at, from, scale, count, divided, least);
             }
@@ -112,14 +112,14 @@ static void tiles_stored(const struct words *words, const struct codes *codes, c
             const float found = scale_that_fits(to, fabsf(scale * codes->again), scale, low, high);
             const float factor = found == 0.0f ? 1.0f : found;
             to->raised[at + g] = found;
+            uint8_t *write = out + (area->row + band) * stride + area->column + g * group;
+            if (codes->kind == E4M3) {
+                words->e4m3_of(write, stride, first, area->apart, each, count, factor);
+                continue;
+            }
             for (int64_t r = 0; r < each; r++) {
-                const float *row = first + r * area->apart;
-                uint8_t *write = out + (area->row + band + r) * stride + area->column + g * group;
-                if (codes->kind == E4M3) {
-                    words->e4m3_of(write, row, factor, count);
-                } else {
-                    words->int8_of(write, row, to->divided ? factor : to->most / factor, count, to->divided, to->least);
-                }
+                words->int8_of(write + r * stride, first + r * area->apart, to->divided ? factor : to->most / factor, count,
+                               to->divided, to->least);
             }
         }
     }

@@ -11,6 +11,7 @@
 #define LOAD(p) (*(p))
 #define STORE(p, v) (*(p) = (v))
 #define FMA(x, y, z) fmaf(x, y, z)
+#define FMS(x, y, z) fmaf(x, y, -(z))
 #define MUL(x, y) ((x) * (y))
 #define ADD(x, y) ((x) + (y))
 #define WIDEN_bf16(p) from_bf16(*(p))
@@ -19,7 +20,6 @@
 #define NARROW_bf16(p, v) (*(p) = to_bf16(v))
 #define NARROW_f16(p, v) (*(p) = to_f16(v))
 #define NARROW_e4m3(p, v) (*(p) = to_e4m3(v))
-#define DIV(x, y) ((x) / (y))
 #define LEAST(x, y) ((x) < (y) ? (x) : (y))
 #define MOST(x, y) ((x) > (y) ? (x) : (y))
 #define NOTHING() 0u

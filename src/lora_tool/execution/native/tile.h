@@ -3,11 +3,11 @@
  *   LEVEL, TARGET              its name, the attribute of its functions
  *   LANES, VECTORS, ROWS       floats in a vector, vectors side by side and rows of a tile
  *   VECTOR, BITS               vectors of floats and of 32-bit integers
- *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) MUL(x, y) ADD(x, y)
+ *   ZERO() SET(x) LOAD(p) STORE(p, v) FMA(x, y, z) FMS(x, y, z) MUL(x, y) ADD(x, y)
  *   WIDEN_bf16(p) WIDEN_f16(p) NARROW_bf16(p, v) NARROW_f16(p, v)       elements in memory, as floats
  *   WIDEN_e4m3(p)                                                       codes; half floats with another bias, but for NaN
- *   NARROW_e4m3(p, v)                                                   numbers of at most 448 in size, as codes
- *   DIV(x, y) LEAST(x, y) MOST(x, y)                                    y where one is NaN
+ *   NARROW_e4m3(p, v)                                                   numbers below 464 in size, as codes
+ *   LEAST(x, y) MOST(x, y)                                              y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
  *   EVERYTHING() SMALLER(b, v) SMALLEST(b)
  *   WIDE, WIDE_LANES           vectors of doubles
@@ -154,6 +154,7 @@ static const struct words NAME(words) = {
 #undef LOAD
 #undef STORE
 #undef FMA
+#undef FMS
 #undef MUL
 #undef ADD
 #undef WIDEN_bf16
@@ -162,7 +163,6 @@ static const struct words NAME(words) = {
 #undef NARROW_bf16
 #undef NARROW_f16
 #undef NARROW_e4m3
-#undef DIV
 #undef LEAST
 #undef MOST
 #undef NOTHING

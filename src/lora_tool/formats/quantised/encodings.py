@@ -47,6 +47,8 @@ class OffsetIntegers(_Stored):
     zeros: StoredTensor
     """In the grid of the scales, int8."""
     tile: tuple[int, int]
+    bits: int = 8
+    """How many of the eight there are codes for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

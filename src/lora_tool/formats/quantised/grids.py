@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, PackedIntegers, Tiled
+from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
 from lora_tool.tensors import DType, StoredTensor
 
-Requantisable = Tiled | BnbInt8 | PackedIntegers
+Requantisable = Tiled | BnbInt8 | OffsetIntegers | PackedIntegers
 """What merged numbers can be stored as again: codes of eight bits, each times the scale of its tile; see `is_requantisable`."""
 
 Blockwise = Bnb4 | BnbInt8
@@ -18,6 +18,8 @@ Blockwise = Bnb4 | BnbInt8
 
 INT8_MOST, _E4M3_MOST = 127.0, 448.0
 """The largest codes."""
+WORD = 4
+"""Codes of eight bits in a word."""
 _BYTE = 8
 
 
@@ -29,6 +31,8 @@ class Grid:
     width: int
     height: int
     tile: tuple[int, int]
+    together: int = 1
+    """Rows of scales that are stored together."""
 
     @property
     def across(self) -> int:
@@ -75,6 +79,7 @@ class Grid:
         """Yield rows of scales from `first` to `last`, whose tiles have about so many weights together, at least one row."""
         one = self._of_matrix == 1
         each = max(1, weights // ((self.height if one else self.tile[0]) * self.width))
+        each = -(-each // self.together) * self.together
         while first < last:
             end = min(first + each, last)
             if not one:  # the last tile of a matrix may be cut off
@@ -86,8 +91,9 @@ class Grid:
 def is_requantisable(encoding: Encoding | None) -> TypeGuard[Requantisable]:
     """Return whether merged numbers can be stored so again: codes in words must be whole bytes, their groups in order."""
     if isinstance(encoding, PackedIntegers):
-        return (encoding.bits, encoding.zeros, encoding.groups) == (_BYTE, None, None)
-    return isinstance(encoding, Tiled | BnbInt8)
+        of_one_scale = encoding.scales.spec.numel == 1 < encoding.spec.shape[0]  # zero points are of rows
+        return (encoding.bits, encoding.groups) == (_BYTE, None) and not (encoding.zeros and of_one_scale)
+    return isinstance(encoding, Tiled | BnbInt8) or (isinstance(encoding, OffsetIntegers) and encoding.bits >= _BYTE)
 
 
 def grid_of(encoding: Requantisable) -> Grid:
@@ -98,9 +104,11 @@ def grid_of(encoding: Requantisable) -> Grid:
             tile = 1, width
         case PackedIntegers():
             tile = (height, width) if encoding.scales.spec.numel == 1 else (1, encoding.group)
-        case Tiled():
+        case Tiled() | OffsetIntegers():
             tile = encoding.tile
-    return Grid(rows=math.prod(lead) * height, width=width, height=height, tile=tile)
+    zeros = zeros_of(encoding)
+    together = 1 if zeros is None or zeros.dtype is DType.I8 else WORD
+    return Grid(rows=math.prod(lead) * height, width=width, height=height, tile=tile, together=together)
 
 
 def type_of_codes(encoding: Requantisable) -> DType:
@@ -111,6 +119,11 @@ def type_of_codes(encoding: Requantisable) -> DType:
 def scales_of(encoding: Requantisable) -> StoredTensor:
     """Return the tensor that holds the scales."""
     return encoding.largest if isinstance(encoding, BnbInt8) else encoding.scales
+
+
+def zeros_of(encoding: Requantisable) -> StoredTensor | None:
+    """Return the tensor that holds the zero points; None where all are 0."""
+    return encoding.zeros if isinstance(encoding, OffsetIntegers | PackedIntegers) else None
 
 
 def limits(encoding: Requantisable) -> tuple[float, float]:

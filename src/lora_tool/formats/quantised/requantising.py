@@ -4,7 +4,7 @@ A base lies exactly on the grid of its codes, so that another scale would move e
 moves only those that change. code = v / scale, rounded to nearest even, as quantisers do who divide
 (compressed-tensors, axolotl); bitsandbytes' int8 multiplies with 127 / largest. A raised scale is the largest size /
 the largest code, rounded to its type; a power of two is the next that is large enough, for rounding down would halve
-what fits.
+what fits. Codes with zero points are (v / scale) + zero; see `zero_points`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lora_tool.formats.quantised.grids import (
     scales_of,
     type_of_codes,
 )
+from lora_tool.formats.quantised.zero_points import moved, stored_zeros
 from lora_tool.tensors import DType
 
 _CACHED = 1 << 16
@@ -46,6 +47,22 @@ class StoredAgain:
     """The base's numbers of the first rows."""
     meant: F32
     """The merged ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Rows of scales as they are stored, and the zero points of their tiles, int8, where there are any: [rows, across]."""
+
+    stored: Array
+    zeros: Array | None = None
+
+
+def settled(encoding: Requantisable, of: tuple[int, int], low: F32, high: F32, read: Read) -> Scales:
+    """Return these rows of scales as the values between `low` and `high` need them: the base's where they fit."""
+    stored, zeros = stored_scales(encoding, *of, read), stored_zeros(encoding, *of, read)
+    if zeros is None:
+        return Scales(_raised(encoding, stored, low, high))
+    return Scales(*moved(encoding, stored, zeros, low, high))
 
 
 def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
@@ -72,19 +89,23 @@ class Rounding:
         self._extremes(grid, values, first, scales[0], low, high)
         return low, high
 
-    def codes(self, encoding: Requantisable, values: F32, stored: Array, first: int, scales: int) -> Array:
+    def codes(self, encoding: Requantisable, values: F32, scales: Scales, first: int, above: int) -> Array:
         """Return the codes of `values`, rows from `first`, until the next; `values` may be lost.
 
-        `stored` are their scales, rows from `scales`.
+        The rows of `scales` begin with row `above`.
         """
         divided = not isinstance(encoding, BnbInt8)
-        factors: Array = _of_codes(encoding, stored) if divided else stored
+        factors: Array = _of_codes(encoding, scales.stored) if divided else scales.stored
         factors = np.where(factors == 0, np.float32(1), factors)  # of a tile of zeros
         factors = factors if divided else np.float32(INT8_MOST) / factors
         if self._memory.size < values.size:
             self._memory = np.empty(values.size, np.uint8)
         out = self._memory[: values.size].view(STORED[type_of_codes(encoding)]).reshape(values.shape)
-        self._codes(encoding, values, factors.astype(np.float32, copy=False), (first, scales), out)
+        factors = factors.astype(np.float32, copy=False)
+        if scales.zeros is None:
+            self._codes(encoding, values, factors, (first, above), out)
+        else:
+            self._codes_about(encoding, values, factors, scales.zeros.astype(np.float32), (first, above), out)
         return out
 
     def _extremes(self, grid: Grid, values: F32, first: int, scales: int, low: F32, high: F32) -> None:
@@ -111,8 +132,20 @@ class Rounding:
             else:
                 out[rows] = _e4m3_codes(part).view(out.dtype)
 
+    def _codes_about(
+        self, encoding: Requantisable, values: F32, factors: F32, zeros: F32, at: tuple[int, int], out: Array
+    ) -> None:
+        """Do what `_codes` does where codes have zero points."""
+        grid, (least, most) = grid_of(encoding), limits(encoding)
+        for rows, own in _strips(grid, at[0], len(values), at[1]):
+            part = values[rows]
+            np.divide(part, _spread(grid, factors[own]), out=part)
+            np.add(part, _spread(grid, zeros[own]), out=part)
+            np.clip(part, least, most, out=part)
+            np.copyto(out[rows], np.rint(part, out=part), casting="unsafe")
 
-def raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array:
+
+def _raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Array:
     """Return the stored scales, [rows, across], raised where the values between `low` and `high` do not fit."""
     least, most = (np.float32(limit) for limit in limits(encoding))
     room = np.abs(_of_codes(encoding, stored))
@@ -139,11 +172,13 @@ def bytes_of_codes(encoding: Requantisable, codes: Array) -> Bytes:
     return stored
 
 
-def numbers_of(encoding: Requantisable, coded: Array, stored: Array, first: int, scales: int) -> F32:
-    """Return what codes stand for, rows from `first`, with these scales, rows from `scales`."""
-    grid, factors = grid_of(encoding), _of_codes(encoding, stored)
+def numbers_of(encoding: Requantisable, coded: Array, scales: Scales, first: int, above: int) -> F32:
+    """Return what codes stand for, rows from `first`, with these scales, rows from `above`."""
+    grid, factors = grid_of(encoding), _of_codes(encoding, scales.stored)
     values = coded.astype(np.float32)
-    for rows, own in grid.parts(first, first + len(values), scales):
+    for rows, own in grid.parts(first, first + len(values), above):
+        if scales.zeros is not None:
+            values[rows] -= _spread(grid, scales.zeros[own])
         values[rows] *= _spread(grid, factors[own])
     return values
 

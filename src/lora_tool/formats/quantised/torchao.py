@@ -20,6 +20,7 @@ from lora_tool.tensors import DType, StoredTensor, TensorSpec
 CODES = "_qdata"
 """The end of the names of codes."""
 _NAMES = "tensor_names"
+_BYTE = 8
 _PLAIN = json.dumps({"_type": "Tensor"})
 _FP4 = {"MXTensor": (32, "mxfp4"), "NVFP4Tensor": (16, "nvfp4")}
 
@@ -96,10 +97,19 @@ def _tiled(weight: _Weight, said: Mapping[str, Any]) -> Encoding:
     scales = _in_grid(weight.needed("scale", SCALES), codes, grid)
     zeros = _in_grid(weight.needed("zero_point", (DType.I8,)), codes, grid) if weight.has("zero_point") else None
     spec = weight.spec(DType.F32, codes.shape)
-    label = _label("fp8 e4m3" if wanted is DType.F8_E4M3 else "int8", tile, codes.shape)
-    if zeros is None or (weight.kind == "Int8Tensor" and not any(read_part(zeros, 0, zeros.nbytes))):
+    bits = _bits(said)
+    label = _label("fp8 e4m3" if wanted is DType.F8_E4M3 else f"int{bits}", tile, codes.shape)
+    if zeros is None or (bits == _BYTE and not any(read_part(zeros, 0, zeros.nbytes))):
         return Tiled(spec=spec, codes=codes, label=label, scales=scales, tile=tile, record=zeros)
-    return OffsetIntegers(spec=spec, codes=codes, label=label, scales=scales, zeros=zeros, tile=tile)
+    return OffsetIntegers(spec=spec, codes=codes, label=label, scales=scales, zeros=zeros, tile=tile, bits=bits)
+
+
+def _bits(said: Mapping[str, Any]) -> int:
+    """Return of how many bits a byte of codes has values: torch's integers of fewer have no bytes of their own."""
+    target = said.get("target_dtype")
+    name = target.get("_data") if isinstance(target, dict) else None
+    digits = name.removeprefix("int") if isinstance(name, str) else ""
+    return int(digits) if digits in {str(bits) for bits in range(1, _BYTE)} else _BYTE
 
 
 def _blocks(codes: StoredTensor, block: object) -> tuple[tuple[int, int], tuple[int, ...]]:

@@ -26,7 +26,7 @@ from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Coded, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.afresh import Original, fresh_steps, kept_afresh
 from lora_tool.plan.merge.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
@@ -61,8 +61,8 @@ def coded_steps(step: Step, encoding: Encoding, original: Original | None) -> It
     return _with_kept_scales(step, in_type(encoding, DType.F32))
 
 
-def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
-    """Return the steps of codes and scales, of which the base's stay where the numbers fit."""
+def _with_kept_scales(step: Step, encoding: Requantisable) -> Iterable[Step]:
+    """Yield the steps of codes, scales and zero points, of which the base's stay where the numbers fit."""
     made = _in_float32(_rows(step))
     odd = next((op for op in row_ops(made) if not isinstance(op, LowRank | Dequantise)), None)
     if odd is not None or any(op.needs_all_rows or op.taken_out for op in row_ops(made)):
@@ -71,18 +71,16 @@ def _with_kept_scales(step: Step, encoding: Requantisable) -> tuple[Step, Step]:
             f"`{step.out.name}` cannot be quantised again as {what}",
             hint='`store="touched-16bit"` writes such weights in 16 bits',
         )
-    codes, scales = encoding.codes, scales_of(encoding)
+    scales = scales_of(encoding)
     if len(set(scales.spans)) < len(scales.spans):
         raise UnsupportedAdapter(
             f"`{step.out.name}` is stored as {encoding}, with one scale for all of its matrices: it cannot be raised for one",
             hint='`store="touched-16bit"` writes such weights in 16 bits',
         )
-    of_codes = Requantise(made=made, encoding=encoding, part=QuantisedPart.CODES)
-    of_scales = Requantise(made=made, encoding=encoding, part=QuantisedPart.SCALES)
-    return (
-        Step(out=codes.spec, op=of_codes, action=TensorAction.MERGED, reason=str(of_codes)),
-        Step(out=scales.spec, op=of_scales, action=TensorAction.RESCALED, reason=str(of_scales)),
-    )
+    for part, tensor in stored_parts(encoding).items():
+        op = Requantise(made=made, encoding=encoding, part=part)
+        action = TensorAction.MERGED if part is QuantisedPart.CODES else TensorAction.RESCALED
+        yield Step(out=tensor.spec, op=op, action=action, reason=str(op))
 
 
 def _in_float32(made: Computed) -> Computed:
@@ -108,16 +106,16 @@ def _rows(step: Step) -> Computed:
 
 def _only_read(step: Step, encoding: Encoding) -> str:
     """Return why a changed weight is not stored in its format."""
-    if isinstance(encoding, OffsetIntegers):
-        why = "lora-tool does not round to codes with zero points"
-    elif isinstance(encoding, ColumnIntegers):
+    if isinstance(encoding, ColumnIntegers):
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
-    elif isinstance(encoding, PackedIntegers) and encoding.bits > _FEW_BITS:
-        why = f"lora-tool does not round to packed integers of {encoding.bits} bits"
-        why += " in the order of activations" if encoding.groups is not None else ""
-        why += " with zero points" if encoding.zeros is not None else ""
+    elif isinstance(encoding, PackedIntegers | OffsetIntegers) and encoding.bits > _FEW_BITS:
+        ordered = isinstance(encoding, PackedIntegers) and encoding.groups is not None
+        how = "in the order of activations" if ordered else "stored so"
+        why = f"lora-tool does not round to integers of {encoding.bits} bits {how}"
     else:
-        why = "rounding to four bits removes a change of 1% of the weights, or adds several times as much noise"
+        why = (
+            "rounding to four bits or fewer removes a change of 1% of the weights, or adds several times as much noise"
+        )
     return f"the adapter changes `{step.out.name}`, which is stored as {encoding}: {why}"
 
 
@@ -159,12 +157,7 @@ def _kept(op: Coded) -> DeltaRetention:
         return kept_afresh(op)
     import numpy as np  # noqa: PLC0415 - for few plans
 
-    from lora_tool.formats.quantised.requantising import (  # noqa: PLC0415 - see above
-        Rounding,
-        numbers_of,
-        raised,
-        stored_scales,
-    )
+    from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled  # noqa: PLC0415 - see above
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
     weight, rounding = dequantised(encoding), Rounding()
@@ -177,7 +170,7 @@ def _kept(op: Coded) -> DeltaRetention:
         before = numbers(rows_of(weight, row, count))
         after = made_rows(op.made, row, count)
         values = after.astype(np.float32)
-        scales = raised(encoding, stored_scales(encoding, *of, raw), *rounding.extremes(encoding, values, row, of))
+        scales = settled(encoding, of, *rounding.extremes(encoding, values, row, of), raw)
         delta = after - before
         effect = numbers_of(encoding, rounding.codes(encoding, values, scales, row, at), scales, row, at) - before
         if not np.isfinite(delta).all():
