@@ -127,7 +127,7 @@ class Trainings:
         /,
         *,
         dry: Any = False,
-        resume: Path | None = None,
+        resume: Any = None,
         **options: Any,
     ) -> TrainingOutcome:
         run, _ = with_settings(self.config(method, block, **options))
