@@ -122,9 +122,9 @@ def test_ties_of_e4m3_are_ties_with_every_scale(kernels: tuple[Kernel, ...]) -> 
     values = np.concatenate([*near, *(-each for each in near)], axis=1)
     rows, columns = values.shape
     encoding = weight_of(rows, columns, (1, columns), DType.F8_E4M3)
-    expected = Rounding().codes(encoding, values.copy(), scales, 0, 0).tobytes()
+    expected = Rounding().codes(encoding, values.copy(), Scales(scales), 0, 0).tobytes()
     for one in kernels:
-        assert KernelRounding(one).codes(encoding, values.copy(), scales, 0, 0).tobytes() == expected
+        assert KernelRounding(one).codes(encoding, values.copy(), Scales(scales), 0, 0).tobytes() == expected
 
 
 def test_without_the_kernel_numpy_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
