@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lora_tool.pipeline.algebra import resize as resize
     from lora_tool.pipeline.comparing import diff as diff
     from lora_tool.pipeline.consolidating import consolidate as consolidate
+    from lora_tool.pipeline.converting import convert as convert
     from lora_tool.pipeline.looking import inspect as inspect
     from lora_tool.pipeline.looking import ls as ls
     from lora_tool.pipeline.merging import merge as merge
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from lora_tool.plan.base.task import Task as Task
     from lora_tool.plan.consolidate.plan_consolidate import What as What
     from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
+    from lora_tool.plan.convert.forms import AdapterForm as AdapterForm
     from lora_tool.plan.core.ops import Precision as Precision
     from lora_tool.plan.core.plan import Plan as Plan
     from lora_tool.plan.merge.plan_merge import plan_merge as plan_merge
@@ -104,6 +106,7 @@ _HOMES = {
     "inventory": "Inventory",
     "pipeline.algebra": "combine extract prepare resize",
     "pipeline.consolidating": "consolidate",
+    "pipeline.converting": "convert",
     "pipeline.comparing": "diff",
     "pipeline.looking": "inspect ls",
     "pipeline.merging": "merge",
@@ -114,6 +117,7 @@ _HOMES = {
     "plan.algebra.spool": "Spool",
     "plan.base.task": "Task",
     "plan.consolidate.plan_consolidate": "What plan_consolidate",
+    "plan.convert.forms": "AdapterForm",
     "plan.core.ops": "Precision",
     "plan.core.plan": "Plan",
     "plan.merge.plan_merge": "plan_merge",

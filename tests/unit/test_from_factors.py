@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from lora_tool import Server, combine, diff, extract, merge, prepare, resize, validate, verify
+from lora_tool import (
+    Server,
+    combine,
+    convert,
+    diff,
+    extract,
+    merge,
+    plan_combine,
+    plan_merge,
+    prepare,
+    resize,
+    validate,
+    verify,
+)
 from lora_tool.checkpoint import open_model
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
 from lora_tool.inspection.comparison import Difference, ModuleChange
 from tests.cli.calling import FIXTURES
@@ -23,6 +40,44 @@ def farthest(first: Path, second: Path) -> float:
     found: tuple[Difference, ...] = diff(first, second).differences
     assert {item.change for item in found} <= {ModuleChange.SAME, ModuleChange.ALIKE, ModuleChange.CHANGED}
     return max((item.relative or 0.0 for item in found), default=0.0)
+
+
+def other_adapter(folder: Path) -> Path:
+    """Return another adapter of the same base, with the same names."""
+    shutil.copytree(ADAPTER, folder)
+    weights = folder / "adapter_model.safetensors"
+    save_file({name: values[::-1].copy() for name, values in load_file(weights).items()}, weights)
+    return folder
+
+
+@pytest.mark.parametrize(("noise", "figure"), [(0.0, "0%"), (1e-2, r"0\.\d+%"), (0.2, None)])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_sum_that_cancels_is_warned_of(noise: float, figure: str | None, rank: int | None, tmp_path: Path) -> None:
+    other = shutil.copytree(ADAPTER, tmp_path / "other")
+    weights, chance = other / "adapter_model.safetensors", np.random.default_rng(0)
+    held = {
+        name: values * (1 + noise * chance.standard_normal(values.shape)) for name, values in load_file(weights).items()
+    }
+    save_file(held, weights)  # in float64: other weights, though of the same values
+    plan = plan_combine([ADAPTER, other], weights=[1, -1], base=BASE, rank=rank)
+    said = [text for text in plan.warnings if "nearly cancel: in 6 of 6 modules" in text]
+    assert bool(said) == (figure is not None)
+    assert not said or re.search(f"proj {figure}", said[0])
+
+
+def test_no_computed_adapter_is_merged_into_a_model_that_has_its_parts(tmp_path: Path) -> None:
+    other = other_adapter(tmp_path / "other")
+    merged = merge(ADAPTER, out=tmp_path / "merged").path
+    both = combine([ADAPTER, other], base=BASE, out=tmp_path / "both").path
+    smaller = resize(both, rank=2, out=tmp_path / "smaller").path
+    extracted = extract(merged, BASE, rank=4, out=tmp_path / "extracted").path
+    for computed in (both, smaller, extracted):
+        with pytest.raises(FindingsFound, match=f"LT511 .*already contains {ADAPTER}, which this .* computed from"):
+            plan_merge(merged, computed, ignore=["LT520"])
+    with pytest.raises(FindingsFound, match="LT511 .*already contains this adapter"):
+        plan_merge(merge(smaller, base=BASE, out=tmp_path / "of smaller").path, ADAPTER, ignore=["LT520"])
+    assert plan_merge(merged, other, ignore=["LT520"])
+    assert [found.code for found in plan_merge(BASE, [both, other]).findings] == ["LT512"]
 
 
 @pytest.mark.parametrize("server", [Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.PEFT])
@@ -46,6 +101,19 @@ def test_what_is_for_mlx_is_transposed(tmp_path: Path) -> None:
     shapes = {tuple(step.out.shape) for shard in done.plan.shards for step in shard.steps}
     assert all(min(shape) == shape[0] or min(shape) == shape[1] for shape in shapes)
     assert (done.path / "adapters.safetensors").is_file()
+
+
+def test_what_is_converted_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    there = prepare(ADAPTER, "mlx", out=tmp_path / "mlx").path
+    between = convert(there, "peft", out=tmp_path / "peft", base=BASE)
+    assert between.verification is None
+    back = convert(between, "mlx", out=tmp_path / "back", verify=True)
+    assert back.verification
+    first, second = (load_file(folder / "adapters.safetensors") for folder in (there, back.path))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    with pytest.raises(WrongValue, match="reward"):
+        convert(ADAPTER, "mlx", out=tmp_path / "head", reward=True)
 
 
 def test_a_lower_rank_is_given_up_only_where_that_is_allowed(tmp_path: Path) -> None:

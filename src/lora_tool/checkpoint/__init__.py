@@ -8,6 +8,7 @@ from lora_tool.checkpoint.adapters import UNMERGED as UNMERGED
 from lora_tool.checkpoint.adapters import VALUE_HEAD as VALUE_HEAD
 from lora_tool.checkpoint.adapters import adapters_below as adapters_below
 from lora_tool.checkpoint.adapters import base_around as base_around
+from lora_tool.checkpoint.adapters import computed_from as computed_from
 from lora_tool.checkpoint.deepspeed import ZERO as ZERO
 from lora_tool.checkpoint.folders import Folder as Folder
 from lora_tool.checkpoint.fsdp import DCP as DCP

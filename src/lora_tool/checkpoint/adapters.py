@@ -11,7 +11,8 @@ from lora_tool import keys
 from lora_tool.checkpoint import other_formats
 from lora_tool.checkpoint.folders import Folder, listed, read_config, without_weights
 from lora_tool.checkpoint.kinds import AdapterDir, Claim, Kind
-from lora_tool.formats import adapter_config, model_config
+from lora_tool.errors import BrokenFile
+from lora_tool.formats import adapter_config, manifest, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.weights import Weights, read_single
 
@@ -62,6 +63,21 @@ ADAPTER = Kind(
     name="adapter", article="an", sign=adapter_config.FILE_NAME, command="merge", recognise=_recognise, open=_open
 )
 TRAINED_ADAPTER = replace(ADAPTER, name="trainer checkpoint", article="a")
+
+
+def computed_from(adapter: AdapterDir) -> dict[str, str]:
+    """Return the fingerprint of every adapter whose ΔW is in this one's, by its manifest, and where that one was.
+
+    Where only the fingerprint is known, the place is "". An adapter that nobody computed of others has none, nor has one
+    whose manifest cannot be read.
+    """
+    if manifest.FILE_NAME not in adapter.folder.files:
+        return {}
+    try:
+        found = manifest.read_manifest(adapter.root / manifest.FILE_NAME)
+    except BrokenFile:
+        return {}
+    return {**dict.fromkeys(found.merged_adapters, ""), **found.adapters}
 
 
 def base_around(adapter: AdapterDir) -> Path | None:

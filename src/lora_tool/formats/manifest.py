@@ -23,7 +23,7 @@ class Manifest:
     path: Path
     raw: Mapping[str, Any]
     merged_adapters: tuple[str, ...]
-    """sha256 of the weight files of every adapter whose delta is in these weights, older merges included."""
+    """The fingerprint of every adapter whose delta is in these weights: merged, in older merges too, or computed with."""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec] | None:
@@ -45,6 +45,18 @@ class Manifest:
         inputs = self.raw.get("inputs")
         found = inputs.get(name) if isinstance(inputs, dict) else None
         return found if isinstance(found, dict) else {}
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters that were read, by fingerprint, and where they were: their Hub id or path. One of weight 0 is none."""
+        inputs = self.raw.get("inputs")
+        named = inputs if isinstance(inputs, dict) else {}
+        read = (self.input(name) for name in named if name.split(" ")[0] == "adapter")
+        return {
+            str(each["fingerprint"]): str(each.get("hub_id") or each.get("path") or "")
+            for each in read
+            if isinstance(each.get("fingerprint"), str) and each.get("weight", 1) != 0
+        }
 
 
 def read_manifest(path: Path) -> Manifest:

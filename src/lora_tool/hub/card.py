@@ -176,7 +176,7 @@ def _tags(have: object, origin: Origin) -> list[Any]:
     tags = [tag for tag in _as_list(have) if not _names_a_path(tag, origin)]
     ours = {
         "lora": origin.adapter,
-        "merged-lora": origin.merged and not origin.adapter,
+        "merged-lora": origin.merged,
         "reward-model": origin.reward,
         "lora-tool": True,
     }

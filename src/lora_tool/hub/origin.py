@@ -72,7 +72,7 @@ def origin_of(checkpoint: AdapterDir | ModelDir, manifest: Manifest | None) -> O
     base, folder = _found(reference, checkpoint.root) if reference else (None, None)
     return Origin(
         adapter=isinstance(checkpoint, AdapterDir),
-        merged=manifest is not None and bool(manifest.merged_adapters),
+        merged=isinstance(checkpoint, ModelDir) and manifest is not None and bool(manifest.merged_adapters),
         reward=reward,
         pipeline=pipeline,
         base=base,

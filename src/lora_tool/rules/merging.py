@@ -16,7 +16,7 @@ from lora_tool.rules.judging import Judge
 
 _LARGE = 64 << 20
 """Bytes of adapters whose values are worth an import before they are read."""
-_NO_HELP = "ignoring the rule does not help, because the merge could not compute anything"
+_NO_HELP = "ignoring the rule does not help, because nothing could be computed"
 _OF_SHAPES = "LT317"
 """What a config says that its weights contradict."""
 _OF_TIED = "LT514"

@@ -207,8 +207,7 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
 
 
 def _at_once(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
-    for start, nbytes in task.stretches:
-        yield _compare_bytes(task.part, files, start, nbytes)
+    yield from _compare_bytes(task.part, files, task.stretches)
     if task.columns:
         yield _compare_columns(task.part, task.columns, files, recomputer, precision)
 
@@ -234,8 +233,8 @@ def _compare_columns(
 def _unknown(part: Compared, files: Files, why: str) -> Tally:
     """Return that nothing is known of the part but whether it is still its source."""
     tally = Tally(unknown=why)
-    for start, nbytes in stretches(part.stored) if part.of_one_size else ():
-        tally.add(_compare_bytes(part, files, start, nbytes))
+    for some in _compare_bytes(part, files, list(stretches(part.stored)) if part.of_one_size else ()):
+        tally.add(some)
     return tally
 
 
@@ -246,14 +245,15 @@ def _flat(at: int, rows: Rows, width: int) -> int:
     return next(itertools.islice(numbers, row, None)) * width + column
 
 
-def _compare_bytes(part: Compared, files: Files, start: int, nbytes: int) -> Tally:
-    """Compare a stretch of a copied tensor byte by byte."""
-    stored, source = files.read(part.stored, start, nbytes), files.read(part.op.source, start, nbytes)
+def _compare_bytes(part: Compared, files: Files, stretches: Sequence[tuple[int, int]]) -> Iterator[Tally]:
+    """Compare stretches of a copied tensor byte by byte."""
     width = max(1, part.stored.dtype.bits // 8)
-    tally = Tally(compared=nbytes // width)
-    if not np.array_equal(stored, source):
-        differing = np.flatnonzero(stored != source) // width
-        tally.outside = tally.wrong = len(np.unique(differing))
-        tally.first = part.begin + start // width + int(differing[0])
-        tally.moved = True
-    return tally
+    both = (files.stretches(tensor, stretches) for tensor in (part.stored, part.op.source))
+    for (start, nbytes), stored, source in zip(stretches, *both, strict=True):
+        tally = Tally(compared=nbytes // width)
+        if not np.array_equal(stored, source):
+            differing = np.flatnonzero(stored != source) // width
+            tally.outside = tally.wrong = len(np.unique(differing))
+            tally.first = part.begin + start // width + int(differing[0])
+            tally.moved = True
+        yield tally

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
+from lora_tool.formats.room import Room
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
 
@@ -99,7 +101,7 @@ def _tiles_of(span: Span | None, tensor: StoredTensor) -> tuple[Tiled, int] | No
     return (span.encoding, above) if is_matrix and not rest else None
 
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 19
 
 
 class Files(OpenFiles):
@@ -108,12 +110,31 @@ class Files(OpenFiles):
     def __init__(self) -> None:
         super().__init__(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         self._strips: Strips | None = None
+        self._local = threading.local()
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
         out = np.empty(nbytes, np.uint8)
         fill(out.data, tensor, start, self.read_exactly, self._decode)
         return out
+
+    def stretches(self, tensor: StoredTensor, stretches: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
+        """Yield the bytes of each start and size; a matrix that lies transposed in its file is read once for all of them."""
+        whole = tensor.spans[0] if len(tensor.spans) == 1 else None
+        if not (type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes):
+            yield from (self.read(tensor, start, nbytes) for start, nbytes in stretches)
+            return
+        matrix, row_bytes = self._as_meant(whole), whole.columns * whole.itemsize
+        for start, nbytes in stretches:
+            first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
+            rows = np.ascontiguousarray(matrix[first:last]).reshape(-1).view(np.uint8)
+            yield rows[start - first * row_bytes :][:nbytes]
+
+    def _as_meant(self, whole: TransposedSpan) -> Array:
+        """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""
+        stored = np.empty(whole.stored_bytes, np.uint8)
+        self.read_exactly(whole.path, whole.offset, stored.data)
+        return stored.view(f"u{whole.itemsize}").reshape(whole.columns, whole.rows).T
 
     def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode | None = None) -> Bytes:
         """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
@@ -126,11 +147,9 @@ class Files(OpenFiles):
         if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
             self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
         elif type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes:  # read once, not for every row
-            stored = np.empty(whole.stored_bytes, np.uint8)
-            self.read_exactly(whole.path, whole.offset, stored.data)
-            matrix = stored.view(f"u{whole.itemsize}").reshape(whole.columns, whole.rows)
+            matrix = self._as_meant(whole)
             rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
-            np.concatenate([matrix[:, first:last].T for first, last in rows], out=rows_of)
+            np.concatenate([matrix[first:last] for first, last in rows], out=rows_of)
         elif decode is None and (tiles := _tiles_of(whole, tensor)) is not None:
             from lora_tool.verification.dequantised import tiled_again  # noqa: PLC0415 - for quantised weights alone
 
@@ -148,14 +167,25 @@ class Files(OpenFiles):
         All of it is read, some rows at a time: each column is somewhere in every row.
         """
         height, width = tensor.shape
-        step = (
-            max(1, _READ_BYTES // max(1, width * tensor.dtype.bits // 8)) if type(tensor.spans[0]) is Span else height
-        )
-        kind = FLOATS[tensor.dtype].bits
-        some = (self.rows(tensor, [(at, min(at + step, height))]) for at in range(0, height, step))
-        return (
-            np.concatenate([each.view(kind).reshape(-1, width)[:, columns] for each in some]).reshape(-1).view(np.uint8)
-        )
+        kind, span = np.dtype(FLOATS[tensor.dtype].bits), tensor.spans[0]
+        if len(tensor.spans) > 1 or type(span) is not Span:
+            whole = self.rows(tensor, [(0, height)]).view(kind).reshape(-1, width)
+            return whole[:, columns].reshape(-1).view(np.uint8)
+        made = np.empty((height, len(columns)), kind)
+        step = max(1, _READ_BYTES // max(1, width * kind.itemsize))
+        for first in range(0, height, step):
+            some = self._room.of("columns", (min(step, height - first), width), kind)
+            self.read_exactly(span.path, span.offset + first * some.strides[0], some.reshape(-1).view(np.uint8).data)
+            made[first : first + len(some)] = some[:, columns]
+        return made.reshape(-1).view(np.uint8)
+
+    @property
+    def _room(self) -> Room:
+        """This thread's own."""
+        if not hasattr(self._local, "room"):
+            self._local.room = Room()
+        room: Room = self._local.room
+        return room
 
     def _decode(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for."""

@@ -24,7 +24,7 @@ PRODUCT_WEIGHTS = 1 << 19
 """Weights of one product: enough rows that packing the factors costs little."""
 CACHED_WEIGHTS = 1 << 16
 """Weights compared together: the intermediate results stay in the cache, and are too small to be mapped anew each time."""
-_COLUMN_EVERY = 16
+_COLUMN_EVERY = 64
 """Columns of which one is recomputed."""
 PIECE_BYTES = 4 << 20
 """Bytes of a copied tensor compared together."""

@@ -171,12 +171,7 @@ def _are_spanned(
     least, most = limits(written)
     first, last = grid.rows_of(*of)
     codes = _codes(written, first, last, files).view(np.int8)
-    edges = np.arange(0, grid.width, grid.tile[1])
-    low, high = zeros.astype(np.int16), zeros.astype(np.int16)
-    for rows, own in grid.parts(first, last, of[0]):
-        for function, found in ((np.minimum, low), (np.maximum, high)):
-            part = codes[rows] if grid.tile[0] == 1 else function.reduce(codes[rows], axis=0, keepdims=True)
-            found[own] = function(found[own], function.reduceat(part, edges, axis=1))
+    low, high = (function(_of_tiles(function, codes, grid, of), zeros) for function in (np.minimum, np.maximum))
     begins = low <= least + 1
     return begins & (high - low >= (most - least) * (1 - _ROUNDED_UP) - 1) if whole else begins
 

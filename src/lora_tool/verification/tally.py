@@ -40,12 +40,17 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Take in what was seen of another part of the same tensor."""
-        for name in ("compared", "outside", "wrong", "error_squares", "change_squares", "moved_squares", "dot"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.compared += other.compared
+        self.outside += other.outside
+        self.wrong += other.wrong
+        self.error_squares += other.error_squares
+        self.change_squares += other.change_squares
+        self.moved_squares += other.moved_squares
+        self.dot += other.dot
         self.moved = self.moved or other.moved
         self.unknown = self.unknown or other.unknown
-        firsts = [first for first in (self.first, other.first) if first is not None]
-        self.first = min(firsts, default=None)
+        if other.first is not None:
+            self.first = other.first if self.first is None else min(self.first, other.first)
         self.ulps = max(self.ulps, other.ulps)
 
     @property

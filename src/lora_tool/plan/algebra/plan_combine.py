@@ -11,6 +11,7 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
+from lora_tool.plan.algebra.cancelling import cancel_warnings
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
 from lora_tool.plan.algebra.fit import require_one_base, require_sums
@@ -125,6 +126,7 @@ def _planned(
         findings=report.findings,
         notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
         ranks=turned.ranks,
+        warnings=cancel_warnings(sums),
         manifest={
             "operation": operation,
             "rank": asked.rank,

@@ -131,11 +131,16 @@ def plan_extract(
             "keep": keep,
             "save": sorted(save),
             "dtype": kind.value,
-            "merged_adapters": [],
+            "merged_adapters": [each for each in _merged(tuned) if each not in _merged(first)],
             "inputs": {name: described(each) for name, each in (("model", tuned), ("base", first))},
             "modules": [each.as_json() for each in modules],
         },
     )
+
+
+def _merged(model: ModelDir) -> tuple[str, ...]:
+    """Return the adapters whose ΔW is in the model, by its manifest."""
+    return model.manifest.merged_adapters if model.manifest else ()
 
 
 def _require_names(base: ModelDir, found: Differing) -> None:

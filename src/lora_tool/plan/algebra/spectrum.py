@@ -97,7 +97,7 @@ def compressed(
         )
     sides = _Sides.of(grams, scales)
     asked = _Asked(rank, keep)
-    left = _left_of_terms(grams, scales, factors)
+    left = left_of_terms(grams, scales, factors)
     found = _by_eigenvalues(sides, asked) if left > _CANCELLED_IF_DEPENDENT else None
     if found is None:
         found = _by_singular_values(sides, asked, *_roots(sides, left, factors, reader))
@@ -200,7 +200,7 @@ def _by_singular_values(sides: _Sides, asked: _Asked, root_l: _Root, root_r: _Ro
 def _roots(sides: _Sides, left: float, factors: Factors, reader: Reader) -> tuple[_Root, _Root]:
     """Return the roots of both sides: of their Gram matrices, or of their triangles where those would be wrong.
 
-    `left` is what `_left_of_terms` says.
+    `left` is what `left_of_terms` says.
     """
     root_l, root_r = map(_root_of_gram, sides.grams)
     if root_l is not None and root_r is not None:
@@ -264,7 +264,7 @@ def _root_of_triangle(triangle: Matrix) -> _Root:
     return _Root.of(roots[kept], turned[kept].T)
 
 
-def _left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
+def left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
     """Return ‖ΔW‖ as a share of the sum of the norms of its terms, or of its columns' if that is less: little where they cancel."""
     products = grams[0] * grams[1] * np.outer(scales, scales)
     norm, alone, at = math.sqrt(max(float(products.sum()), 0.0)), 0.0, 0

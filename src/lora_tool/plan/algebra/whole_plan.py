@@ -11,7 +11,7 @@ from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_warnings
-from lora_tool.plan.core.manifest import describe_input, input_name
+from lora_tool.plan.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step, copied_file
@@ -46,6 +46,12 @@ def adapter_plan(
     leftovers = (*dropped, *_used(adapters, steps))
     _require_all(adapters, leftovers)
     inputs = {input_name(number): each for number, each in enumerate(adapters, start=1)}
+    records = [described(each) for each in adapters]
+    added = [
+        (each, str(record["fingerprint"]))
+        for each, record, weight in zip(adapters, records, weights, strict=True)
+        if weight != 0
+    ]
     return Plan(
         shards=(Shard(filename=filename, steps=tuple(steps)),),
         side_files=side_files,
@@ -58,11 +64,11 @@ def adapter_plan(
         notes=tuple(notes),
         manifest={
             **manifest,
-            "merged_adapters": [],
+            "merged_adapters": adapters_in(added),
             "inputs": {
                 **{
-                    name: {**described(each), "weight": weight}
-                    for (name, each), weight in zip(inputs.items(), weights, strict=True)
+                    name: {**record, "weight": weight}
+                    for name, record, weight in zip(inputs, records, weights, strict=True)
                 },
                 **({} if base is None else {"base": described(base)}),
             },

@@ -16,7 +16,7 @@ from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
 from lora_tool.display import and_more, counted
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.formats import model_config
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
@@ -28,7 +28,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.frozen_heads import config_problems, has_lora
+from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
@@ -86,13 +86,8 @@ def plan_consolidate(
     lora = has_lora(state.entries)
     target = _target(What(what), lora=lora)
     _refuse_pipeline(state, target)
-    if target is What.ADAPTER and adapter_config is None:
-        _refuse_broken_config(opened, state)
-    found = (
-        adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
-        if target is What.ADAPTER and lora
-        else None
-    )
+    given = Path(adapter_config) if adapter_config else None
+    found = _config_of(opened, state, given, lora_alpha) if target is What.ADAPTER and lora else None
     selection = _choose(target, state, found, cast)
     findings = (*of_checkpoint, *refuse_errors(selection.faults, ignored))
     _require_shapes(state, selection)
@@ -152,9 +147,25 @@ def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(code.upper() for code in asked)
 
 
-def _refuse_broken_config(checkpoint: ShardedDir, state: TrainingState) -> None:
-    """Raise `FindingsFound` where `validate` finds the adapter's config broken, or the files that would make one."""
-    problems = config_problems(state)
+def _config_of(
+    checkpoint: ShardedDir, state: TrainingState, given: Path | None, lora_alpha: float | None
+) -> FoundConfig:
+    """Return the adapter's config. Raises `FindingsFound` where `validate` finds it broken, or the files that would make
+    one, and as `adapter_config_of`.
+    """
+    try:
+        found = adapter_config_of(state, given=given, lora_alpha=lora_alpha)
+    except BrokenFile as error:
+        if given is None:
+            _refuse_broken_config(checkpoint, (error.problem,))
+        raise
+    if given is None:
+        _refuse_broken_config(checkpoint, found.config.problems)
+    return found
+
+
+def _refuse_broken_config(checkpoint: ShardedDir, problems: tuple[Problem, ...]) -> None:
+    """Raise `FindingsFound` where `validate` calls one of the problems an error."""
     if problems:
         from lora_tool.rules.engine.registry import chosen  # noqa: PLC0415 - slow to import, for few folders
         from lora_tool.rules.engine.subjects import Subject  # noqa: PLC0415

@@ -60,7 +60,8 @@ def adapter_config_of(
     if path is not None:
         decided(f"adapter config: {path}, {'as requested' if given else 'the nearest'}")
         config = read_adapter_config(path)
-        if lora_alpha is not None and config.lora_alpha != lora_alpha:
+        believed = given is not None or not config.problems
+        if lora_alpha is not None and believed and config.lora_alpha != lora_alpha:
             raise WrongValue(f"lora_alpha: {path} says {config.lora_alpha:g}, found {lora_alpha:g}")
         return FoundConfig(config=config)
     known = parsed_keys(state)

@@ -22,6 +22,7 @@ from lora_tool.plan.convert.peft_names import PeftNames, peft_names
 from lora_tool.plan.convert.plan_experts import plan_experts
 from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
+from lora_tool.plan.core.manifest import adapters_in
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step, copied_file
@@ -74,6 +75,7 @@ def plan_convert(
     steps = tuple(_steps(named))
     side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
     renamed = sum(step.out.name != step.op.source.name for step in steps)
+    record = described(adapter)
     notes = f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed"
     notes += ", all transposed" if all(step.op.source.is_transposed for step in steps) else ""
     return Plan(
@@ -95,9 +97,9 @@ def plan_convert(
             "operation": "convert",
             "to": form.value,
             **({} if head is None else {"value_head": {"file": head.name, "constant": head.constant}}),
-            "merged_adapters": [],
+            "merged_adapters": adapters_in([(adapter, str(record["fingerprint"]))]),
             "ignored": list(ignored),
-            "inputs": {"adapter": described(adapter), **({"base": described(base)} if base and model else {})},
+            "inputs": {"adapter": record, **({"base": described(base)} if base and model else {})},
         },
         hashed=tuple(file.path for file in adapter.weights.files),
     )

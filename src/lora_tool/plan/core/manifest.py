@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_tool.checkpoint import AdapterDir, computed_from
 from lora_tool.errors import BrokenFile
 from lora_tool.formats.adapter_config import FILE_NAME as CONFIG_NAME
 from lora_tool.formats.files import json_records
@@ -55,6 +56,11 @@ def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[s
             for file in weights.files
         ],
     }
+
+
+def adapters_in(adapters: Iterable[tuple[AdapterDir, str]]) -> list[str]:
+    """Return the fingerprints of adapters, each given beside it, and of all that they were computed from, each once."""
+    return [*dict.fromkeys(each for adapter, own in adapters for each in (own, *computed_from(adapter)))]
 
 
 def input_name(number: int) -> str:

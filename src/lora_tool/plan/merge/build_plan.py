@@ -32,7 +32,7 @@ from lora_tool.plan.base.side_files import (
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.base.turn_ends import Generation, generation_of
 from lora_tool.plan.core import sharding
-from lora_tool.plan.core.manifest import describe_input, input_name
+from lora_tool.plan.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, SideFile, Step
@@ -77,6 +77,7 @@ def build_plan(
     weights = {
         name: {"weight": part.weight} for name, part in zip(adapters, merge.adapted, strict=True) if part.weight != 1
     }
+    merged = [(each, fingerprints[name]) for name, each in adapters.items()]
     earlier = base.manifest.merged_adapters if base.manifest else ()
     return Plan(
         shards=shards,
@@ -103,7 +104,7 @@ def build_plan(
             **options,
             "merged_adapters": [
                 *earlier,
-                *([] if options.get("head_alone") else (fingerprints[name] for name in adapters)),
+                *([] if options.get("head_alone") else adapters_in(merged)),
             ],
             "inputs": {
                 name: describe_input(source_of(each.root), each.weights, fingerprints[name]) | weights.get(name, {})

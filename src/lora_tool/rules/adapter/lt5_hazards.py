@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lora_tool.adapter.tied_lora import add_the_same
 from lora_tool.architectures.ends import is_end, output_name
-from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.checkpoint import ModelDir, computed_from, open_model
 from lora_tool.display import from_here
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
 from lora_tool.formats import training_record
@@ -264,19 +264,28 @@ def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     """The base already contains the adapter.
 
     What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a
-    merged model.
+    merged model. Does the same for the adapters that this one was computed from (`combine`, `resize`, `prepare`,
+    `convert`, `extract`), which its own manifest lists.
 
     Why it matters: Merged again, or loaded onto that model unmerged, the adapter is applied twice, and nothing fails.
 
-    Example: `--base merged-model`, which was made from this very adapter.
+    Example: `--base merged-model`, which was made from this very adapter, or from one of two that `combine` added up.
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`. Use the merged model without the
-    adapter.
+    adapter. Of a sum, merge only the adapters that are not in the model yet.
     """
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:
         return
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for merged bases only
 
-    if fingerprint(subject.checkpoint.weights) in manifest.merged_adapters:
-        yield Fault(message=f"{subject.base.root} is a merged model that already contains this adapter")
+    there, base = manifest.merged_adapters, subject.base.root
+    if fingerprint(subject.checkpoint.weights) in there:
+        yield Fault(message=f"{base} is a merged model that already contains this adapter")
+        return
+    inside = computed_from(subject.checkpoint)
+    twice = {inside[own] or manifest.adapters.get(own, "") for own in inside if own in there}
+    if twice:
+        which = ", ".join(sorted(twice - {""})) or "an adapter"
+        message = f"{base} is a merged model that already contains {which}, which this adapter was computed from"
+        yield Fault(message=message)

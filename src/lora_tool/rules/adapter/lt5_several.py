@@ -1,4 +1,4 @@
-"""LT512: adapters that are to be merged together."""
+"""LT512: adapters that are to be merged together, or added up to one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from itertools import combinations
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
+from lora_tool.checkpoint import computed_from
+from lora_tool.display import some
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -18,20 +20,21 @@ from lora_tool.rules.engine.subjects import Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeveralAdapters(Subject):
-    """Adapters whose sum is to be merged into one base; the folder is the first one's."""
+    """Adapters whose sum is to be merged into one base, or written; the folder is the first one's."""
 
     views: tuple[AdapterView, ...]
 
 
 @rule("LT512", Severity.ERROR, on=SeveralAdapters, unmergeable=True)
 def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
-    """Adapters that cannot be merged together.
+    """Adapters that cannot be merged or combined together.
 
-    What it does: Compares the adapters of one merge pairwise: their tasks (by `task_type`, trained class or head),
-    their weights, and how each changes the modules that both touch.
+    What it does: Compares the adapters of one merge or sum pairwise: their tasks (by `task_type`, trained class or
+    head), their weights, what they were computed from, and how each changes the modules that both touch.
 
     Why it matters: LoRA deltas add up. Modules that both saved whole, DoRA magnitudes, trained tokens and heads do not:
-    one of the two would be lost, or their order would matter. An adapter given twice is applied twice.
+    one of the two would be lost, or their order would matter. An adapter given twice is applied twice; so is one beside
+    a sum that `lora-tool combine` made of it, which is only a warning, since its weight may take it off the sum.
 
     Example: Both adapters contain a whole `lm_head`, with different values.
 
@@ -47,9 +50,13 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
             yield Fault(message=message, subject="task_type", path=path, hint=hint)
             continue
         if _are_the_same(one, other):
-            message = f"holds the same weights as {second}: the merge would apply them twice"
-            yield Fault(message=message, path=path, hint="give each adapter once")
+            message = f"holds the same weights as {second}: together they would be applied twice"
+            yield Fault(message=message, path=path, hint="give each adapter once, with the weight of both")
             continue
+        if shared := _in_both(one, other):
+            message = f"{shared} in both {path} and {second}: together they apply it twice"
+            hint = "give the adapters that they were computed from instead, each once"
+            yield Fault(message=message, path=path, hint=hint, severity=Severity.WARNING)
         for name, what in _clashes(one, other):
             yield Fault(
                 message=f"{what}; the other adapter is {second}",
@@ -81,6 +88,23 @@ def _are_the_same(one: AdapterView, other: AdapterView) -> bool:
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
 
     return bool(one.adapter.tensors) and fingerprint(one.adapter.weights) == fingerprint(other.adapter.weights)
+
+
+def _in_both(one: AdapterView, other: AdapterView) -> str:
+    """Return what says which adapters both are, or were computed from; "" for none."""
+    held = [computed_from(view.adapter) for view in (one, other)]
+    if not any(held):
+        return ""
+    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
+
+    first, second = (
+        {fingerprint(view.adapter.weights): str(view.adapter.root), **inside}
+        for view, inside in zip((one, other), held, strict=True)
+    )
+    places = sorted({first[each] or second[each] for each in first.keys() & second.keys()} - {""})
+    if places:
+        return f"the ΔW of {some(places, 3)} is"
+    return "the ΔW of an adapter is" if first.keys() & second.keys() else ""
 
 
 def _clashes(one: AdapterView, other: AdapterView) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from lora_tool.adapter.fused_experts import fused_experts
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -157,8 +159,8 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     """Targets in a form that the server cannot read.
 
     What it does: Looks for `target_modules` that is a string, of which SGLang accepts only `all` and `all-linear` and
-    no regular expression; and for `target_parameters` (fused experts), which vLLM and SGLang support only for some
-    models, and llama.cpp and MLX-LM do not read as PEFT packs them.
+    no regular expression; and for `target_parameters` (fused experts, routers), which vLLM and SGLang support only for
+    some models, and llama.cpp and MLX-LM do not read as PEFT saves them.
 
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
@@ -167,7 +169,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
     for vLLM, llama.cpp and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then
     `lora-tool prepare EXPERTS --for SERVER -o OUT`; for SGLang, merge the adapter and serve the merged model:
-    `lora-tool merge ADAPTER`.
+    `lora-tool merge ADAPTER`. `lora-tool prepare` alone makes routers targets by name.
     """
     config = subject.config
     for server in asked(subject, *SERVERS):
@@ -177,12 +179,21 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
             yield fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
         if config.target_parameters:
             some = server in (Server.VLLM, Server.SGLANG)
-            how = (
-                "supports LoRA on fused experts only for some models" if some else "does not read LoRA on fused experts"
-            )
+            what = _parameters(subject)
+            how = f"supports {what} only for some models" if some else f"does not read {what} as PEFT saves it"
             severity = Severity.WARNING if some else None
             hint = prepared(subject, server, each_expert=True)
             yield fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
+
+
+def _parameters(subject: AdapterSubject) -> str:
+    """Return what the LoRA on parameters is on: fused experts, where its factors are those of several, or a router."""
+    try:
+        fused = bool(fused_experts(subject.view))
+    except UnsupportedAdapter:
+        fused = True
+    names = subject.config.target_parameters or ()
+    return "LoRA on fused experts" if fused else f"LoRA on the parameter `{names[0]}`"
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
