@@ -270,6 +270,12 @@ def int8_channel(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales.float()
 
 
+def int8_tensor(name: str, weight: torch.Tensor) -> Made:
+    scale = (weight.float().abs().amax() / 127.5).reshape(1)
+    codes = (weight.float() / scale).round().clamp(-128, 127).to(torch.int8)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
+
+
 def int8_packed(name: str, weight: torch.Tensor) -> Made:
     """Return codes in words, each plus 128, with a scale for each 8 of a row."""
     scales = (_tiles(weight, 1, 8) / 127.5).to(torch.bfloat16)
@@ -288,6 +294,7 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "fp8-powers": (fp8_powers, FORMS["fp8-block"][1] | {"scale_fmt": "ue8m0"}),
     "fp8-tensor": (fp8_tensor, _compressed(num_bits=8, type="float", strategy="tensor")),
     "int8-channel": (int8_channel, _compressed(num_bits=8, type="int", strategy="channel")),
+    "int8-tensor": (int8_tensor, _compressed(num_bits=8, type="int", strategy="tensor")),
     "int8-packed": (int8_packed, _compressed(num_bits=8, type="int", strategy="group", group_size=8)),
 }
 """Forms that are stored as those above are, with other scales."""

@@ -18,10 +18,13 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import requantised, units
 from lora_tool.execution.native import requantising
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
+from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.plan.merge.requantised import coded_steps
+from lora_tool.plan.merge.tall_tiles import extremes_of
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
@@ -66,9 +69,12 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
     in_words = "packed" in form
     of_type = torch.int8 if in_words else base[of_codes].dtype
     rows, columns = merged.shape
-    tile = {"fp8-tensor": (rows, columns), "int8-packed": (1, 8), "int8-packed-offset": (1, 8)}.get(
-        form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE)
-    )
+    tile = {
+        "fp8-tensor": (rows, columns),
+        "int8-tensor": (rows, columns),
+        "int8-packed": (1, 8),
+        "int8-packed-offset": (1, 8),
+    }.get(form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE))
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
@@ -137,7 +143,9 @@ def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Pa
     raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in expected.items()}
     assert not [name for name in raw if not torch.equal(raw[name], after[name].reshape(-1).view(torch.uint8))]
     raised = {name.rpartition(".")[2] for name in different(before, after)}
-    assert {"SCB", "weight_scale", "weight_scale_inv", "_weight_scale"} & raised, "no scale was too small"
+    assert form == "int8-tensor" or raised & {"SCB", "weight_scale", "weight_scale_inv", "_weight_scale"}, (
+        "none too small"
+    )
     assert ("weight_zero_point" in raised) == (form in OFFSET)
     assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
     found = verify(merged)
@@ -198,6 +206,29 @@ def test_what_would_be_lost_is_refused_unless_that_is_allowed(plain: Path, tmp_p
     merged = merge_with_ours(base, faint, tmp_path / "merged", "float32", store="as-base", allow_loss=True)
     assert {found.code for found in verify(merged).report.findings} <= {"LT607", "LT619"}
     assert plan_merge(base, faint, store="as-base", allow_loss=True).to_json()["requantised"]["kept"] < 0.1
+
+
+def test_an_outlier_that_makes_all_codes_coarser_is_seen_before_anything_is_written(
+    plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", "int8-tensor", is_linear)
+    kept = plan_merge(base, adapter, store="as-base").to_json()["requantised"]["kept"]
+    assert kept > 0.9
+    outlier = shutil.copytree(adapter, tmp_path / "outlier")
+    tensors = load_file(outlier / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            tensor[3] *= 3000  # no row of the sample
+    save_file(tensors, outlier / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedAdapter, match=r"would add \d+ times as much noise as ΔW \(cosine 0.0"):
+        plan_merge(base, outlier, store="as-base")
+    exact = merge_with_ours(exactly(plain, values, tmp_path / "exact"), outlier, tmp_path / "wide", "float32")
+    whole = saved_tensors(exact)
+    for step in plan_merge(base, outlier, store="as-base", allow_loss=True).steps:
+        if isinstance(step.op, Requantise) and step.op.part is QuantisedPart.CODES:
+            low, high = (each.item() for each in extremes_of(step.op, 0, Rounding()))
+            weight = whole[step.out.name]
+            assert (low, high) == pytest.approx((weight.min().item(), weight.max().item()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

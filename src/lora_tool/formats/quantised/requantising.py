@@ -172,6 +172,14 @@ def bytes_of_codes(encoding: Requantisable, codes: Array) -> Bytes:
     return stored
 
 
+def codes_of_rows(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
+    """Return rows of the codes that are stored, [rows, columns]."""
+    grid, stored = grid_of(encoding), encoding.codes
+    row = stored.nbytes // grid.rows
+    raw = read(stored, first * row, (last - first) * row).reshape(-1, row)[:, : grid.width]
+    return (signed(raw) if isinstance(encoding, PackedIntegers) else raw).view(STORED[type_of_codes(encoding)])
+
+
 def numbers_of(encoding: Requantisable, coded: Array, scales: Scales, first: int, above: int) -> F32:
     """Return what codes stand for, rows from `first`, with these scales, rows from `above`."""
     grid, factors = grid_of(encoding), _of_codes(encoding, scales.stored)

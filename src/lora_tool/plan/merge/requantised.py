@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from lora_tool.actions import TensorAction
@@ -34,6 +35,8 @@ from lora_tool.tensors import DType
 
 LEAST_KEPT = 0.1
 """Share of ΔW below which what is stored is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
+LEAST_COSINE = 0.15
+"""Cosine of ΔW and what is stored of it below which the rest is noise: a model with 0.15 did worse than its base."""
 _MOST_MEASURED = 32
 """Weights of which rows are measured: two milliseconds each, on one core, while nothing is written yet."""
 _FEW_BITS = 4
@@ -132,11 +135,23 @@ def kept_share(steps: Sequence[Step]) -> Mapping[str, Any] | None:
 
 
 def require_kept(steps: Sequence[Step], kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
-    """Return if codes keep enough of ΔW, or `allow_loss` accepts less. Raises `UnsupportedAdapter`."""
+    """Return if codes keep enough of ΔW, with little noise, or `allow_loss` accepts it. Raises `UnsupportedAdapter`."""
     better = f"{_FROM_ORIGINAL}; " if any(isinstance(step.op, Quantise) for step in steps) else ""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
             f"{what} would keep only {kept['kept']:.1%} of ΔW: below {LEAST_KEPT:.0%} the merged model behaves like the base",
+            hint=f"{better}{_ALL_PLAIN}; `allow_loss=True` continues",
+        )
+    if kept is not None and not allow_loss and not kept["cosine"] >= LEAST_COSINE:
+        noise = (
+            math.sqrt(max((kept["kept"] / kept["cosine"]) ** 2 - 2 * kept["kept"] + 1, 0))
+            if kept["cosine"]
+            else math.inf
+        )
+        name, least = next(iter(kept["weakest"].items()))
+        raise UnsupportedAdapter(
+            f"{what} would add {noise:.0f} times as much noise as ΔW (cosine {kept['cosine']:.2f}; {least['cosine']:.2f} in "
+            f"{name}): a merged value that does not fit makes all codes of its scale coarser",
             hint=f"{better}{_ALL_PLAIN}; `allow_loss=True` continues",
         )
 
@@ -158,9 +173,10 @@ def _kept(op: Coded) -> DeltaRetention:
     import numpy as np  # noqa: PLC0415 - for few plans
 
     from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled  # noqa: PLC0415 - see above
+    from lora_tool.plan.merge.tall_tiles import extremes_of, is_tall  # noqa: PLC0415 - see above
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
-    weight, rounding = dequantised(encoding), Rounding()
+    weight, rounding, tall = dequantised(encoding), Rounding(), cache(lambda at: extremes_of(op, at, rounding))
     for place in range(PLACES):
         row = grid.rows * (2 * place + 1) // (2 * PLACES)
         at = grid.scales_at(row)
@@ -170,7 +186,8 @@ def _kept(op: Coded) -> DeltaRetention:
         before = numbers(rows_of(weight, row, count))
         after = made_rows(op.made, row, count)
         values = after.astype(np.float32)
-        scales = settled(encoding, of, *rounding.extremes(encoding, values, row, of), raw)
+        ends = tall(at) if is_tall(encoding) else rounding.extremes(encoding, values, row, of)
+        scales = settled(encoding, of, *ends, raw)
         delta = after - before
         effect = numbers_of(encoding, rounding.codes(encoding, values, scales, row, at), scales, row, at) - before
         if not np.isfinite(delta).all():
