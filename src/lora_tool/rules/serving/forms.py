@@ -42,6 +42,8 @@ class ServingForm:
     """Whether factors are transposed, under names of its own."""
     together: bool = False
     """Whether it reads LoRA on q, k and v, and on gate and up, only together; see `together`."""
+    turned: bool = False
+    """Whether its converter turns LoRA on Conv1D over as if it were the weight, so that it adds the transposed of ΔW."""
     one_end: bool = False
     """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
 
@@ -50,7 +52,7 @@ FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True),
     Server.SGLANG: ServingForm(name="SGLang", together=True),
-    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, one_end=True),
+    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, turned=True, one_end=True),
     Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, one_end=True),
 }
 """vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
@@ -115,6 +117,8 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
             text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
             hint=f"write the experts one by one first: {one_by_one}" if form.experts else None,
         )
+    if form.turned and config.fan_in_fan_out:
+        yield Obstacle(text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight")
     modules = [layer.target for layer in view.layers] if form.together else []
     if any(without_names(modules)):
         yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")

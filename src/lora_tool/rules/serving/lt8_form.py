@@ -162,8 +162,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     """Targets in a form that the server cannot read.
 
     What it does: Looks for `target_modules` that is a string, of which SGLang accepts only `all` and `all-linear` and
-    no regular expression; and for `target_parameters` (fused experts, routers), which vLLM and SGLang support only for
-    some models, and llama.cpp and MLX-LM do not read as PEFT saves them.
+    no regular expression; for `target_parameters` (fused experts, routers), which vLLM and SGLang support only for some
+    models, and llama.cpp and MLX-LM do not read as PEFT saves them; and for `fan_in_fan_out` (GPT-2's Conv1D), whose
+    factors llama.cpp's converter transposes.
 
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
@@ -180,6 +181,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
         if server is Server.SGLANG and pattern:
             hint = prepared(subject, server)
             yield fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
+        if FORMS[server].turned and config.fan_in_fan_out:
+            message = f"{NAMES[server]}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
+            yield fault(subject, "fan_in_fan_out", message)
         if config.target_parameters:
             some = server in (Server.VLLM, Server.SGLANG)
             what = _parameters(subject)
