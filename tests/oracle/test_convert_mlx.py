@@ -140,6 +140,19 @@ def test_what_is_no_adapter_of_mlx_lm(
     assert not (tmp_path / "out").exists()
 
 
+def test_layers_that_mlx_lm_has_elsewhere(call: Caller, tmp_path: Path) -> None:
+    base, _ = adapters_of(tmp_path, "gpt_neox", {"target_modules": ["dense"]})
+    hidden = load_model(base, "causal-lm").config.hidden_size
+    theirs = written(tmp_path / "theirs", factors("model.h.1.attention.dense", hidden, hidden))
+    assert call("convert", theirs, "--to", "peft", "--base", base).code == 0
+    back = tmp_path / "theirs-peft"
+    name = f"{PREFIX}gpt_neox.layers.1.attention.dense"
+    assert set(saved_tensors(back)) == {f"{name}.lora_A.weight", f"{name}.lora_B.weight"}
+    expected = in_mlx(theirs)["model.h.1.attention.dense"].T
+    assert farthest({name: deltas(base, back)[name]}, {name: expected}) <= EXACT
+    assert not verify(back).report.findings
+
+
 def test_mlx_lm_itself_reads_and_writes_them(call: Caller, tmp_path: Path) -> None:
     mlx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]' mlx-lm")
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")

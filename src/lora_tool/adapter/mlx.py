@@ -130,7 +130,7 @@ def _renamed(
             raise UnsupportedAdapter(
                 f"{tensor.path}: `{name}` is not a tensor of MLX-LM's LoRA: expected lora_a, lora_b or m"
             )
-        module, part = match["module"], match["part"]
+        module, part = _in_base(match["module"], base), match["part"]
         if part == "m":
             if is_input(module):
                 raise UnsupportedAdapter(
@@ -154,6 +154,19 @@ def _renamed(
             )
         else:
             yield f"{PREFIX}{module}.{'lora_A' if part == 'lora_a' else 'lora_B'}.weight", transposed(tensor)
+
+
+def _in_base(module: str, base: Mapping[str, StoredTensor] | None) -> str:
+    """Return a module's path in the base where that calls its list of layers otherwise, as GPT-NeoX's does."""
+    number, path = split_layer(module)
+    if base is None or number is None or f"{module}.weight" in base:
+        return module
+    layers, _, rest = path.partition(".*.")
+    own, end = layers.rpartition(".")[2], f".{number}.{rest}.weight"
+    places = [name.removesuffix(end) for name in base if name.endswith(end)]
+    if len(places) != 1 or places[0].rpartition(".")[2] == own:
+        return module
+    return f"{places[0]}.{number}.{rest}"
 
 
 def _of_experts(
