@@ -466,3 +466,9 @@ def test_a_rank_file_that_may_not_be_read_is_no_damage() -> None:
     problem = Problem(defect=Defect.NOT_A_FILE, path="a b.pt", message=f"cannot be opened: {os.strerror(errno.EACCES)}")
     (found,) = unreadable_files([problem])
     assert (found.code, found.hint) == ("LT402", "chmod u+r 'a b.pt'")
+
+
+def test_an_empty_latest_is_said_to_be_empty(stage2: Path) -> None:
+    (stage2.parent / "latest").write_text("")
+    (found,) = [each for each in validate(stage2.parent).findings if each.code == "LT409"]
+    assert found.message == "`latest` is empty; the folder has: global_step1, global_step2"
