@@ -229,8 +229,11 @@ def moved_to(reference: str, near: Path) -> Path | None:
 
 
 def _require_no_file(reference: str) -> None:
-    """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
-    if is_file(expanded(reference)):
+    """Raise `NotACheckpoint` for a file, which is often named where its folder is meant, and for a link to nothing."""
+    path = expanded(reference)
+    if path.is_symlink() and not os.path.exists(path):  # noqa: PTH110 - Path.exists raises for a link to itself
+        raise NotACheckpoint(f"{reference} is a link to {os.readlink(path)}, which leads to nothing")  # noqa: PTH115
+    if os.path.lexists(path):
         raise not_a_folder(reference)
 
 

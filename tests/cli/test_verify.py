@@ -28,6 +28,13 @@ def merged(tmp_path: Path) -> Path:
     return copy_of("reward-qwen2/merged", tmp_path)
 
 
+def test_a_broken_manifest_is_said_to_be_one(call: Caller, merged: Path) -> None:
+    (merged / "lora_tool.json").write_text("")
+    refused = call("verify", merged)
+    assert refused.code == 3
+    assert "lora_tool.json: is not valid JSON" in refused.err
+
+
 def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
     called = call("verify", merged)
     assert called.code == 0

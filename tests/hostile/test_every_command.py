@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lora_tool.cli.options import UserPath
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import NASTY
 from tests.fuzz.targets import FIXTURES
@@ -229,6 +230,20 @@ def test_a_file_is_not_taken_for_its_folder() -> None:
     for command in ("validate", "inspect", "merge"):
         code, _, err = run((command, FIXTURES / "reward-qwen2" / "adapter" / "adapter_model.safetensors"))
         assert (code, "is a file, not a folder" in err) == (3, True), err
+
+
+def test_a_link_to_nothing_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/last").symlink_to("gone")
+    for command in ("validate", "inspect", "merge"):
+        code, _, err = run((command, "runs/last"))
+        assert (code, "runs/last is a link to gone, which leads to nothing" in err) == (3, True), err
+
+
+def test_what_may_not_be_read_is_no_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as root none would be refused
+    assert UserPath().convert(str(FIXTURES), None, None) == FIXTURES
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

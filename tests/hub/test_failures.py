@@ -126,7 +126,9 @@ def test_control_characters_are_escaped() -> None:
     assert "\n" not in told
 
 
-@pytest.mark.parametrize("text", ["plain words", "https://huggingface.co/me/x", "hf_hub", "model-00001-of-00002"])
+@pytest.mark.parametrize(
+    "text", ["plain words", "Token expired.", "https://huggingface.co/me/x", "hf_hub", "model-00001-of-00002"]
+)
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redacted(text) == text
 

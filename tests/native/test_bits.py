@@ -96,7 +96,7 @@ def test_gram_matrices_have_the_bits_of_the_definition_however_they_are_cut(
 
 
 @pytest.mark.parametrize("size", [(16, 64), (17, 65), (5, 200), (200, 5), (64, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32, DType.F64], ids=str)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32, DType.F64], ids=str)
 def test_a_matrix_that_is_turned_round_has_every_element_in_its_place(
     kernels: tuple[Kernel, ...], size: tuple[int, int], dtype: DType
 ) -> None:
@@ -108,6 +108,9 @@ def test_a_matrix_that_is_turned_round_has_every_element_in_its_place(
         assert np.array_equal(out[:, 1:-2], stored.T)
         assert not out[:, 0].any()
         assert not out[:, -2:].any()
+        stored[-1, -1] = -np.inf
+        assert not turn(kernel, stored, dtype, out[:, 1:-2], dtype, 1.0)
+        stored[-1, -1] = 0
 
 
 def test_more_rows_than_are_packed_together_give_the_same_product(kernels: tuple[Kernel, ...]) -> None:

@@ -121,7 +121,14 @@ class Trainings:
         return read_run_config(METHODS[method], path, [])
 
     def __call__(
-        self, method: str, block: Mapping[str, Any] | None = None, /, *, dry: Any = False, **options: Any
+        self,
+        method: str,
+        block: Mapping[str, Any] | None = None,
+        /,
+        *,
+        dry: Any = False,
+        resume: Any = None,
+        **options: Any,
     ) -> TrainingOutcome:
         run, _ = with_settings(self.config(method, block, **options))
         found = static_findings(run)
@@ -129,7 +136,10 @@ class Trainings:
             return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
         fresh_state()
         reported = tuple(item.code for item in found)
-        job = TrainingJob(method=run.method, options=run.options, guard=run.guard, dry_run=dry, reported=reported)
+        resumed = None if resume is None else str(resume)
+        job = TrainingJob(
+            method=run.method, options=run.options, guard=run.guard, dry_run=dry, reported=reported, resume=resumed
+        )
         self.run = TrainingProcess(job, main_process=True)
         try:
             outcome = self.run.whole()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_tool.errors import TrainingFailed
 from lora_tool.train.remains import last_valid, named, reassemble
+from tests.train.running import QWEN2, Trainings, codes, pairs
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -91,6 +93,20 @@ def test_none_is_left(output: Path, tmp_path: Path) -> None:
     assert choice.path is None
     assert len(choice.skipped) == 2
     assert last_valid(tmp_path / "nothing").path is None
+
+
+def test_a_run_that_had_ended_is_saved_as_it_was(train: Trainings) -> None:
+    run: dict[str, Any] = {"model_name_or_path": str(QWEN2), "rows": pairs(), "max_steps": 3, "save_strategy": "steps"}
+    assert train("reward", **run, save_steps=3).status.value == "done"
+    output = train.output
+    trained = load_file(output / "adapter_model.safetensors")
+    again = train("reward", **run, output_dir=str(output), resume=output / "checkpoint-3")
+    assert (again.status.value, codes(again, "error"), again.facts["steps"]) == ("done", set(), 3)
+    assert any("nothing left to train" in note for note in again.notes)
+    saved = load_file(output / "adapter_model.safetensors")
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
+    assert not (output / "checkpoint-4").exists()
 
 
 def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -17,10 +18,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import Defect, FindingsFound, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
+from lora_tool.sharded.faults import unreadable_files
 from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write
@@ -458,3 +460,9 @@ def test_a_checkpoint_without_the_adapter_is_no_model(tmp_path: Path, saved: lis
     assert codes(folder) == {"LT416"}
     with pytest.raises(FindingsFound, match="LT416"):
         plan(folder)
+
+
+def test_a_rank_file_that_may_not_be_read_is_no_damage() -> None:
+    problem = Problem(defect=Defect.NOT_A_FILE, path="a b.pt", message=f"cannot be opened: {os.strerror(errno.EACCES)}")
+    (found,) = unreadable_files([problem])
+    assert (found.code, found.hint) == ("LT402", "chmod u+r 'a b.pt'")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import re
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +51,11 @@ def opened_regular(path: Path) -> int:
         os.close(fd)
         raise CorruptFile.of(path, Defect.NOT_A_FILE, "is not a regular file")
     return fd
+
+
+def way_to_open(path: str, message: str) -> str | None:
+    """Return the command that makes a file readable which the user may not read, as the `message` says; else None."""
+    return f"chmod u+r {shlex.quote(path)}" if message.endswith(os.strerror(errno.EACCES)) else None
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 
 _SECRETS = (
     (re.compile(r"\bhf_\w[\w.\-]{5,}"), "hf_***"),
-    (re.compile(r"\b(Bearer|Basic|Token)\s+[\w.~+/=\-]{6,}", re.IGNORECASE), r"\1 ***"),
+    # short words of small letters are the sentence's: "Token expired"
+    (
+        re.compile(r"\b(Bearer|Basic|Token)\s+(?!(?-i:[a-z]{1,14}\b(?![\w~+/=\-])))[\w.~+/=\-]{6,}", re.IGNORECASE),
+        r"\1 ***",
+    ),
     (re.compile(r"\beyJ[\w\-]{6,}(?:\.[\w\-]+){1,2}"), "***"),
     # a URL's user and password
     (re.compile(r"(?<=://)[^/\s@'\"]+@"), "***@"),

@@ -157,6 +157,8 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_label
             built.num_labels = LABELS
         with torch.device("meta"), default_dtype(dtype):
             model: PreTrainedModel = model_class(built)
+    except MemoryError:  # says nothing about the config
+        raise
     except Exception as error:  # what a config of any kind raises in any of hundreds of classes cannot be listed
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedAdapter(

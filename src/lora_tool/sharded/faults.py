@@ -15,6 +15,7 @@ from lora_tool.checkpoint.kinds import step_of
 from lora_tool.checkpoint.registry import is_save, is_step
 from lora_tool.display import from_here
 from lora_tool.errors import Defect, Problem
+from lora_tool.formats.files import way_to_open
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.keys import LORA_FACTOR, PREFIX, has_lora_factor
 from lora_tool.report import Finding, Severity
@@ -77,7 +78,8 @@ def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
         hint = f"copy it again, or {another_save(Path(problem.path))}"
         if problem.defect is Defect.PICKLE and not problem.path.endswith(".metadata"):
             hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"
-        yield fault("LT402", problem.path, problem.message, subject=problem.subject, hint=hint)
+        way = way_to_open(problem.path, problem.message)
+        yield fault("LT402", problem.path, problem.message, subject=problem.subject, hint=way or hint)
 
 
 def moved_files(files: Iterable[TorchFile]) -> Iterator[Finding]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import AutoTokenizer, Trainer
+from transformers import AutoTokenizer, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TrainOutput
 
 from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
@@ -55,7 +56,7 @@ _HINTS = {
     "FlashAttention": "attn_implementation: sdpa, or install flash-attn",
     "`kernels`": "attn_implementation: sdpa, or pip install kernels",
     "Target modules": "lora_target_modules: all-linear",
-    "incompatible with Mamba": "lora_target_modules: [in_proj, x_proj, dt_proj], without those named above",
+    "incompatible with Mamba": "lora_target_modules: [in_proj, x_proj], without those named above",
     "does not work with lora_dropout": "lora_dropout: 0 (TRL's default is 0.05)",
     "dataloader does not have a length": "max_steps: N for streamed data; else a smaller per_device_train_batch_size: "
     "there is no whole batch of rows",
@@ -231,7 +232,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc] # transformers is not typed
             for name in saving.clear_output(output):
                 book.note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
         try:
-            done = super().train(**rest)
+            done = self._ended_before(rest.get("resume_from_checkpoint")) or super().train(**rest)
         except RuntimeError as error:
             # torch.multinomial's words for a model whose logits are NaN or infinite
             if "probability tensor contains" in str(error):
@@ -241,6 +242,25 @@ class GuardedTrainer(Trainer):  # type: ignore[misc] # transformers is not typed
         if guard.moved is not None:
             book.facts["moved"] = guard.moved
         return done
+
+    def _ended_before(self, checkpoint: str | None) -> TrainOutput | None:
+        """Load the checkpoint if it is of the last step of this run; return None where steps are left.
+
+        transformers would take one step more in the middle of an epoch, and nothing would have moved. Sharded models
+        are loaded where it prepares the training.
+        """
+        if checkpoint is None or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return None
+        state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+        *_, last = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        if not 0 < last <= state.global_step:
+            return None
+        self._load_from_checkpoint(checkpoint)
+        self.state = state
+        self.process.book.note(
+            f"{checkpoint} is of step {state.global_step}, the last: there was nothing left to train"
+        )
+        return TrainOutput(state.global_step, 0.0, {})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - transformers' own
         """Save beside the output folder, judge what was saved, and move it there if it is good."""

@@ -148,6 +148,27 @@ TURN(uint16_t)
 TURN(uint32_t)
 TURN(uint64_t)
 
+/* Copy bits of numbers, and return whether one is NaN or infinite: all bits of its `exponent` are set. */
+static int copied_bits(const uint16_t *restrict values, uint16_t *restrict out, int64_t count, uint16_t exponent) {
+    int found = 0;
+    for (int64_t at = 0; at < count; at++) {
+        out[at] = values[at];
+        found |= (values[at] & exponent) == exponent;
+    }
+    return found;
+}
+
+/* Write `scale` times a line of at most ABREAST elements, rounded once; return the largest |result| as `rounded` does. */
+static uint32_t scaled_line(const struct words *words, const void *values, int source_type, double scale, void *out,
+                            int out_type, int64_t count) {
+    if (source_type == out_type && scale == 1.0 && wide_size_of(out_type) == 2) { /* each rounds to itself */
+        return copied_bits(values, out, count, out_type == BF16 ? 0x7F80u : 0x7C00u) ? UINT32_MAX : 0;
+    }
+    _Alignas(64) double line[ABREAST];
+    words->scaled[source_type](line, values, 1, scale, count);
+    return words->rounded(line, out, out_type, 1, count);
+}
+
 /* Write a matrix of `rows` by `columns`, whose rows lie `apart` elements from each other, transposed: each element times
  * `scale`, rounded to float64 and then once to `out_type`, in rows of `stride`. Return as `lora_tool_merge`. */
 EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_t apart, void *out, int out_type,
@@ -167,9 +188,8 @@ EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_
         const int64_t high = least_of(rows - row, TURNED), wide = least_of(columns - column, ABREAST);
         _Alignas(64) uint64_t lines[TURNED * ABREAST];
         for (int64_t r = 0; r < high; r++) {
-            _Alignas(64) double line[ABREAST];
-            words->scaled[source_type](line, element(&part, row + r, column), 1, scale, wide);
-            uint32_t found = words->rounded(line, (char *)lines + (size_t)(r * ABREAST) * size, out_type, 1, wide);
+            char *line = (char *)lines + (size_t)(r * ABREAST) * size;
+            uint32_t found = scaled_line(words, element(&part, row + r, column), source_type, scale, line, out_type, wide);
             largest = found > largest ? found : largest;
         }
         char *write = (char *)out + (size_t)(column * stride + row) * size;

@@ -15,6 +15,7 @@ from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.plan.base.task import Task
@@ -169,8 +170,9 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
         yield _resolve_named(entry, merged, "adapter")
         number += 1
     if number == 1:
+        broken = next((each for each in merged.problems if Path(each.path).name == FILE_NAME), None)
         raise NotACheckpoint(
-            f"{merged.root} does not record which adapter was merged into it",
+            str(broken) if broken else f"{merged.root} does not record which adapter was merged into it",
             hint=f"lora-tool verify {shlex.quote(str(merged.root))} --adapter ADAPTER",
         )
 

@@ -74,10 +74,10 @@ def read_base(
 
     try:
         found = model_class(base, adapters, asked, task)
-    except (IncompatibleBase, UnsupportedAdapter):
+    except (IncompatibleBase, UnsupportedAdapter) as why:
         if row is None or task is None:
             raise
-        decided(f"names: as they are on disk, because transformers cannot build this {row.model_type}")
+        decided(f"names: as they are on disk, because transformers cannot build this {row.model_type} ({why})")
         return direct_base(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
     decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
     return converted_base(base, adapters, found.mapping, found.arch, found.task, plain=row is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +12,7 @@ from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats import manifest
-from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file
+from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file, way_to_open
 from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
@@ -48,7 +46,7 @@ def _way_to_read(path: str, message: str) -> str | None:
     name, new = shlex.quote(path), shlex.quote(f"{path}.new")
     if message == BYTE_ORDER_MARK:
         return f"remove the mark: tail -c +4 {name} > {new} && mv {new} {name}"
-    return f"chmod u+r {name}" if message.endswith(os.strerror(errno.EACCES)) else None
+    return way_to_open(path, message)
 
 
 @rule("LT101", Severity.ERROR, on=Subject)
