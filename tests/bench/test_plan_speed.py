@@ -24,7 +24,7 @@ import pytest
 from tests.bench.processes import run
 from tests.bench.sparse_models import DEEPSEEK_V3, QWEN3_235B, Mixture, make_adapter, make_base
 
-OF_VALUES = "LT208,LT209,LT219,LT220,LT227,LT311"
+OF_VALUES = "LT208,LT209,LT219,LT220,LT227,LT228,LT311"
 """The rules that read the adapter's values."""
 
 pytestmark = pytest.mark.bench

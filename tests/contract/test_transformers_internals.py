@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from importlib.metadata import version
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import PreTrainedModel
@@ -33,8 +36,9 @@ from lora_tool.formats.model_config import NOT_NULL, NUMBERS
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
 from lora_tool.names.order import in_natural_order
+from lora_tool.rules.adapter.lt2_weights import READ_PAST_LORA
 from lora_tool.rules.model.lt3_functions import ACTIVATIONS, ROPE_TYPES
-from tests.oracle.tiny import tiny_model
+from tests.oracle.tiny import Task, tiny_model
 
 TESTED = "5.23"
 """The release that the oracle tests ran with; another is a reason to run them again and to change this line."""
@@ -42,6 +46,27 @@ TESTED = "5.23"
 
 def test_the_installed_transformers_is_the_tested_one() -> None:
     assert version("transformers").startswith(f"{TESTED}.")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [
+        ("mamba", "mixer.dt_proj"),
+        ("falcon_mamba", "mixer.dt_proj"),
+        ("jamba", "mamba.dt_proj"),
+        ("siglip_vision_model", "head.attention.out_proj"),
+    ],
+)
+def test_lora_is_past_what_a_layer_is_called_for(model_type: str, layer: str) -> None:
+    assert f".{layer}" in READ_PAST_LORA
+    task: Task = "feature-extraction" if model_type == "siglip_vision_model" else "causal-lm"
+    config = LoraConfig(r=2, target_modules=rf".*{re.escape(layer)}", init_lora_weights=False)
+    model = get_peft_model(tiny_model(model_type, task), config)
+    size = getattr(model.config, "image_size", None)
+    asked = {"pixel_values": torch.ones(1, 3, size, size)} if size else {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad(), model.disable_adapter():
+        without = model(**asked)[-1 if size else 0]
+    assert torch.equal(model(**asked)[-1 if size else 0], without)
 
 
 def test_no_class_takes_a_string_or_null_for_a_number() -> None:

@@ -54,6 +54,13 @@ def _only_the_head_was_trained(folder: Path) -> None:
     _never_moved(folder)
 
 
+@breaks("LT228", CAUSAL)
+def _on_a_weight_that_is_read_directly(folder: Path) -> None:
+    edit.renamed(folder, lambda name: name.replace("layers.0.self_attn.q_proj", "layers.0.mixer.dt_proj"))
+    with edit.fields(folder, "adapter_config.json") as config:
+        config["target_modules"] = [*config["target_modules"], "dt_proj"]
+
+
 @breaks("LT311", REWARD)
 def _head_of_zeros(folder: Path) -> None:
     with tensors(folder) as table:

@@ -62,6 +62,12 @@ def test_dora_where_names_are_mapped(model_type: str, tmp_path: Path) -> None:
     require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
 
 
+def test_trained_biases_that_are_one_tensor_on_disk(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "jina_embeddings_v3", "seq-cls", BF16)
+    lora = {"r": 4, "target_modules": ["q_proj"], "bias": "all"}
+    require_pefts(base, save_adapter(tmp_path / "adapter", base, "seq-cls", lora), tmp_path, "seq-cls")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_experts_of_every_layout(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:

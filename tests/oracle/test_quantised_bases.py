@@ -157,6 +157,19 @@ def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
         assert not different(model.state_dict(), whole)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT warns of LoRA on a tied end
+@pytest.mark.parametrize("store", ["touched-16bit", "as-base"])
+def test_an_output_layer_is_untied_beside_quantised_weights(store: str, tmp_path: Path) -> None:
+    tied = save_base(tmp_path / "plain", "qwen3", "causal-lm", BF16, **SIZES, tie_word_embeddings=True)
+    base, values = quantise(tied, tmp_path / "base", "fp8-block", is_mlp)
+    adapter = save_adapter(tmp_path / "adapter", tied, "causal-lm", {"r": 4, "target_modules": ["lm_head", "o_proj"]})
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store=store, untie=True)
+    before, after = saved_tensors(base), saved_tensors(merged)
+    assert_rounded(after["lm_head.weight"], before["model.embed_tokens.weight"].double() + delta(adapter, "lm_head"))
+    assert not different({name: after[name] for name in values}, {name: before[name] for name in values})
+    assert not verify(merged).report.findings
+
+
 def test_the_list_has_the_names_on_disk_and_those_in_memory(tmp_path: Path) -> None:
     mixtral = save_base(tmp_path / "plain", "mixtral", "causal-lm", BF16)
     base, _ = quantise(
@@ -167,6 +180,17 @@ def test_the_list_has_the_names_on_disk_and_those_in_memory(tmp_path: Path) -> N
     config = plan_merge(base, adapter, store="touched-16bit").side_files[0]
     listed = json.loads(config.content or b"")["quantization_config"]["ignore"]
     assert listed[1:] == [rf"re:model\.layers\.0\.{module}\.experts\..*" for module in ("block_sparse_moe", "mlp")]
+
+
+@pytest.mark.parametrize(("form", "warned"), [("int4", True), ("fp8-channel", False)])
+def test_plain_experts_among_packed_ones_are_warned_of(form: str, warned: bool, tmp_path: Path) -> None:
+    """The loader of transformers 5.23 unpacks all experts of a packed model, and has none left where they are plain."""
+    mixture = save_base(tmp_path / "plain", "qwen3_moe", "causal-lm", BF16, hidden_size=64, moe_intermediate_size=32)
+    base, _ = quantise(mixture, tmp_path / "base", form, lambda module: ".experts." in module)
+    lora = {"r": 2, "target_modules": [], "target_parameters": ["1.mlp.experts.down_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", mixture, "causal-lm", lora)
+    plans = [plan_merge(base, adapter, store=store) for store in ("touched-16bit", "all-16bit")]
+    assert [any("transformers cannot load" in line for line in plan.warnings) for plan in plans] == [warned, False]
 
 
 @pytest.mark.parametrize("store", ["touched-16bit", "as-base", None])

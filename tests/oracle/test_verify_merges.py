@@ -277,3 +277,15 @@ def test_several_adapters_are_proven_in_every_precision_and_type(tmp_path: Path,
         for out in (None, DType.F16):
             plan = plan_merge(open_model(base), adapters, precision=precision, dtype=out)
             proven(verify(execute(plan, tmp_path / f"{precision}-{out}")))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_in_the_base_is_written_as_it_is(value: float, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen3", "causal-lm", torch.bfloat16)
+    (file,) = (each for each in base.glob("*.safetensors") if "model.norm.weight" in load_file(each))
+    table = load_file(file)
+    table["model.norm.weight"][1] = value
+    save_file(table, file, {"format": "pt"})
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 2, "target_modules": ["q_proj"]})
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", dtype=DType.F32)
+    proven(verify(merged))

@@ -56,7 +56,7 @@ _HINTS = {
     "FlashAttention": "attn_implementation: sdpa, or install flash-attn",
     "`kernels`": "attn_implementation: sdpa, or pip install kernels",
     "Target modules": "lora_target_modules: all-linear",
-    "incompatible with Mamba": "lora_target_modules: [in_proj, x_proj, dt_proj], without those named above",
+    "incompatible with Mamba": "lora_target_modules: [in_proj, x_proj], without those named above",
     "does not work with lora_dropout": "lora_dropout: 0 (TRL's default is 0.05)",
     "dataloader does not have a length": "max_steps: N for streamed data; else a smaller per_device_train_batch_size: "
     "there is no whole batch of rows",

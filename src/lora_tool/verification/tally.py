@@ -162,13 +162,16 @@ def _look_closer(
     found = decode(stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8), dtype, wide)
     chosen = expected.part(rows, columns).widened(wide)
     off = np.abs(found - chosen.base - chosen.change)
+    both_nan = np.isnan(found) & np.isnan(chosen.base)
+    kept = (chosen.change == 0) & (both_nan | (found == chosen.base))  # a NaN or infinity that the base has
+    off[kept] = 0
     apart = half_ulps(found, dtype) if steps is None else steps[rows, columns]
     half = off / (off / apart)  # NaN, which is within no bound, where a value is not finite
     base, change = np.abs(chosen.base), np.abs(chosen.change)
     products = expected.products(rows, columns)
     room = expected.room(rows, columns) if expected.room is not None else 0.0
     outside = [
-        ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
+        ~kept & ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
         for bound in bounds
     ]
     tally.outside, tally.wrong = int(np.count_nonzero(outside[0])), int(np.count_nonzero(outside[-1]))
@@ -177,7 +180,7 @@ def _look_closer(
     # where what was added cancels, the neighbours of the small result are near; the size of what was added decides
     largest = np.maximum(np.maximum(np.abs(found), base), products)
     apart = np.maximum(half, half * largest / np.maximum(np.abs(found), np.finfo(half.dtype).tiny))
-    tally.ulps = float(np.maximum(tally.ulps, (off / apart).max() / 2))
+    tally.ulps = float(np.maximum(tally.ulps, np.max(off / apart, initial=0.0, where=~kept) / 2))
 
 
 def _dot(a: Array, b: Array) -> float:

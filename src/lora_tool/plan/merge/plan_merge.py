@@ -150,7 +150,12 @@ def plan_merge(
         metadata=written.metadata,
         options={**asked.recorded(), **written.options},
     )
-    return replace(plan, findings=report.findings, notes=(*plan.notes, *written.notes))
+    return replace(
+        plan,
+        findings=report.findings,
+        notes=(*plan.notes, *written.notes),
+        warnings=(*plan.warnings, *written.warnings),
+    )
 
 
 def _chosen(kind: type[Word], asked: Word | str | None) -> Word | None:

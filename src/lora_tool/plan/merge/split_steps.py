@@ -54,14 +54,17 @@ def disk_steps(steps: Mapping[str, Step], written: Mapping[str, RowMapping], dis
         for tensor in disk.values()
         if len(tensor.spans) == 1 and tensor.nbytes
     }
+    of_base = frozenset(path for path, _, _ in at_place)
     for name, made in written.items():
-        yield _disk_step(name, made, steps, at_place)
+        yield _disk_step(name, made, steps, at_place, of_base)
 
 
 _Places = Mapping[tuple[Path, int, int], StoredTensor]
 
 
-def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place: _Places) -> Step:
+def _disk_step(
+    name: str, made: RowMapping, steps: Mapping[str, Step], at_place: _Places, of_base: frozenset[Path]
+) -> Step:
     if made.pieces is None:
         raise AssertionError("what is not made of rows is copied as it is")
     makers = [steps[piece.name] for piece in made.pieces] or [steps[name] for name in made.sources]  # an empty one
@@ -80,7 +83,7 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
     parts = [
         part for piece, maker in zip(made.pieces, makers, strict=True) for part in cut(maker, piece.start, piece.rows)
     ]
-    parts = [_named(part, at_place) for part in _merged_copies(parts)]
+    parts = [_named(part, at_place) for part in _merged_copies(parts, of_base)]
     worth_telling = next((maker for maker in makers if maker.action is not TensorAction.COPIED), makers[0])
     out = TensorSpec(name=name, dtype=worth_telling.out.dtype, shape=made.shape)
     whole: Op = parts[0] if len(parts) == 1 else Assemble(parts=tuple(parts))
@@ -102,14 +105,18 @@ def _is_stack(op: Op) -> bool:
     return isinstance(op, LoraDelta) and len(op.source.shape) == _STACK
 
 
-def _merged_copies(parts: Sequence[RowOp]) -> list[RowOp]:
-    """Return the parts with neighbouring copies made one."""
+def _merged_copies(parts: Sequence[RowOp], of_base: frozenset[Path]) -> list[RowOp]:
+    """Return the parts with neighbouring copies from the base's files made one: an adapter's tensors keep their names."""
     if len(parts) == 1:
         return list(parts)
     made: list[RowOp] = []
     for part in parts:
         last = made[-1] if made else None
-        if last is not None and isinstance(part, Copy | Cast) and type(last) is type(part):
+        if (
+            isinstance(part, Copy | Cast)
+            and type(last) is type(part)
+            and of_base.issuperset(span.path for span in (*last.source.spans, *part.source.spans))
+        ):
             made[-1] = replace(part, source=_stacked(last.source, part.source))
         else:
             made.append(part)

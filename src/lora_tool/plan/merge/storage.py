@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.fused_layers import together
+from lora_tool.architectures.fused_layers import EXPERTS, together
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import metadata_in_files
 from lora_tool.display import counted, size
@@ -34,6 +34,11 @@ from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.plan.merge.storages import Storage
 from lora_tool.tensors import StoredTensor
 
+_NOT_IN_TRANSFORMERS = (
+    "transformers cannot load the merged model: it takes all experts of a packed model of compressed-tensors for packed "
+    "ones; the storage all-16bit writes what it loads"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
@@ -46,6 +51,7 @@ class StoredModel:
     config: ModelConfig
     note: str
     """What the plan says of it."""
+    warnings: tuple[str, ...] = ()
     kept: Mapping[str, Any] | None = None
     """How much of ΔW is left where merged weights were rounded to their format again."""
 
@@ -125,7 +131,14 @@ class QuantisedBase:
     ) -> StoredModel:
         """Return what is written where the changed weights are rounded to their format again."""
         changed = {step.out.name: step for step in touched}
-        self._require_own_names([name for name in changed if name not in self.encodings])
+        new = [name for name in changed if name not in self.encodings]
+        self._require_own_names(new)
+        if new:
+            raise UnsupportedAdapter(
+                f"{self.stored.root}: `{new[0]}` is made of a quantised weight, and the base has no weight of that name to "
+                "be stored as",
+                hint=f'`store="{Storage.TOUCHED_16BIT}"` writes it in 16 bits',
+            )
         original = None if self.original is None else original_of(self.original, self.encodings)
         made = (coded_steps(step, self.encodings[name], original) for name, step in changed.items())
         by_name = {step.out.name: step for both in made for step in both}
@@ -170,6 +183,7 @@ class QuantisedBase:
         found = self._as_stored(steps, {*dropped, *(item.name for item in left)}, freed)
         note = f"{self._what(self.encodings.keys() - freed)} as in the base, byte for byte: the adapter changes none of them"
         config = self.stored.whole_config
+        warnings: tuple[str, ...] = ()
         if freed:
             some_stay = bool(self.encodings.keys() - freed)
             config = (
@@ -182,7 +196,13 @@ class QuantisedBase:
             )
             stay = counted(len(self.encodings) - len(freed), "other")
             note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
-        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
+            if some_stay and any(EXPERTS.match(name) and self._is_packed(name) for name in freed):
+                warnings = (_NOT_IN_TRANSFORMERS,)
+        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note, warnings=warnings)
+
+    def _is_packed(self, name: str) -> bool:
+        """Return whether a weight is packed as compressed-tensors packs it."""
+        return any(part.name.endswith(".weight_packed") for part in parts(self.encodings[name]))
 
     def _require_not_turned(self) -> None:
         """Return if weights mean the matrices that the class has. Raises `UnsupportedAdapter`."""
@@ -220,11 +240,13 @@ class QuantisedBase:
             elif dropped.isdisjoint({name, weight}):
                 found[name] = _copy(tensor)
         others = [step for name, step in wanted.items() if name not in found]
-        renamed = [step.out.name for step in others if step.action is not TensorAction.ADDED]
-        self._require_own_names([*renamed, *sorted(freed - wanted.keys())])
+        self._require_own_names([*(step.out.name for step in others), *sorted(freed - wanted.keys())])
         return (*found.values(), *others)
 
-    def _require_own_names(self, renamed: Sequence[str]) -> None:
+    def _require_own_names(self, names: Sequence[str]) -> None:
+        """Return if no tensor of the base is another of these, which it lacks. Raises `UnsupportedAdapter`."""
+        parameters = {self.parameter_of(name) for name in self.plain.tensors} if names else frozenset()
+        renamed = [name for name in names if self.parameter_of(name) in parameters]
         if renamed:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, but "

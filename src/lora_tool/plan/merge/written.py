@@ -19,6 +19,7 @@ class Written:
     leftovers: tuple[InputRecord, ...]
     """Tensors of the base that are not written."""
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     metadata: Mapping[str, str] | None = None
     """The texts in the headers of the files; None for the usual."""
     options: Mapping[str, object] = field(default_factory=dict)

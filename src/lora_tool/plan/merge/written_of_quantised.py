@@ -49,6 +49,7 @@ def written_of_quantised(
         steps=stored.steps,
         leftovers=(*dropped, *left, *stored.leftovers),
         notes=(stored.note,),
+        warnings=stored.warnings,
         metadata=base.metadata(stored.steps),
         options={"store": stored.storage.value, **({"requantised": stored.kept} if stored.kept else {})},
     )

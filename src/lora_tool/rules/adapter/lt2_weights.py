@@ -1,4 +1,4 @@
-"""LT208, LT209, LT219, LT227, LT220 and LT311: the values themselves. These rules read weights."""
+"""LT208, LT209, LT219, LT227, LT228, LT220 and LT311: the values themselves. These rules read weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _ENOUGH = 8
 
 _ABSURD = 65536.0
 """From here on float16 overflows; no trained factor comes near."""
+READ_PAST_LORA = (".mixer.dt_proj", ".mamba.dt_proj", ".head.attention.out_proj")
+"""Ends of the paths of layers that transformers never calls, but for the weight: of Mamba and Jamba, of SigLIP's pooling."""
 
 
 @rule("LT208", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)
@@ -49,7 +51,8 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
         message = f"in all {len(subject.layers)} modules lora_A or lora_B is zero, so the adapter changes nothing"
         yield Fault(message=message)
         return
-    for tensor in zero:
+    past = {layer.zero_initialised for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)}
+    for tensor in (each for each in zero if each not in past):
         message = "is all zero: this module was not trained"
         yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
 
@@ -112,6 +115,31 @@ def _rows_between_zeros(factor: StoredTensor) -> range:
         return range(rows)
     data = read_part(factor, 0, factor.nbytes)
     return range((len(data) - len(data.lstrip(b"\0"))) // row_bytes, -(-len(data.rstrip(b"\0")) // row_bytes))
+
+
+@rule("LT228", Severity.WARNING, on=AdapterSubject, needs={Need.LORA}, deep=True)
+def read_past(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on a layer whose weight the model reads past LoRA.
+
+    What it does: Looks for LoRA on layers that transformers does not call: it multiplies with their weight itself. These
+    are `dt_proj` of Mamba, Falcon Mamba and Jamba, and `out_proj` of the attention that pools SigLIP's output. LoRA that
+    is zero is reported as info.
+
+    Why it matters: Their LoRA has no gradient, so training leaves it as it began, and no effect in the unmerged model. The
+    merged weight has its ΔW, so the merged model is not the one that was trained unless ΔW is zero.
+
+    Example: `init_lora_weights="pissa"` took the largest part of `mixer.dt_proj` out of the base, and training ran
+    without it.
+
+    What to do: Leave the layer out of `target_modules` when you train.
+    """
+    for layer in (layer for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)):
+        told = f"the model reads the weight of `{layer.target}` past its LoRA, which training cannot change"
+        if _without_delta(subject, layer):
+            yield Fault(subject=layer.any_tensor.name, message=told, severity=Severity.INFO)
+        else:
+            message = f"{told}: the merged model has this ΔW, and the unmerged one does not"
+            yield Fault(subject=layer.any_tensor.name, message=message)
 
 
 @rule("LT209", Severity.ERROR, on=Subject, deep=True)
