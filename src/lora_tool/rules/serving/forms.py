@@ -76,7 +76,8 @@ class Obstacle:
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
     """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
     options = {WITH_BASE: based, "--approximate": approximate}
-    for each in (*_no_products(view, form), *([] if form.whole else _no_place(view, form))):
+    of_form = [] if form.whole else [*_no_place(view, form), *_no_layers(view, form)]
+    for each in (*_no_products(view, form), *of_form):
         if not each.options or not all(options[name] for name in each.options):
             yield each
 
@@ -117,15 +118,6 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
             text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
             hint=f"write the experts one by one first: {one_by_one}" if form.experts else None,
         )
-    if form.turned and config.fan_in_fan_out:
-        yield Obstacle(text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight")
-    modules = [layer.target for layer in view.layers] if form.together else []
-    if any(without_names(modules)):
-        yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
-    if alone := lacking(modules):
-        yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
-    if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
-        yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
     whole = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
     for modules, options in (
@@ -135,6 +127,19 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         if modules:
             text = f"{named(modules, 3)} saved whole, which {form.name} does not load with an adapter"
             yield Obstacle(text=text, options=options)
+
+
+def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
+    """Yield which layers' factors the server reads otherwise than as they are, or not at all."""
+    if form.turned and view.config.fan_in_fan_out:
+        yield Obstacle(text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight")
+    modules = [layer.target for layer in view.layers] if form.together else []
+    if any(without_names(modules)):
+        yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
+    if alone := lacking(modules):
+        yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
+    if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
+        yield Obstacle(text="LoRA on convolutions")
 
 
 def alone_text(alone: Mapping[str, str]) -> str:
