@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -276,6 +277,21 @@ def int8_tensor(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
 
 
+def int_stream(name: str, weight: torch.Tensor, bits: int) -> Made:
+    """Return codes of any width, one after the other in words, with a scale for each 32 of a row."""
+    half = 1 << bits - 1
+    scales = (_tiles(weight, 1, 32) / half).to(torch.bfloat16)
+    wide = _spread(scales, 1, 32, weight.shape)
+    codes = (weight.float() / wide).round().clamp(-half, half - 1)
+    stream = ((codes.int() + half)[..., None] >> torch.arange(bits)) & 1
+    packed = np.packbits(stream.reshape(len(codes), -1).numpy().astype(np.uint8), axis=1, bitorder="little")
+    return {
+        f"{name}.weight_packed": torch.from_numpy(packed).view(torch.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }, (codes * wide).to(torch.bfloat16).float()
+
+
 def int8_packed(name: str, weight: torch.Tensor) -> Made:
     """Return codes in words, each plus 128, with a scale for each 8 of a row."""
     scales = (_tiles(weight, 1, 8) / 127.5).to(torch.bfloat16)
@@ -298,6 +314,15 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "int8-packed": (int8_packed, _compressed(num_bits=8, type="int", strategy="group", group_size=8)),
 }
 """Forms that are stored as those above are, with other scales."""
+
+STREAMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    f"int{bits}": (
+        partial(int_stream, bits=bits),
+        _compressed(num_bits=bits, type="int", strategy="group", group_size=32, symmetric=True),
+    )
+    for bits in (3, 5)
+}
+"""Forms whose codes cross words."""
 
 WITH_ZEROS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
@@ -352,7 +377,7 @@ STACKS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 
 def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
     """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
-    make, table = (FORMS | EIGHT_BITS | WITH_ZEROS | STACKS)[form]
+    make, table = (FORMS | EIGHT_BITS | STREAMS | WITH_ZEROS | STACKS)[form]
     tensors: Table = {}
     for file in sorted(base.glob("*.safetensors")):
         tensors |= load_file(file)

@@ -1,4 +1,4 @@
-"""LT803, LT806 to LT810, LT812 and LT813: a good adapter in a form that the server does not read."""
+"""LT803, LT806 to LT810 and LT812 to LT814: a good adapter in a form that the server does not read."""
 
 from __future__ import annotations
 
@@ -88,3 +88,13 @@ def _served_text_names(folder: Path) -> None:
             table.update(held)
             if path.name == index["weight_map"]["vision_model.norm.weight"]:
                 table["vision_model.norm.weight"] = raw(16)
+
+
+@breaks("LT814", CAUSAL, servers=["sglang"], with_base=True)
+def _served_together(folder: Path) -> None:
+    plain(folder)
+    with tensors(folder) as table:  # LoRA on v alone
+        for name in [name for name in table if ".q_proj." in name]:
+            del table[name]
+    with fields(folder) as config:
+        config["target_modules"] = [name for name in config["target_modules"] if name != "q_proj"]

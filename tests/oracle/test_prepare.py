@@ -41,16 +41,17 @@ MIXED = RSLORA | {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.0.
         (Server.VLLM, PATTERNS),
         (Server.VLLM, EMBEDDINGS),
         (Server.SGLANG, MIXED),
-        (Server.SGLANG, QV | {"target_modules": r".*\.(q|up)_proj"}),
+        (Server.SGLANG, QV | {"target_modules": r".*\.(q|v|gate)_proj"}),
         (Server.LLAMA_CPP, MIXED),
     ],
 )
 def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_path: Path) -> None:
     base, (adapter,) = adapters_of(tmp_path, "llama", lora)
-    out = prepare(adapter, server, out=tmp_path / "out").path
-    assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
+    out = prepare(adapter, server, base=base if server is Server.SGLANG else None, out=tmp_path / "out").path
+    expected, made = deltas(base, adapter), deltas(base, out)
+    assert farthest({name: made[name] for name in expected}, expected) <= EXACT
     found = validate(out, base=base, servers=[server]).findings
-    assert {finding.code for finding in found} <= {"LT804"}  # LoRA on embeddings, for some models only
+    assert {finding.code for finding in found} <= {"LT804", "LT208"}  # LoRA on embeddings, for some models only; zeros
     assert not verify(out).report.findings
     config = read_json(out / "adapter_config.json")
     if server in ONE_RANK:
@@ -58,6 +59,33 @@ def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_pa
         assert config["rank_pattern"] == config["alpha_pattern"] == {}
         assert {tensor.shape[0] for name, tensor in saved_tensors(out).items() if "_A" in name} == {config["r"]}
         assert not any("." in name for name in config["target_modules"])
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "up_proj"])
+def test_what_sglang_reads_only_together_gets_lora_of_zeros(name: str, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"target_modules": [name, "down_proj"]})
+    with pytest.raises(UnsupportedAdapter, match=f"LoRA on `{name}` without") as refused:
+        plan_prepare(adapter, "sglang")
+    assert "--for sglang --base MODEL" in str(refused.value.hint)
+    out = prepare(adapter, "sglang", base=base, out=tmp_path / "out").path
+    assert not {each.code for each in validate(out, base=base, servers=[Server.SGLANG]).findings} - {"LT208"}
+    expected, found = deltas(base, adapter), deltas(base, out)
+    assert farthest({each: found[each] for each in expected}, expected) <= EXACT
+    idle = found.keys() - expected.keys()
+    assert {each.rpartition(".")[2] for each in idle} == {
+        "q_proj": {"v_proj"},
+        "k_proj": {"q_proj", "v_proj"},
+        "v_proj": {"q_proj"},
+        "up_proj": {"gate_proj"},
+    }[name]
+    assert not any(found[each].any() for each in idle)
+    assert not verify(out).report.findings
+    table = saved_tensors(out)
+    (written, *_) = (f"{each}.lora_B.weight" for each in idle)
+    table[written][0, 0] = 1e-3
+    save_file(table, out / "adapter_model.safetensors")
+    assert [finding.subject for finding in verify(out).report.findings] == [written]
+    assert plan_prepare(adapter, "vllm").steps  # and llama.cpp, and MLX-LM, which have LoRA on each by itself
 
 
 def in_mlx(folder: Path) -> dict[str, torch.Tensor]:
@@ -114,6 +142,7 @@ def test_mlx_lm_itself_gives_the_unmerged_logits(tmp_path: Path) -> None:
         ("llama", ["q_proj", "down_proj"], "layers", "model.layers"),
         ("gpt2", ["c_attn"], "h", "model.h"),
         ("gpt_neox", ["query_key_value"], "layers", "model.h"),
+        ("gptj", ["q_proj", "fc_in"], "h", "model.h"),
     ],
 )
 def test_modules_are_where_mlx_lm_has_them(
@@ -252,9 +281,10 @@ def test_a_matrix_among_the_parameters_is_a_module_to_servers(tmp_path: Path) ->
     base, adapters = adapters_of(tmp_path, "llama", lora, lora | {"rank_pattern": {"up_proj.weight": 5}})
     expected = [deltas(base, each) for each in adapters]
     for server in ONE_RANK:
-        out = prepare(adapters[1], server, out=tmp_path / server.value).path
+        out = prepare(adapters[1], server, base=base, out=tmp_path / server.value).path
         assert read_json(out / "adapter_config.json")["target_parameters"] is None
-        assert farthest(deltas(base, out), expected[1]) <= EXACT
+        made = deltas(base, out)  # for SGLang also on v and gate, of zeros
+        assert farthest({name: made[name] for name in expected[1]}, expected[1]) <= EXACT
         assert not verify(out).report.findings
     both = combine(adapters, weights=[0.7, -0.3], out=tmp_path / "both").path
     assert farthest(deltas(base, both), summed([(0.7, expected[0]), (-0.3, expected[1])])) <= EXACT

@@ -377,6 +377,66 @@ def test_zero_points_that_were_not_read_are_named(
     assert says(made.judged({QUERY: into_misread(made, zeros, change, tmp_path)}), QUERY, words)
 
 
+def codes_of(made: Case, form: str) -> torch.Tensor:
+    """Return the codes of KEY as they are stored, as integers without a sign."""
+    if KEY in made.stored:
+        return made.stored[KEY].view(torch.uint8).int()
+    bits, packed = int(form[3]), made.stored[f"{KEY}_packed"].view(torch.uint8)
+    stream = ((packed.int()[..., None] >> torch.arange(8)) & 1).reshape(len(packed), -1, bits)
+    return (stream << torch.arange(bits)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("int3", "its codes were read as two's complement"),
+        ("int5", "its codes were read as two's complement"),
+        ("int3", "2^2 was not subtracted from its codes"),
+        ("int8-packed", "2^7 was not subtracted from its codes"),
+        ("int8-channel", "its codes were read without a sign"),
+        ("bnb-int8", "its codes were read without a sign"),
+        ("int8-offset", "its codes were read without a sign"),
+    ],
+)
+def test_another_sign_of_codes_is_named(form: str, words: str, case: Callable[..., Case]) -> None:
+    made = case(form)
+    assert not made.judged({})
+    codes = codes_of(made, form)
+    if "two's" in words:
+        half = 1 << int(form[3]) - 1
+        codes = torch.where(codes < half, codes, codes - 2 * half)
+    scale = made.stored[KEY.replace("weight", "SCB" if form == "bnb-int8" else "weight_scale")].float()
+    if form == "bnb-int8":
+        scale = scale[:, None] / 127
+    zeros = made.stored.get(f"{KEY}_zero_point", torch.zeros(1)).float()
+    values = (codes - zeros) * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    assert says(made.judged({KEY: values.to(BF16)}), KEY, words)
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "words"),
+    [
+        ("int8-packed", "weight_packed", "its codes are in two's complement instead of with an offset"),
+        ("int8-channel", "weight", "its codes are with an offset instead of in two's complement"),
+    ],
+)
+def test_another_sign_of_codes_that_were_written_is_named(
+    form: str, part: str, words: str, case: Callable[..., Case], tmp_path: Path
+) -> None:
+    made = case(form)
+    right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base"))
+    name = QUERY.replace("weight", part)
+    turned = (right[name].view(torch.uint8) ^ 128).view(right[name].dtype)
+    found = {
+        (each.code, each.subject): each.message for each in made.judged({name: turned}, config=made.base, over=right)
+    }
+    assert words in found["LT627", name]
+    assert found.keys() <= {
+        ("LT627", name),
+        ("LT605", QUERY.replace("weight", "weight_scale")),
+    }  # raised for other codes
+
+
 def test_codes_of_awq_that_were_read_in_order_are_named(case: Callable[..., Case]) -> None:
     made = case("awq")
     stem = KEY.removesuffix("weight")

@@ -70,6 +70,7 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT813", "mlx", "gpt_neox", NEOX),
     ("LT813", "mlx", "qwen3_moe", ALL_LINEAR),
     ("LT813", "mlx", "mixtral", ROUTER),
+    ("LT814", "sglang", "llama", {"r": 2, "target_modules": ["k_proj", "up_proj"]}),
 ]
 
 

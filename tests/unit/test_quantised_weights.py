@@ -184,6 +184,16 @@ def test_what_is_not_stored_as_its_format_says_is_named(sample: str, changes: di
         read_quantised(changed(sample, **changes), config_of(sample))
 
 
+@pytest.mark.parametrize("name", ["m.weight.quant_map", "m.weight.nested_quant_map"])
+def test_a_level_that_is_no_number_is_named(name: str, tmp_path: Path) -> None:
+    found = stored("bnb-nf4-double@bfloat16-12x64")
+    levels = np.frombuffer(read_part(found[name], 0, found[name].nbytes), "<f4").copy()
+    levels[3] = np.nan
+    save_file({name: levels}, tmp_path / "w.safetensors")
+    with pytest.raises(LayoutError, match=r"quant_map` has nan as level 3: expected \d+ finite numbers"):
+        read_quantised({**found, **scan_file(tmp_path / "w.safetensors").tensors}, {"quant_method": "bitsandbytes"})
+
+
 def in_columns(folder: Path, method: str, bits: int, *, ordered: bool, **said: Any) -> tuple[Any, np.ndarray[Any, Any]]:
     """Return a weight as GPTQ or AWQ packs it, one code after the other, and its numbers."""
     rng = np.random.default_rng(bits)

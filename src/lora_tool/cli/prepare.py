@@ -60,9 +60,9 @@ def command(
 
     Scalings are multiplied into B, so the server need not know rsLoRA or alpha patterns; all ranks are padded to one
     with zeros; targets become plain names; for MLX-LM, factors are transposed. With --base, PiSSA and OLoRA become
-    plain LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA on those. What the
-    server cannot represent exactly (DoRA, biases, other saved modules) is refused by name;
-    `lora-tool validate --for SERVER` lists it.
+    plain LoRA of twice the rank, trained tokens and changed rows of embeddings become LoRA on those, and for SGLang
+    modules that it reads only together get LoRA of zeros where they have none. What the server cannot represent exactly
+    (DoRA, biases, other saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))

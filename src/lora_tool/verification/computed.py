@@ -11,6 +11,7 @@ from lora_tool.adapter.view import view_of
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.manifest import Manifest
 from lora_tool.plan.algebra.factor_steps import bias_steps
+from lora_tool.plan.algebra.idle import Idle, beside_which
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
@@ -20,6 +21,7 @@ from lora_tool.plan.convert.provenance import ConvertInputs
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
+from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level, check_steps
@@ -68,8 +70,9 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     if inputs.base is not None:
         inputs = replace(inputs, base=names.base(inputs.base))
     computed = computed_modules(inputs, views[0])
+    zeros = _of_idle(sums, written, inputs.manifest)
     evidence = check_steps(
-        steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
+        (*steps, *zeros), inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
     )
     others = [each for each in sums if each.module not in computed and each.module not in fused]
     evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
@@ -90,6 +93,15 @@ def _put_beside(factors: Factors, written: Sequence[Factors], manifest: Manifest
     rank = next((each.rank for each in written if each.module == factors.module), 0)
     if rank >= factors.rank:
         yield from padded_steps(factors, DType(manifest.raw["dtype"]), None, rank)
+
+
+def _of_idle(sums: Sequence[Factors], written: Sequence[Factors], manifest: Manifest) -> Iterator[Step]:
+    """Yield that ΔW is zero of modules that no input changes, which were written for a server."""
+    beside = beside_which(sums) if manifest.raw.get("for") == Server.SGLANG else {}
+    for each in written:
+        if each.module in beside:
+            idle = Idle(module=each.module, out=each.out, width=each.width, beside=beside[each.module])
+            yield from idle.steps(DType(manifest.raw["dtype"]), each.rank)
 
 
 def _of_experts(factors: Factors, fused: Mapping[str, FusedExperts], inputs: SumInputs) -> Iterator[Step]:

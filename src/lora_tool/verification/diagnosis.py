@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lora_tool.actions import Verdict
-from lora_tool.formats.quantised.encodings import encoding_of
+from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
 from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
@@ -16,7 +16,7 @@ from lora_tool.plan.core.requantise import Requantise
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns
-from lora_tool.verification.misreadings import Misreading, misreadings, unscaled
+from lora_tool.verification.misreadings import Misreading, misreadings, other_sign, unscaled
 from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import half_steps
@@ -141,6 +141,12 @@ def _misstored(op: RowOp, part: Compared, files: Files) -> str:
             error = np.abs(codes - np.clip(weight + expected.change, least, most))
             if float(np.mean(error <= 1.01 * step)) >= _EXPLAINED:
                 return how
+    if type_of_codes(written) is DType.I8:
+        turned = files.matrix(part.stored, rows, wide, other_sign(written).decode)
+        error = np.abs(turned - expected.base - expected.change)
+        if float(np.mean(error <= 1.02 * half_steps(part, rows, files))) >= _EXPLAINED:
+            forms = "in two's complement instead of with an offset", "with an offset instead of in two's complement"
+            return f"is W + ΔW stored as {written}, but its codes are {forms[not isinstance(written, PackedIntegers)]}"
     return ""
 
 

@@ -27,20 +27,21 @@ from lora_tool.formats.quantised.encodings import (
     PackedIntegers,
     RoundedAs,
     Tiled,
+    in_type,
 )
 from lora_tool.tensors import DType, StoredTensor
-from lora_tool.verification.dequantised import Array, Read, dequantised_again
+from lora_tool.verification.dequantised import Array, Read, dequantised_again, rounded_to
 
 Bytes = NDArray[np.uint8]
-Change = Callable[[Bytes], Bytes]
+Change = Callable[[Bytes, int], Bytes]
+"""What makes of a tensor's bytes, from one of them, what they are taken for."""
 
 _NIBBLE = 4
 _ONE = {DType.F32: 0x3F800000, DType.BF16: 0x3F80, DType.F16: 0x3C00, DType.F8_E4M3: 0x38}
 """The bits of 1 as a scale is stored; the others are powers of two in eight bits, byte - 127."""
 _127 = 0x42FE0000
 """The bits of 127 as float32, by which LLM.int8() divides the scale of a row."""
-_TOP_BITS = {2: 0xAA, _NIBBLE: 0x88, 8: 0x80}
-"""Bits of a code → the highest bit of each code in a byte."""
+_TOP = np.uint8(0x80)
 _UNSCALED = "its scales were not applied"
 _NO_ZEROS = "its zero points were left out"
 
@@ -57,6 +58,8 @@ class Misreading:
     """Tensor on disk → what its bytes are taken for."""
     columns: Callable[[Array], Array] | None = None
     """Puts the columns in another order."""
+    less: Misreading | None = None
+    """What is subtracted, read by itself: a multiple of the scales."""
 
     @property
     def unscaled(self) -> bool:
@@ -65,14 +68,22 @@ class Misreading:
 
     def decode(self, _encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows `first` to `last` of the weight as it was read, in the form of `dequantised_again`."""
+        if self.less is None:
+            values = self.taken_for(self.encoding, first, last, read)
+        else:
+            both = (each.taken_for(in_type(each.encoding, DType.F32), first, last, read) for each in (self, self.less))
+            values = rounded_to(np.subtract(*both), self.encoding.spec.dtype)
+        return values if self.columns is None else self.columns(values)
+
+    def taken_for(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
+        """Return the rows as they were read of a weight of this encoding, its columns and what is subtracted aside."""
 
         def taken(tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
             raw = read(tensor, start, nbytes)
             change = self.parts.get(tensor.name)
-            return raw if change is None else change(raw)
+            return raw if change is None else change(raw, start)
 
-        values = dequantised_again(self.encoding, first, last, taken)
-        return values if self.columns is None else self.columns(values)
+        return dequantised_again(encoding, first, last, taken)
 
 
 def unscaled(encoding: Tiled | BnbInt8 | OffsetIntegers | PackedIntegers) -> Misreading:
@@ -94,10 +105,13 @@ def misreadings(encoding: Encoding) -> Iterator[Misreading]:
                 encoding=encoding,
                 parts={encoding.scales.name: _inverse(encoding.scales.dtype)},
             )
+            if encoding.codes.dtype is DType.I8:
+                yield _unsigned(encoding)
         case BnbInt8():
             yield unscaled(encoding)
-            wide = {encoding.largest.name: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
+            wide = {encoding.largest.name: lambda raw, _: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
             yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
+            yield _unsigned(encoding)
         case Bnb4():
             yield from _of_bnb4(encoding)
         case PackedIntegers() | OffsetIntegers():
@@ -126,15 +140,12 @@ def _of_bnb4(encoding: Bnb4) -> Iterator[Misreading]:
 def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreading]:
     yield _unscaled(encoding, encoding.scales)
     if isinstance(encoding, OffsetIntegers):
-        yield Misreading(what=_NO_ZEROS, encoding=encoding, parts={encoding.zeros.name: np.zeros_like})
+        yield Misreading(what=_NO_ZEROS, encoding=encoding, parts={encoding.zeros.name: _none})
+        yield _unsigned(encoding)
         return
-    if encoding.bits in _TOP_BITS:
-        top = np.uint8(_TOP_BITS[encoding.bits])
-        yield Misreading(
-            what="its codes were read as two's complement, but are stored with an offset",
-            encoding=encoding,
-            parts={encoding.codes.name: lambda raw: np.bitwise_xor(raw, top, dtype=np.uint8)},
-        )
+    yield other_sign(encoding)
+    scales = Misreading(what="", encoding=replace(encoding, zeros=None), parts={encoding.codes.name: _none})
+    yield Misreading(what=f"2^{encoding.bits - 1} was not subtracted from its codes", encoding=encoding, less=scales)
     if encoding.bits == _NIBBLE:
         yield _swapped(encoding)
     if encoding.zeros is not None:
@@ -143,6 +154,33 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
         yield Misreading(
             what="its groups were taken in order, ignoring `weight_g_idx`", encoding=replace(encoding, groups=None)
         )
+
+
+def other_sign(encoding: Tiled | BnbInt8 | OffsetIntegers | PackedIntegers) -> Misreading:
+    """Return the misreading of integers with an offset as two's complement, or the other way round."""
+    if not isinstance(encoding, PackedIntegers):
+        what = "its codes were read with an offset, but are stored in two's complement"
+        return Misreading(what=what, encoding=encoding, parts={encoding.codes.name: lambda raw, _: raw ^ _TOP})
+    row, bits = 4 * encoding.codes.shape[-1], encoding.bits
+    highest = np.packbits(np.arange(8 * row) % bits == bits - 1, bitorder="little")
+    return Misreading(
+        what="its codes were read as two's complement, but are stored with an offset",
+        encoding=encoding,
+        parts={encoding.codes.name: lambda raw, start: raw ^ highest[(start + np.arange(raw.size)) % row]},
+    )
+
+
+def _unsigned(encoding: Tiled | BnbInt8 | OffsetIntegers) -> Misreading:
+    """Return the misreading of bytes without a sign: 128 more than of those whose sign is turned."""
+    parts: dict[str, Change] = {encoding.codes.name: lambda raw, _: np.full_like(raw, _TOP)}
+    if isinstance(encoding, OffsetIntegers):
+        parts[encoding.zeros.name] = _none
+    scales = Misreading(what="", encoding=encoding, parts=parts)
+    return replace(other_sign(encoding), what="its codes were read without a sign", less=scales)
+
+
+def _none(raw: Bytes, _start: int) -> Bytes:
+    return np.zeros_like(raw)
 
 
 def _of_columns(encoding: ColumnIntegers) -> Iterator[Misreading]:
@@ -196,7 +234,7 @@ def _unscaled(encoding: Encoding, *scales: StoredTensor) -> Misreading:
 
 def _all(dtype: DType, bits: int) -> Change:
     size = dtype.bits // 8
-    return lambda raw: np.full(raw.size // size, bits, f"<u{size}").view(np.uint8)
+    return lambda raw, _: np.full(raw.size // size, bits, f"<u{size}").view(np.uint8)
 
 
 def _swapped(encoding: Bnb4 | PackedIntegers | Fp4 | ColumnIntegers) -> Misreading:
@@ -207,11 +245,11 @@ def _swapped(encoding: Bnb4 | PackedIntegers | Fp4 | ColumnIntegers) -> Misreadi
     )
 
 
-def _halves_swapped(raw: Bytes) -> Bytes:
+def _halves_swapped(raw: Bytes, _start: int) -> Bytes:
     return np.asarray(raw << _NIBBLE | raw >> _NIBBLE, np.uint8)
 
 
-def _in_order(raw: Bytes) -> Bytes:
+def _in_order(raw: Bytes, _start: int) -> Bytes:
     """Return AWQ's words as a right reader must find them to take the codes that lie in order for those of outputs."""
     words = raw.view("<u4")
     codes = (
@@ -223,11 +261,11 @@ def _in_order(raw: Bytes) -> Bytes:
 def _inverse(dtype: DType) -> Change:
     """Return what makes 1 / x of stored scales, rounded to their type."""
     if dtype is DType.BF16:
-        return lambda raw: _upper_halves(np.float32(1) / (raw.view("<u2").astype("<u4") << 16).view(np.float32))
+        return lambda raw, _: _upper_halves(np.float32(1) / (raw.view("<u2").astype("<u4") << 16).view(np.float32))
     if dtype in (DType.F32, DType.F16):
         kind = f"<f{dtype.bits // 8}"
-        return lambda raw: np.divide(1, raw.view(kind), dtype=kind).view(np.uint8)
-    return lambda raw: np.subtract(254, raw, dtype=np.uint8)  # powers of two
+        return lambda raw, _: np.divide(1, raw.view(kind), dtype=kind).view(np.uint8)
+    return lambda raw, _: np.subtract(254, raw, dtype=np.uint8)  # powers of two
 
 
 def _upper_halves(values: NDArray[np.float32]) -> Bytes:

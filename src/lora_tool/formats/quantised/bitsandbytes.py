@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
         spec=TensorSpec(name=weight, dtype=dtype, shape=sizes),
         codes=codes,
         label=f"{kind}{'-double' if nested else ''} of bitsandbytes",
-        levels=parts.needed(f"{weight}.quant_map", codes, (DType.F32,), 1 << _NIBBLE),
+        levels=_levels(parts, f"{weight}.quant_map", codes, 1 << _NIBBLE),
         scales=scales,
         block=block,
         record=state,
@@ -71,15 +72,27 @@ def _scales(
     if scales.dtype is DType.F32:
         return scales, False
     block, offset = said.get("nested_blocksize"), said.get(_OFFSET)
-    if type(block) is not int or block < 1 or not isinstance(offset, int | float):
+    if type(block) is not int or block < 1 or not isinstance(offset, int | float) or not math.isfinite(offset):
         raise LayoutError(codes, "does not give nested_blocksize and nested_offset")
     return NestedScales(
         codes=scales,
-        levels=parts.needed(f"{weight}.nested_quant_map", codes, (DType.F32,), 256),
+        levels=_levels(parts, f"{weight}.nested_quant_map", codes, 256),
         scales=parts.needed(f"{weight}.nested_absmax", codes, (DType.F32,), -(-blocks // block)),
         block=block,
         offset=offset,
     ), True
+
+
+def _levels(parts: Parts, name: str, codes: StoredTensor, count: int) -> StoredTensor:
+    """Return the tensor of `count` levels. A code of which no weight has one may stand for anything, but no library writes
+    a level that is not finite: the table is damaged.
+    """
+    levels = parts.needed(name, codes, (DType.F32,), count)
+    numbers = array("f", read_part(levels, 0, levels.nbytes))
+    odd = next((at for at, number in enumerate(numbers) if not math.isfinite(number)), None)
+    if odd is not None:
+        raise LayoutError(levels, f"has {numbers[odd]} as level {odd}: expected {count} finite numbers")
+    return levels
 
 
 def _state(tensor: StoredTensor) -> dict[str, Any]:

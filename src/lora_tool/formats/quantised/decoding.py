@@ -147,10 +147,17 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> F32:
     scales = scales_of_rows(encoding.scales, first, last, read)
     codes = _unpacked(rows_of(encoding.codes, first, last, read), encoding.bits, width).astype(np.float32)
     codes -= np.float32(1 << (encoding.bits - 1))
-    group = _groups(encoding, read)
     if encoding.zeros is not None:
-        codes -= _zeros(encoding.zeros, encoding.bits, first, last, scales.shape[1], read)[:, group]
-    return np.asarray(codes * scales[:, group])
+        zeros = _zeros(encoding.zeros, encoding.bits, first, last, scales.shape[1], read)
+        np.subtract(codes, _of_inputs(encoding, zeros, read), out=codes)
+    return np.multiply(codes, _of_inputs(encoding, scales, read), out=codes)
+
+
+def _of_inputs(encoding: PackedIntegers, of_groups: F32, read: Read) -> F32:
+    """Return what the groups of each row have for each input."""
+    if encoding.groups is None:
+        return of_groups if of_groups.shape[1] == 1 else np.repeat(of_groups, encoding.group, axis=1)
+    return np.asarray(of_groups[:, _groups(encoding, read)])
 
 
 def _groups(encoding: PackedIntegers, read: Read) -> Array:
@@ -166,15 +173,18 @@ def _groups(encoding: PackedIntegers, read: Read) -> Array:
 def _zeros(zeros: StoredTensor, bits: int, first: int, last: int, groups: int, read: Read) -> F32:
     if zeros.dtype is DType.I8:
         return rows_of(zeros, first, last, read).astype(np.float32)
-    # the stream of each column begins anew, so its words are those of rows above
-    words = rows_of(zeros, 0, zeros.shape[0], read)
-    rows = zeros.shape[0] * 32 // bits
-    found = _unpacked(np.ascontiguousarray(words.T), bits, rows).T[first:last, :groups]
+    # the stream of each column begins anew: 32 rows of it are whole words
+    top = first // 32
+    words = rows_of(zeros, top * bits, min(-(-last // 32) * bits, zeros.shape[0]), read)
+    found = _unpacked(np.ascontiguousarray(words.T), bits, len(words) * 32 // bits)
+    found = found.T[first - 32 * top : last - 32 * top, :groups]
     return found.astype(np.float32) - np.float32(1 << (bits - 1))
 
 
 def _unpacked(words: Array, bits: int, count: int) -> Array:
     """Return the first `count` codes in each row of 32-bit words, the lowest bits first."""
+    if bits == 8:  # noqa: PLR2004 - a byte
+        return words.view(np.uint8)[:, :count]
     if 32 % bits == 0:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
         mask = np.uint32((1 << bits) - 1)

@@ -26,6 +26,7 @@ _LAYERS: Mapping[str, str] = MappingProxyType(
     {
         "gpt2": "model.h",
         "gpt_neox": "model.h",
+        "gptj": "model.h",
         "nemotron_h": "backbone.layers",
         "gemma3n": "model.language_model.layers",
         **dict.fromkeys(_MULTIMODAL.split(), "language_model.model.layers"),

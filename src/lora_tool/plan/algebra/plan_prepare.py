@@ -11,13 +11,14 @@ from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
-from lora_tool.display import counted
+from lora_tool.display import counted, named
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.plan.algebra.changes import changes_of
 from lora_tool.plan.algebra.factor_steps import exact_type
 from lora_tool.plan.algebra.fit import require_known
+from lora_tool.plan.algebra.idle import Idle, idle_modules
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
 from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
 from lora_tool.plan.algebra.peft_config import config_of_sum
@@ -50,7 +51,8 @@ def plan_prepare(
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
     Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
-    with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
+    with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed; for SGLang,
+    with a base, modules that it reads only together get LoRA of zeros where they have none. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
     with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT
     stays DoRA without it. The rules compare the adapter with a given `base`, and the new config names it. With it,
@@ -86,15 +88,17 @@ def plan_prepare(
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
-    steps = (*served_steps(served, form, out), *(magnitude_steps(view) if as_dora else ()), *as_they_are)
+    idle = tuple(idle_modules(served.sums, model)) if form.together and model is not None else ()
+    zeros = (step for each in idle for step in each.steps(out, served.largest))
+    steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(
         (opened,),
         (1.0,),
         steps if form.mlx else names.steps(steps),
-        _config(view, form, served, model, as_dora=as_dora),
+        _config(view, form, served, idle, model, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
-        notes=_notes(view, form, served, ranks, model),
+        notes=_notes(view, form, served, ranks, model, idle),
         ranks=ranks,
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
@@ -132,7 +136,13 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
 
 
 def _config(
-    view: AdapterView, form: ServingForm, served: ServedFactors, base: ModelDir | None, *, as_dora: bool
+    view: AdapterView,
+    form: ServingForm,
+    served: ServedFactors,
+    idle: Sequence[Idle],
+    base: ModelDir | None,
+    *,
+    as_dora: bool,
 ) -> SideFile:
     """Return the config that the server reads: its own, or PEFT's with the new ranks."""
     if form.mlx:
@@ -144,7 +154,7 @@ def _config(
     if form.whole:
         return config
     plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
-    return _served(config, view, served, plain)
+    return _served(config, view, served, [*plain, *(each.module for each in idle)])
 
 
 def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
@@ -174,7 +184,12 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
 
 
 def _notes(
-    view: AdapterView, form: ServingForm, served: ServedFactors, ranks: Sequence[ModuleRank], base: ModelDir | None
+    view: AdapterView,
+    form: ServingForm,
+    served: ServedFactors,
+    ranks: Sequence[ModuleRank],
+    base: ModelDir | None,
+    idle: Sequence[Idle],
 ) -> Iterator[str]:
     modules = [each.module for each in served.sums]
     scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.one_rank}"
@@ -184,6 +199,9 @@ def _notes(
         yield from rank_lines(ranks)
     if form.mlx:
         yield from rope_notes(base)
+    if idle:
+        names = named(sorted({each.module.rpartition(".")[2] for each in idle}))
+        yield f"LoRA of zeros on {counted(len(idle), 'module')} ({names}), beside which {form.name} reads that on others"
     ends = [module for module in modules if is_end(module)]
     if form.one_end and ends and base is None:
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"

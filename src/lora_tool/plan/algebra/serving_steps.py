@@ -44,11 +44,11 @@ def padded_steps(
     yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank * experts, *factors.outer), across)
 
 
-def zero_rows(like: StoredTensor, count: int) -> Iterator[Beside]:
-    """Yield operations that make `count` rows of zeros, as wide as `like`."""
+def zero_rows(like: StoredTensor, count: int, width: int | None = None) -> Iterator[Beside]:
+    """Yield operations that make `count` rows of zeros, `width` wide, or as wide as `like`, of which no value is taken."""
     while count:
         some = min(count, like.shape[0])
-        yield Beside(parts=(Columns(tensor=rows_of(like, 0, some), count=0),), zeros=like.shape[1])
+        yield Beside(parts=(Columns(tensor=rows_of(like, 0, some), count=0),), zeros=width or like.shape[1])
         count -= some
 
 

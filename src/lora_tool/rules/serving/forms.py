@@ -15,6 +15,7 @@ from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.together import lacking, without_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class ServingForm:
     """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
+    together: bool = False
+    """Whether it reads LoRA on q, k and v, and on gate and up, only together; see `together`."""
     one_end: bool = False
     """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
 
@@ -46,7 +49,7 @@ class ServingForm:
 FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True),
-    Server.SGLANG: ServingForm(name="SGLang"),
+    Server.SGLANG: ServingForm(name="SGLang", together=True),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, one_end=True),
     Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, one_end=True),
 }
@@ -112,6 +115,11 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
             text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
             hint=f"write the experts one by one first: {one_by_one}" if form.experts else None,
         )
+    modules = [layer.target for layer in view.layers] if form.together else []
+    if any(without_names(modules)):
+        yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
+    if alone := lacking(modules):
+        yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
@@ -123,6 +131,12 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         if modules:
             text = f"{named(modules, 3)} saved whole, which {form.name} does not load with an adapter"
             yield Obstacle(text=text, options=options)
+
+
+def alone_text(alone: Mapping[str, str]) -> str:
+    """Return what `lacking` found, by the last parts of the names."""
+    pairs = sorted({(held.rpartition(".")[2], module.rpartition(".")[2]) for module, held in alone.items()})
+    return "LoRA on " + " and on ".join(f"`{held}` without `{module}`" for held, module in pairs)
 
 
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:

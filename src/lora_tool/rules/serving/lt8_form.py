@@ -1,4 +1,4 @@
-"""LT803, LT806 to LT810, LT812 and LT813: LoRA in a form that a server does not read as PEFT does."""
+"""LT803, LT806 to LT810 and LT812 to LT814: LoRA in a form that a server does not read as PEFT does."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import shlex
 from collections.abc import Iterator
 
 from lora_tool.adapter.fused_experts import fused_experts
+from lora_tool.adapter.view import LoraLayer
+from lora_tool.architectures.ends import MATRIX
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import WITH_BASE
+from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text
 from lora_tool.rules.serving.servers import (
     NAMES,
     NEEDS,
@@ -23,6 +25,7 @@ from lora_tool.rules.serving.servers import (
     or_merged,
     prepared,
 )
+from lora_tool.rules.serving.together import lacking, weight_beside, without_names
 
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
@@ -256,3 +259,41 @@ def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
             "MLX-LM does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
         )
         yield fault(subject, None, message, hint=prepared(subject, server))
+
+
+@rule("LT814", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_together(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on modules that the server reads only together with others.
+
+    What it does: For SGLang, which has the weights of q, k and v in one matrix, and those of gate and up, looks for LoRA
+    on k, v or up without LoRA on q or gate, for LoRA on q or k without v, and for LoRA on only some of the matrices of
+    experts, or under Mixtral's names. Without the base it is a warning: some models have no gate.
+
+    Why it matters: SGLang 0.5.23 refuses LoRA on q without v (`KeyError`). The others it loads, and ends at the first
+    request: "Cannot find target module name".
+
+    Example: `"target_modules": ["up_proj", "down_proj"]`.
+
+    What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
+    """
+    paths = {layer.target: layer for layer in subject.layers}
+    for server in asked(subject, *SERVERS):
+        if not FORMS[server].together:
+            continue
+        for module in list(without_names(paths))[:1]:
+            message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
+            yield fault(subject, module, message)
+        alone = {
+            module: held
+            for module, held in lacking(paths).items()
+            if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
+        }
+        if alone:
+            message = f"{alone_text(alone)}, which {NAMES[server]} reads only together: it refuses the adapter, or ends at the first request"
+            severity = Severity.WARNING if subject.base is None else None
+            hint = prepared(subject, server)
+            yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)
+
+
+def _width(layer: LoraLayer) -> int:
+    return layer.a.shape[1] if layer.a is not None and len(layer.a.shape) == MATRIX else 0

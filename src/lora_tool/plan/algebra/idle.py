@@ -1,0 +1,52 @@
+"""LoRA of zeros on modules that an adapter leaves alone, for a server that reads LoRA on some modules only together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lora_tool.checkpoint import ModelDir
+from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.factor_steps import step_of
+from lora_tool.plan.algebra.serving_steps import zero_rows
+from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.core.operation import rows_of
+from lora_tool.plan.core.ops import Assemble, copied_as
+from lora_tool.plan.core.steps import Step
+from lora_tool.rules.serving.together import lacking, weight_beside
+from lora_tool.tensors import DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A module whose weight, [out, in], stays as it is."""
+
+    module: str
+    out: int
+    width: int
+    beside: Factors
+    """LoRA on the module that is read only together with this one."""
+
+    def steps(self, dtype: DType, rank: int) -> Iterator[Step]:
+        """Yield the steps that write a lora_A like the other module's, and a lora_B of zeros, as before training."""
+        a, b = self.beside.a_parts[0], self.beside.b_parts[0]
+        kept = min(rank, a.shape[0]) if a.shape[1] == self.width else 0
+        copied = (copied_as(dtype, rows_of(a, 0, kept)),) if kept else ()
+        above = Assemble(parts=(*copied, *zero_rows(a, rank - kept, self.width)))
+        across = Assemble(parts=tuple(zero_rows(b, self.out, rank)))
+        yield step_of(f"{PREFIX}{self.module}.lora_A.weight", dtype, (rank, self.width), above)
+        yield step_of(f"{PREFIX}{self.module}.lora_B.weight", dtype, (self.out, rank), across)
+
+
+def idle_modules(sums: Sequence[Factors], base: ModelDir) -> Iterator[Idle]:
+    """Yield the modules of the base without which LoRA on others is not read."""
+    for module, beside in beside_which(sums).items():
+        weight = weight_beside(base, module, beside.width)
+        if weight is not None:
+            yield Idle(module=module, out=weight.shape[0], width=weight.shape[1], beside=beside)
+
+
+def beside_which(sums: Sequence[Factors]) -> Mapping[str, Factors]:
+    """Return the modules without LoRA that others are read only together with, and one of those."""
+    by_module = {each.module: each for each in sums}
+    return {module: by_module[held] for module, held in lacking(by_module).items()}
