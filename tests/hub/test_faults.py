@@ -86,6 +86,9 @@ CASES = {
     "the line drops on info": Case(
         "^GET /api/models/me/reward$", 7, ("no connection to the Hub",), {"drop": "before", "times": ALWAYS}
     ),
+    "an upload that a proxy swallows": Case(
+        "^PUT /storage", 7, ("does not have a file that was just uploaded",), {"status": 200, "times": ALWAYS}
+    ),
     # what goes well in the end
     "500 on commit once": Case(COMMIT, 0, (), {"status": 500}, 1),
     "429 on commit once": Case(COMMIT, 0, (), {"status": 429, "headers": {"Retry-After": "1"}}, 1),

@@ -466,3 +466,24 @@ def test_a_rank_file_that_may_not_be_read_is_no_damage() -> None:
     problem = Problem(defect=Defect.NOT_A_FILE, path="a b.pt", message=f"cannot be opened: {os.strerror(errno.EACCES)}")
     (found,) = unreadable_files([problem])
     assert (found.code, found.hint) == ("LT402", "chmod u+r 'a b.pt'")
+
+
+def test_an_empty_latest_is_said_to_be_empty(stage2: Path) -> None:
+    (stage2.parent / "latest").write_text("")
+    (found,) = [each for each in validate(stage2.parent).findings if each.code == "LT409"]
+    assert found.message == "`latest` is empty; the folder has: global_step1, global_step2"
+
+
+def test_a_tensor_of_dcp_that_its_tables_name_differently_is_not_left_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ZERO.parent / "fsdp2-full", tmp_path / "run"))
+    metadata = folder / "pytorch_model_fsdp_0" / ".metadata"
+    good, refused = metadata.read_bytes(), 0
+    names = {step.out.name for step in plan_consolidate(folder, what="state").steps}
+    for found in re.finditer(rb"model\.model\.layers\.0\.self_attn\.q_proj\.weight", good):
+        at = found.start() + 9
+        metadata.write_bytes(good[:at] + b"L" + good[at + 1 :])
+        try:
+            assert len(list(plan_consolidate(folder, what="state").steps)) == len(names)
+        except FindingsFound:
+            refused += 1
+    assert refused

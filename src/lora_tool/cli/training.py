@@ -16,6 +16,7 @@ import click
 from lora_tool.cli.after_training import after_command, carry_on, foreseen
 from lora_tool.cli.terminal import tell
 from lora_tool.display import counted, printable
+from lora_tool.errors import ExecutionError
 from lora_tool.execution.folder import replace_file
 from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
 from lora_tool.formats.files import is_file
@@ -58,7 +59,9 @@ def train(
     outcome = _outcome(run, choice, found, dry_run=dry_run)
     report = _report(run, {name: value for name, (value, _) in settings.items()}, outcome)
     if not dry_run:
-        _write_report(report, run.output)
+        # the cause of a failure is told, and not that there is no room for its report either
+        with contextlib.suppress(*((ExecutionError,) if outcome.status is TrainingStatus.FAILED else ())):
+            _write_report(report, run.output)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
     elif dry_run == "static":

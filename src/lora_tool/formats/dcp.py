@@ -188,8 +188,12 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
         if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
     # the keys that were joined to a name: ("model", "lm_head.weight")
-    joined = (found.get("planner_data", dict) or {}).items()
-    paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
+    joined = found.get("planner_data", dict) or {}
+    unjoined, unknown = entries.keys() - joined.keys(), joined.keys() - stored.keys()
+    if unjoined and unknown:
+        raise ValueError(f"names `{min(unjoined)}` in one table and `{min(map(str, unknown))}` in another")
+    paths = {fqn: (fqn,) for fqn in entries}
+    paths |= {fqn: path for fqn, path in joined.items() if fqn in entries and _is_path(path)}
     if stored and not entries:
         hint = f"write them into one file, and consolidate that: {TO_ONE_FILE}"
         raise UnsupportedCheckpoint(f"{folder} holds pickled objects alone: {some(list(map(str, stored)))}", hint=hint)

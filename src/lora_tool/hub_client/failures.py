@@ -61,12 +61,14 @@ _XET = re.compile(r"network|cas |xet|reqwest", re.IGNORECASE)
 _XET_STATUS = re.compile(r"\b(?:status code:? |\()?(?P<status>[45]\d\d)\b(?=[ )]|\Z)")
 _QUOTA = re.compile(r"storage (?:limit|quota)|quota|limit reached|exceeded", re.IGNORECASE)
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|Signature|sig)=")
+_ASKED_AFTER = re.compile(r"/lfs/(?:objects/)?verify\b")
+"""Where the Hub is asked whether an upload has arrived."""
 _LONGEST = 200
 _CARD_REFUSED = "Invalid metadata in README.md"
 _CONNECTION = "check the connection to {endpoint}, then {again}"
 _LOG_IN = "hf auth login, or set HF_TOKEN; in CI set HF_OIDC_RESOURCE"
 
-_TOO_MANY, _UNAUTHORISED, _FORBIDDEN = 429, 401, 403
+_TOO_MANY, _UNAUTHORISED, _FORBIDDEN, _NOT_FOUND = 429, 401, 403, 404
 _FREE_STORAGE = "free storage at https://huggingface.co/settings/storage, or push with --public"
 _MOVED: Failure = (
     HubConflict,
@@ -176,7 +178,7 @@ def _given_up(error: BaseException) -> Failure | None:
     return None
 
 
-def _from_answer(error: BaseException) -> Failure | None:
+def _from_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
     """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
     if str(error).startswith(_CARD_REFUSED):
         return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
@@ -195,6 +197,12 @@ def _from_answer(error: BaseException) -> Failure | None:
         return (
             kind,
             f"the Hub's storage did not accept an upload ({_with_phrase(status)}); nothing was committed",
+            "{again}",
+        )
+    if status == _NOT_FOUND and _ASKED_AFTER.search(str(response.url)):
+        return (
+            HubUnreachable,
+            "the Hub's storage does not have a file that was just uploaded; nothing was committed",
             "{again}",
         )
     said = _said(error.server_message or response.headers.get("x-error-message") or "")

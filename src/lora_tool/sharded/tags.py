@@ -73,7 +73,8 @@ def stale_latest(
         message = f"the folder has {several}: {', '.join(tags)}"
         yield fault("LT409", root, message, hint=f"choose one: {choose} T", severity=Severity.WARNING)
     elif latest is not None and latest not in tags:
-        message = f"`{pointer}` names {latest}, which does not exist; the folder has: {', '.join(tags)}"
+        named = f"names {latest}, which does not exist" if latest else "is empty"
+        message = f"`{pointer}` {named}; the folder has: {', '.join(tags)}"
         yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that exists: {choose} T")
     elif latest in steps and newest is not None and steps[newest] > steps[latest]:
         message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
