@@ -132,7 +132,9 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
 def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield which layers' factors the server reads otherwise than as they are, or not at all."""
     if form.turned and view.config.fan_in_fan_out:
-        yield Obstacle(text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight")
+        yield Obstacle(
+            text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight"
+        )
     modules = [layer.target for layer in view.layers] if form.together else []
     if any(without_names(modules)):
         yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")

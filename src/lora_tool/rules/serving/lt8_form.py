@@ -182,7 +182,9 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
             hint = prepared(subject, server)
             yield fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
         if FORMS[server].turned and config.fan_in_fan_out:
-            message = f"{NAMES[server]}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
+            message = (
+                f"{NAMES[server]}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
+            )
             yield fault(subject, "fan_in_fan_out", message)
         if config.target_parameters:
             some = server in (Server.VLLM, Server.SGLANG)
