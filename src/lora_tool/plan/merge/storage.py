@@ -275,11 +275,15 @@ class QuantisedBase:
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
     def _dropped_parts(self, dropped: Collection[str]) -> Iterator[InputRecord]:
-        """Yield the tensors on disk that are parts of weights which the output is without."""
-        for name, weight in self._weights_of_parts.items():
+        """Yield the tensors on disk that are parts of weights which the output is without, or were measured for them."""
+        of, modules = self._weights_of_parts, {name.removesuffix(".weight"): name for name in dropped}
+        for name, tensor in self.stored.tensors.items():
+            measured = name not in self.plain.tensors and name not in of and not is_of_cache(name)
+            weight = modules.get(measured_for(name)) if measured else of.get(name)
             if weight in dropped and weight != name:
-                path, reason = self.stored.tensors[name].path, f"a part of {weight}, which is left out"
-                yield InputRecord(path=path, name=name, action=TensorAction.DROPPED, reason=reason)
+                what = "measured on" if measured else "a part of"
+                reason = f"{what} {weight}, which is left out"
+                yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
     def _what(self, names: Collection[str]) -> str:
         formats = dict.fromkeys(str(encoding) for name, encoding in self.encodings.items() if name in names)
