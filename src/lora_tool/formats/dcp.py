@@ -187,13 +187,20 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
         for name, entry in stored.items()
         if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
+    unsized = [name for name in stored.keys() - entries.keys() if _is_tensor(stored[name])]
+    if unsized:
+        raise ValueError(f"gives `{unsized[0]}` no size")
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = found.get("planner_data", dict) or {}
     unjoined, unknown = entries.keys() - joined.keys(), joined.keys() - stored.keys()
     if unjoined and unknown:
         raise ValueError(f"names `{min(unjoined)}` in one table and `{min(map(str, unknown))}` in another")
-    paths = {fqn: (fqn,) for fqn in entries}
-    paths |= {fqn: path for fqn, path in joined.items() if fqn in entries and _is_path(path)}
+    known = {fqn: path for fqn, path in joined.items() if fqn in entries and _is_path(path)}
+    # torch joins the keys with dots; where it did so for others, one that differs is damaged
+    odd = [fqn for fqn, path in known.items() if ".".join(map(str, path)) != fqn]
+    if odd and len(odd) < len(known):
+        raise ValueError(f"gives `{odd[0]}` other keys than its name: {known[odd[0]]}")
+    paths = {fqn: (fqn,) for fqn in entries} | known
     if stored and not entries:
         hint = f"write them into one file, and consolidate that: {TO_ONE_FILE}"
         raise UnsupportedCheckpoint(f"{folder} holds pickled objects alone: {some(list(map(str, stored)))}", hint=hint)
@@ -216,6 +223,10 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
         optimised=frozenset(filter(None, map(_parameter_of, others))),
         save_id=save_id,
     )
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, Stub) and entry.qualified_name.endswith("TensorStorageMetadata")
 
 
 def _state_of(path: tuple[Any, ...]) -> str:
