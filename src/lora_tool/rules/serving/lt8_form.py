@@ -70,8 +70,8 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     """Ranks or alphas per module, which servers refuse or ignore.
 
     What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
-    refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r. llama.cpp
-    ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
+    up to 0.5.23, and vLLM before autumn 2026, scale every module by the same lora_alpha / r; SGLang's main branch
+    refuses them. llama.cpp ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
 
     Why it matters: With wrong scalings the server silently runs a different model from the trained one.
 
@@ -88,7 +88,7 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         for name in (name for name, there in differ.items() if there):
             hint = prepared(subject, server)
             if server is Server.SGLANG:
-                yield fault(subject, name, f"SGLang refuses `{name}`; older releases ignore it", hint=hint)
+                yield fault(subject, name, f"SGLang up to 0.5.23 ignores `{name}`, and its main branch refuses it", hint=hint)
             elif server is Server.VLLM:
                 message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
                 yield fault(subject, name, message, severity=Severity.WARNING, hint=hint)
