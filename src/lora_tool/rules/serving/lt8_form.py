@@ -88,7 +88,9 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         for name in (name for name, there in differ.items() if there):
             hint = prepared(subject, server)
             if server is Server.SGLANG:
-                yield fault(subject, name, f"SGLang up to 0.5.23 ignores `{name}`, and its main branch refuses it", hint=hint)
+                yield fault(
+                    subject, name, f"SGLang up to 0.5.23 ignores `{name}`, and its main branch refuses it", hint=hint
+                )
             elif server is Server.VLLM:
                 message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
                 yield fault(subject, name, message, severity=Severity.WARNING, hint=hint)
