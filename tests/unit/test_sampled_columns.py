@@ -41,7 +41,7 @@ def test_a_row_that_is_wrong_is_found_where_it_is(row: int | None, tmp_path: Pat
             + b"".join(table[step.out.name].tobytes() for step in plan.steps)
         )
     seen = check_written(plan, out).evidence[name]
-    assert seen.compared >= 16 * 2048 // 16
+    assert seen.compared >= 16 * 2048 // 64
     if row is None:
         assert seen.verdict is Verdict.RIGHT
     else:
