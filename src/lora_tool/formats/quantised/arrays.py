@@ -63,6 +63,11 @@ def widened(raw: Bytes, dtype: DType) -> F32:
     return raw.view(STORED[dtype]).astype(np.float32)
 
 
+def wide(stored: Array, dtype: DType) -> F32:
+    """Return stored scales of any shape as float32."""
+    return widened(np.ascontiguousarray(stored).reshape(-1).view(np.uint8), dtype).reshape(stored.shape)
+
+
 @cache
 def e4m3() -> F32:
     """Return the value of each byte as F8_E4M3: looking up is six times faster than converting."""

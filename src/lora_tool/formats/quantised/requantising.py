@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, bytes_of, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers
 from lora_tool.formats.quantised.grids import (
@@ -158,7 +158,7 @@ def _raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Arra
 
 def as_stored(encoding: Requantisable, stored: Array, scales: F32) -> Array:
     """Return scales, which are as their type can be, as they are stored: as the base's `stored` where they are equal."""
-    before = _wide(encoding, stored)
+    before = wide(stored, scales_of(encoding).dtype)
     return np.asarray(np.where(scales == before, stored, _as_scale(scales, scales_of(encoding).dtype)))
 
 
@@ -176,7 +176,7 @@ def codes_of_rows(encoding: Requantisable, first: int, last: int, read: Read) ->
     """Return rows of the codes that are stored, [rows, columns]."""
     grid, stored = grid_of(encoding), encoding.codes
     row = stored.nbytes // grid.rows
-    raw = read(stored, first * row, (last - first) * row).reshape(-1, row)[:, : grid.width]
+    raw = bytes_of(stored, row, first, last, read)[:, : grid.width]
     return (signed(raw) if isinstance(encoding, PackedIntegers) else raw).view(STORED[type_of_codes(encoding)])
 
 
@@ -193,13 +193,8 @@ def numbers_of(encoding: Requantisable, coded: Array, scales: Scales, first: int
 
 def _of_codes(encoding: Requantisable, stored: Array) -> F32:
     """Return what a code is multiplied with, of stored scales."""
-    wide = _wide(encoding, stored)
-    return np.asarray(wide * INT8_STEP if isinstance(encoding, BnbInt8) else wide)
-
-
-def _wide(encoding: Requantisable, stored: Array) -> F32:
-    raw = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-    return widened(raw, scales_of(encoding).dtype).reshape(stored.shape)
+    scales = wide(stored, scales_of(encoding).dtype)
+    return np.asarray(scales * INT8_STEP if isinstance(encoding, BnbInt8) else scales)
 
 
 def _spread(grid: Grid, scales: Array) -> Array:

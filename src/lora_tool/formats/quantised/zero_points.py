@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Bytes, Read, widened
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, Bytes, Read, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.grids import WORD, Requantisable, grid_of, limits, scales_of, zeros_of
 from lora_tool.tensors import DType, StoredTensor
@@ -46,17 +46,13 @@ def moved(encoding: Requantisable, stored: Array, zeros: Array, low: F32, high: 
     """Return stored scales and zero points, chosen anew where the codes nearest to `low` or `high` are beyond the last."""
     least, most = (np.float32(limit) for limit in limits(encoding))
     dtype = scales_of(encoding).dtype
-    scales, about = _wide(stored, dtype), zeros.astype(np.float32)
+    scales, about = wide(stored, dtype), zeros.astype(np.float32)
     one, other = (least - _HALF - about) * scales, (most + _HALF - about) * scales
     outside = (low < np.minimum(one, other)) | (high > np.maximum(one, other))
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     needed = (high - low) / (most - least)
     nearest = needed.astype(STORED[dtype])
-    larger = np.where(_wide(nearest, dtype) < needed, np.nextafter(nearest, nearest.dtype.type(np.inf)), nearest)
+    larger = np.where(wide(nearest, dtype) < needed, np.nextafter(nearest, nearest.dtype.type(np.inf)), nearest)
     chosen = np.where(outside & (needed > scales), larger, stored)
-    lowest = least - low / _wide(chosen, dtype)
+    lowest = least - low / wide(chosen, dtype)
     return chosen, np.where(outside, np.rint(np.clip(lowest, least, most)), about).astype(np.int8)
-
-
-def _wide(stored: Array, dtype: DType) -> F32:
-    return widened(np.ascontiguousarray(stored).reshape(-1).view(np.uint8), dtype).reshape(stored.shape)

@@ -1,4 +1,4 @@
-"""Whether the terms of a sum cancel: what is left of ΔW then are small differences of large numbers."""
+"""Warns where the terms of a sum nearly cancel: then ΔW is a small difference of large numbers."""
 
 from __future__ import annotations
 
@@ -35,23 +35,19 @@ def cancel_warnings(sums: Sequence[Factors]) -> Iterator[str]:
         looked = "" if len(shares) == len(sums) else " that were looked at"
         yield (
             f"the adapters nearly cancel: in {len(little)} of {counted(len(shares), 'module')}{looked} ‖ΔW‖ of the sum is "
-            f"below {_LITTLE:.0%} of what its terms are by themselves, in {module} {100 * share:.2g}%; 16-bit arithmetic "
-            "rounds away much of what is left"
+            f"below {_LITTLE:.0%} of what its terms are by themselves, in {module} {100 * share:.2g}%; a server "
+            "that computes in 16 bits loses much of that to rounding"
         )
 
 
 def _shares(sums: Sequence[Factors]) -> Iterator[tuple[str, float]]:
     """Yield each module and ‖ΔW‖ as a share of what its terms are by themselves."""
-    import numpy as np  # noqa: PLC0415 - only where values are read
-
-    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415 - see above
-    from lora_tool.plan.algebra.spectrum import left_of_terms  # noqa: PLC0415 - see above
+    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.plan.algebra.spectrum import grams_and_scales, left_of_terms  # noqa: PLC0415 - see above
 
     with OpenFiles(opened_regular) as files:
         reader = Reader(files=files)
         for each in sums:
-            grams = reader.gram(each.b_parts, below=False), reader.gram(each.a_parts, below=True)
-            scales = np.repeat([term.scale for term in each.terms], [term.rank for term in each.terms])
-            share = left_of_terms(grams, scales, each)
+            share = left_of_terms(*grams_and_scales(each, reader), each)
             if math.isfinite(share):
                 yield each.module, share

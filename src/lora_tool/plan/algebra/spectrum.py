@@ -87,8 +87,7 @@ def compressed(
     The small matrices lie `aside` where that is given. Reads the factors once; twice where terms nearly cancel. Raises
     `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
     """
-    scales = np.repeat([term.scale for term in factors.terms], [term.rank for term in factors.terms])
-    grams = reader.gram(factors.b_parts, below=False), reader.gram(factors.a_parts, below=True)
+    grams, scales = grams_and_scales(factors, reader)
     if not all(np.isfinite(gram).all() for gram in grams):
         names = ", ".join(part.name for part in (*factors.b_parts, *factors.a_parts))
         raise UnsupportedAdapter(
@@ -262,6 +261,12 @@ def _root_of_triangle(triangle: Matrix) -> _Root:
     _, roots, turned = np.linalg.svd(triangle, full_matrices=False)
     kept = roots > (roots[0] if roots.size else 0.0) * triangle.shape[1] * _EPSILON
     return _Root.of(roots[kept], turned[kept].T)
+
+
+def grams_and_scales(factors: Factors, reader: Reader) -> tuple[tuple[Matrix, Matrix], npt.NDArray[np.float64]]:
+    """Return the Gram matrices of B's columns and of A's rows, and the scale of each column. Raises as `Reader.gram`."""
+    grams = reader.gram(factors.b_parts, below=False), reader.gram(factors.a_parts, below=True)
+    return grams, np.repeat([term.scale for term in factors.terms], [term.rank for term in factors.terms])
 
 
 def left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
