@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter.targeting import trained_for
+from lora_tool.adapter.tied_lora import saved_as_one
 from lora_tool.architectures.ends import MATRIX, embeddings, is_end, output_name
 from lora_tool.architectures.heads import head_of, last_weights
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
@@ -263,7 +264,8 @@ def _two_ends(
     apart = (end in saved and config.saves(end.removesuffix(".weight")) for end in ends)
     tokens = {match.name(module): trained for module, trained in subject.view.tokens.items()}
     rows, others = (tokens.get(end.removesuffix(".weight")) for end in ends)
-    if not (output in saved or rows) or (any(apart) and not config.ensure_weight_tying):
+    as_one = saved_as_one(config, output.removesuffix(".weight"), held=output in saved)
+    if not (output in saved or rows) or (any(apart) and not as_one):
         return
     if own is not None and (_says_untied(match) or shared is None or not same_values(own, shared)):
         return
