@@ -103,7 +103,7 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
 
 def worker_of(folder: Path, parent: subprocess.Popen[str]) -> int:
     while not (text := (folder / "pid").read_text() if (folder / "pid").exists() else ""):
-        assert parent.poll() is None, parent.stderr.read()
+        assert parent.poll() is None
         time.sleep(0.05)
     return int(text)
 
