@@ -178,7 +178,7 @@ def _given_up(error: BaseException) -> Failure | None:
     return None
 
 
-def _from_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
+def _from_answer(error: BaseException) -> Failure | None:
     """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
     if str(error).startswith(_CARD_REFUSED):
         return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
