@@ -11,7 +11,19 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
     **dict.fromkeys(
-        ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "actions", "exhaustive"),
+        (
+            "errors",
+            "keys",
+            "display",
+            "cores",
+            "batches",
+            "float_mode",
+            "progress",
+            "version",
+            "actions",
+            "exhaustive",
+            "frozen",
+        ),
         0,
     ),
     "choices": 0.1,

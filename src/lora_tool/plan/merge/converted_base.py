@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import zip_longest
 
 from lora_tool import keys
@@ -18,6 +18,7 @@ from lora_tool.adapter.support import ALLOW_IN_MEMORY
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.frozen import dataclass
 from lora_tool.keys import AdapterKey, Part, without_wrapped
 from lora_tool.names.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
