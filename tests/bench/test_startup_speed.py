@@ -1,7 +1,7 @@
 """What commands cost on inputs of a few KB: `pytest -m bench -s tests/bench/test_startup_speed.py`.
 
-CPU seconds, because a process that has nothing to wait for is as long as that. A start
-is mostly the modules of the command and numpy: 70 ms are numpy, 40 click.
+CPU seconds, because a process that has nothing to wait for is as long as that. Most of a
+start are modules: 70 ms are numpy, 40 click, the rest our own.
 
 Tried on the way:
 - collecting no garbage while modules are imported: no difference

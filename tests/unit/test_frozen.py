@@ -16,15 +16,15 @@ import pytest
 from lora_tool import frozen
 
 
-def classes(dataclass: Callable[..., Any], *, slots: bool) -> SimpleNamespace:
+def classes(of: Callable[..., Any], *, slots: bool) -> SimpleNamespace:
     """Return classes of every kind of field that this one and `dataclasses` have in common."""
 
-    @dataclass(frozen=True, slots=slots)
+    @of(frozen=True, slots=slots)
     class Place:
         at: float
         name: str = "here"
 
-    @dataclass(frozen=True, slots=slots, kw_only=True)
+    @of(frozen=True, slots=slots, kw_only=True)
     class Base:
         """A base."""
 
@@ -32,7 +32,7 @@ def classes(dataclass: Callable[..., Any], *, slots: bool) -> SimpleNamespace:
         names: list[str] = field(default_factory=list)
         hidden: float = field(default=0.5, repr=False, compare=False)
 
-    @dataclass(frozen=True, slots=slots, kw_only=True)
+    @of(frozen=True, slots=slots, kw_only=True)
     class Derived(Base):
         made: int
         late: int = field(init=False)
@@ -42,11 +42,11 @@ def classes(dataclass: Callable[..., Any], *, slots: bool) -> SimpleNamespace:
         def __post_init__(self) -> None:
             object.__setattr__(self, "late", self.made + self.first)
 
-    @dataclass(frozen=True, slots=slots, eq=False)
+    @of(frozen=True, slots=slots, eq=False)
     class ByIdentity:
         at: int
 
-    @dataclass(frozen=True, slots=slots)
+    @of(frozen=True, slots=slots)
     class Hashed:
         at: int
 
