@@ -10,21 +10,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
-    "frozen": -1,
+    "frozen": -1,  # how classes are made
     **dict.fromkeys(
-        (
-            "errors",
-            "keys",
-            "display",
-            "cores",
-            "batches",
-            "float_mode",
-            "progress",
-            "version",
-            "actions",
-            "exhaustive",
-            "frozen",
-        ),
+        ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "actions", "exhaustive"),
         0,
     ),
     "choices": 0.1,
