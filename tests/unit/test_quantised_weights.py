@@ -381,8 +381,8 @@ def test_stacks_of_modelopt_are_quantised_along_the_inputs_of_turned_matrices(tm
 @pytest.mark.parametrize(
     ("name", "said", "words"),
     [
-        ("m.pre_quant_scale", {}, "scales what its layer reads: lora-tool does not read modelopt's AWQ"),
-        ("m.bitmask", {}, "lora-tool does not read sparse weights"),
+        ("m.pre_quant_scale", {}, "scales its layer's input: lora-tool does not read modelopt's AWQ"),
+        ("m.bitmask", {}, "the mask of a sparse weight"),
         ("other", {"transform_config": {"config_groups": {"u": {}}}}, r"\(`transform_config`\)"),
     ],
 )

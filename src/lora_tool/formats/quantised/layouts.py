@@ -76,9 +76,9 @@ _PARTS = (
 )
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 _BESIDE = {
-    "pre_quant_scale": "scales what its layer reads: lora-tool does not read modelopt's AWQ",
-    "_act_pre_scale": "scales what its layer reads, which lora-tool does not read",
-    ".bitmask": "says where a weight is not zero: lora-tool does not read sparse weights",
+    "pre_quant_scale": "scales its layer's input: lora-tool does not read modelopt's AWQ",
+    "_act_pre_scale": "scales its layer's input, which lora-tool does not read",
+    ".bitmask": "is the mask of a sparse weight, which lora-tool does not read",
 }
 """Ends of the names of what a weight has beside codes and scales, and why it is not read."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks", f"._weight{CODES}")
@@ -133,7 +133,7 @@ def _require_whole(tensors: TensorTable, table: Mapping[str, Any]) -> None:
         raise LayoutError(beside, why, is_fault=False)
     transforms = table.get("transform_config")
     if tensors and isinstance(transforms, dict) and transforms.get("config_groups"):
-        why = "is in a model whose layers turn what they read (`transform_config`), which lora-tool does not read"
+        why = "is in a model whose layers transform their inputs (`transform_config`), which lora-tool does not read"
         raise LayoutError(next(iter(tensors.values())), why, is_fault=False)
 
 
