@@ -549,6 +549,11 @@ def test_bytes_of_which_the_config_says_that_they_hold_four_bits_are_only_read()
     assert (str(four), str(eight)) == ("int4 per row", "int8 per row")
     assert not is_requantisable(four)
     assert is_requantisable(eight)
+    words = {"weights": weights, "format": "pack-quantized"}
+    beside = read_quantised(
+        stored("int8-channel"), {**said, "config_groups": {**said["config_groups"], "other": words}}
+    )
+    assert beside.weights["m.weight"] == eight
     assert read_part(dequantised(four), 0, 96) == read_part(dequantised(eight), 0, 96)
 
 
