@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lora_tool.execution import kernels
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.pipeline import writing
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification import written
@@ -195,10 +196,12 @@ def test_large_files_are_read_back_while_others_are_written(
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     seen = []
 
-    def watched(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None) -> dict[str, TensorEvidence]:
+    def watched(
+        plan: Plan, folder: Path, shard: Shard, steps: Sequence[Step], *, jobs: int | None
+    ) -> dict[str, TensorEvidence]:
         assert (folder / shard.filename).stat().st_size == len(shard.header) + shard.data_bytes
         seen.append(shard.filename)
-        return check_file(plan, folder, shard, jobs=jobs)
+        return check_file(plan, folder, shard, steps, jobs=jobs)
 
     check_file = written.check_file
     monkeypatch.setattr(written, "check_file", watched)
