@@ -72,7 +72,7 @@ def test_answers_that_nothing_can_give_are_refused_before_the_comparison(
     call: Caller, merged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr("lora_tool.verification.verifying.check_tensors", lambda *_, **__: pytest.fail("it compared"))
+    monkeypatch.setattr("lora_tool.verification.verifying.check_steps", lambda *_, **__: pytest.fail("it compared"))
     called = call("verify", merged, "--logits")
     assert (called.code, called.err.splitlines()[0]) == (3, "error: peft is not installed")
 

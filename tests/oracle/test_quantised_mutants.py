@@ -234,7 +234,7 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
     assert "transformers would initialise it at random" in found["LT318", UP]
     assert "is not a tensor of Qwen3ForCausalLM" in found["LT319", "model.layers.7.mlp.up_proj.weight"]
     gate = UP.replace("up_proj", "gate_proj")
-    assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
+    assert found["LT317", gate] == "is [96, 64], but the config implies [128, 64]"
     assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}
 
 

@@ -40,7 +40,7 @@ BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 0.15, "target_modules": TARGETS}
-OFFSET = ["int8-offset", "int8-packed-offset"]
+OFFSET = ["int8-offset", "int8-packed-offset", "int8-packed-tensor-offset"]
 FORMS = ["fp8-block", "fp8-channel", "bnb-int8", "torchao-int8", *EIGHT_BITS, *OFFSET]
 
 
@@ -76,11 +76,12 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
     of_type = torch.int8 if in_words else base[of_codes].dtype
     rows, columns = merged.shape
     tile = {
-        "fp8-tensor": (rows, columns),
-        "int8-tensor": (rows, columns),
         "int8-packed": (1, 8),
         "int8-packed-offset": (1, 8),
-    }.get(form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE))
+    }.get(
+        form,
+        (rows if "tensor" in form else 1, columns) if "block" not in form and "powers" not in form else (TILE, TILE),
+    )
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
@@ -106,7 +107,8 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
             codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
     found = {of_codes: _words(codes) if in_words else codes, scale_name: new.reshape(scales.shape)}
     if zeros is not None:
-        found[f"{module}.weight_zero_point"] = _words(zeros.to(torch.int8).T).T if in_words else zeros.to(torch.int8)
+        packed = base[f"{module}.weight_zero_point"].dtype is torch.int32
+        found[f"{module}.weight_zero_point"] = _words(zeros.to(torch.int8).T).T if packed else zeros.to(torch.int8)
     return found
 
 
@@ -131,7 +133,7 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
 
 def _zeros(stored: torch.Tensor, rows: int) -> torch.Tensor:
     if stored.dtype is torch.int8:
-        return stored.float()
+        return stored.float().reshape(-1, 1)
     return stored.T.contiguous().view(torch.uint8).T[:rows].float() - 128
 
 
@@ -149,9 +151,12 @@ def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Pa
     raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in expected.items()}
     assert not [name for name in raw if not torch.equal(raw[name], after[name].reshape(-1).view(torch.uint8))]
     raised = {name.rpartition(".")[2] for name in different(before, after)}
-    assert form == "int8-tensor" or raised & {"SCB", "weight_scale", "weight_scale_inv", "_weight_scale"}, (
-        "none too small"
-    )
+    assert form.startswith(("int8-tensor", "int8-packed-tensor")) or raised & {
+        "SCB",
+        "weight_scale",
+        "weight_scale_inv",
+        "_weight_scale",
+    }, "none too small"
     assert ("weight_zero_point" in raised) == (form in OFFSET)
     assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
     found = verify(merged)

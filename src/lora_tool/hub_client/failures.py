@@ -151,11 +151,11 @@ def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named
     return kind(f"{named or repo}: {what}", hint=hint.format(page=page, endpoint=constants.ENDPOINT, **asdict(doing)))
 
 
-def as_ours(error: Exception, repo: str, doing: Doing = PUSHING, *, named: str | None = None) -> Exception:
+def as_ours(error: Exception, repo: str, doing: Doing) -> Exception:
     """Return `error` as `translated` does. One of this machine, a file's or a mistake of ours, stays what it is."""
     local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
     known = isinstance(error, LoraToolError | AssertionError | ImportError)
-    return error if local or known else translated(error, repo, doing, named=named)
+    return error if local or known else translated(error, repo, doing)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:

@@ -20,9 +20,7 @@ _PIECES = 5
 _NOT_RECOMPUTED = "only samples of its bytes were compared with the base's"
 
 
-def merged_subject(
-    provenance: Provenance, *, num_labels: int | None, task: str | None = None, read: bool
-) -> MergedSubject:
+def merged_subject(provenance: Provenance, *, num_labels: int | None, task: str | None, read: bool) -> MergedSubject:
     """Return a merged model beside what it should be, with the evidence of its bytes unless `read` is False.
 
     Raises `IncompatibleBase` where base and adapter do not fit, `SourceChanged` where a file ends early.

@@ -210,7 +210,8 @@ def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -
     place = np.zeros_like(rows + columns) if one else rows * groups + group
     zeros = np.zeros(1)
     if encoding.zeros is not None and encoding.zeros.dtype is DType.I8:
-        zeros = _signed(_elements(encoding.zeros, rows * groups + group, 1, read))
+        of_all = encoding.zeros.spec.numel == 1
+        zeros = _signed(_elements(encoding.zeros, place if of_all else rows * groups + group, 1, read))
     elif encoding.zeros is not None:
         zeros = from_stream(encoding.zeros, group, rows, groups, bits, read)
     return (codes - zeros) * _floats(encoding.scales, place, read)

@@ -115,7 +115,7 @@ def _loss_lines(found: LossEvidence) -> Iterator[str]:
     yield f"  {base}base + adapter {found.unmerged:.4f}, merged {found.merged:.4f} ({found.difference:+.2g})"
 
 
-def _tensor_line(found: TensorEvidence, width: int = 0) -> str:
+def _tensor_line(found: TensorEvidence, width: int) -> str:
     """Return one tensor's evidence in a line, its name in `width` columns."""
     figures = [f"{text:<17}" for text in _figures(_distances(found))] if found.action is TensorAction.MERGED else []
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []

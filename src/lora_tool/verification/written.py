@@ -23,20 +23,19 @@ def check_written(
     plan: Plan,
     folder: Path,
     *,
-    level: Level = Level.SAMPLE,
     jobs: int | None = None,
     seen: Mapping[str, TensorEvidence] = MappingProxyType({}),
 ) -> Verification:
-    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk.
+    """Return what samples of the `folder` that `plan` was just carried out in are, read back from the disk.
 
     `seen` is what `check_file` has returned for some of its files: their values are not read again.
     """
     written = _written(plan, folder)
     unseen = (step for step in plan.steps if step.out.name not in seen)
-    found = {**seen, **check_steps(unseen, written.tensors, level=level, precision=plan.precision, jobs=jobs)}
+    found = {**seen, **check_steps(unseen, written.tensors, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)}
     evidence = {step.out.name: found[step.out.name] for step in plan.steps if step.out.name in found}
     subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
-    return by_rules(subject, chosen(OWN_RULES), level, plan.precision)
+    return by_rules(subject, chosen(OWN_RULES), Level.SAMPLE, plan.precision)
 
 
 def check_file(

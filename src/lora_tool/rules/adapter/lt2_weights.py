@@ -119,7 +119,7 @@ def _rows_between_zeros(factor: StoredTensor) -> range:
 
 @rule("LT228", Severity.WARNING, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def read_past(subject: AdapterSubject) -> Iterator[Fault]:
-    """LoRA on a layer whose weight the model reads past LoRA.
+    """LoRA on a layer whose LoRA the model never applies.
 
     What it does: Looks for LoRA on layers that transformers does not call: it multiplies with their weight itself. These
     are `dt_proj` of Mamba, Falcon Mamba and Jamba, and `out_proj` of the attention that pools SigLIP's output. LoRA that
