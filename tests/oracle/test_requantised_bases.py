@@ -219,7 +219,7 @@ def test_what_goes_from_file_to_file_is_the_same(
     assert not different(saved_tensors(whole), saved_tensors(parts))
 
 
-@pytest.mark.parametrize("form", ["fp8-block", *OFFSET])
+@pytest.mark.parametrize("form", ["bnb-int8", *OFFSET])
 def test_a_tensor_is_whole_when_all_that_it_is_compared_with_is_written(
     form: str, plain: Path, adapter: Path, tmp_path: Path
 ) -> None:
