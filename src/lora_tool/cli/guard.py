@@ -8,7 +8,6 @@ import shlex
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import click
 from lora_tool.cli.options import ignore_option, json_option
 from lora_tool.display import counted, printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
+from lora_tool.frozen import dataclass
 from lora_tool.report import Severity
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from lora_tool.formats.quantised.encodings import (
     Tiled,
     in_type,
 )
+from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.dequantised import Array, Read, dequantised_again, rounded_to
 
@@ -141,6 +142,7 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
     yield _unscaled(encoding, encoding.scales)
     if isinstance(encoding, OffsetIntegers):
         yield Misreading(what=_NO_ZEROS, encoding=encoding, parts={encoding.zeros.name: _none})
+        yield _raw(encoding)
         yield _unsigned(encoding)
         return
     yield other_sign(encoding)
@@ -154,6 +156,13 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
         yield Misreading(
             what="its groups were taken in order, ignoring `weight_g_idx`", encoding=replace(encoding, groups=None)
         )
+
+
+def _raw(encoding: OffsetIntegers) -> Misreading:
+    """Return the misreading of codes as the numbers."""
+    ones = _unscaled(encoding, encoding.scales)
+    zeros = {encoding.zeros.name: _none}
+    return replace(ones, what="neither its scales nor its zero points were applied", parts={**ones.parts, **zeros})
 
 
 def other_sign(encoding: Tiled | BnbInt8 | OffsetIntegers | PackedIntegers) -> Misreading:

@@ -6,7 +6,7 @@ Of several classes, the merge takes the one that has a module for every tensor o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.adapter.view import view_of
@@ -14,12 +14,13 @@ from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.frozen import dataclass
 from lora_tool.names import meta
 from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
+from lora_tool.plan.merge.adapter_in_memory import homes
 from lora_tool.plan.merge.base_view import class_row
-from lora_tool.plan.merge.converted_base import homes
 from lora_tool.tensors import DType
 
 _WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}
