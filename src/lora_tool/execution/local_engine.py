@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -23,7 +23,6 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.progress import Progress, decided

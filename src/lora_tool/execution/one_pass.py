@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.shared_reading import MOST_HELD, Block, SharedSources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, Unit, units_of
 from lora_tool.execution.work import Ended, Unfinished, WorkDone
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision

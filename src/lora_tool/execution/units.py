@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.actions import NEW
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
 from lora_tool.formats.quantised.grids import block_of, blocks_of, bytes_before, grid_of, scales_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise

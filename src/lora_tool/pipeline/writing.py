@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from lora_tool.cores import available_cores
 from lora_tool.display import counted, printable, size
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.manifest import is_written
 from lora_tool.plan.core.plan import Plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -31,7 +32,6 @@ from lora_tool.formats.quantised.encodings import (
     rows_together,
 )
 from lora_tool.formats.quantised.strips import Strips
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.rounded_again import rounded_again
 

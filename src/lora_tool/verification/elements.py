@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
 from lora_tool.formats.room import Room
 from lora_tool.formats.stored import fill
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
 from lora_tool.execution.native.structures import Codes, Storing
 from lora_tool.execution.reading import Sources
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 
 if TYPE_CHECKING:

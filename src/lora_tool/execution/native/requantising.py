@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 _COLUMNS, _CACHED = 512, 1 << 20
