@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 from lora_tool.architectures.sizes import Sizes
 from lora_tool.architectures.table import is_computed
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.keys import split_layer
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")

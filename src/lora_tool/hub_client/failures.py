@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from http.client import responses
 from typing import Any
 
@@ -20,7 +20,6 @@ from huggingface_hub import errors as hub_errors
 
 from lora_tool.display import printable
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable, LoraToolError
-from lora_tool.frozen import dataclass
 from lora_tool.hub_client.redaction import redacted
 
 Failure = tuple[type[HubError], str, str]

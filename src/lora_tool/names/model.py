@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-from lora_tool.frozen import dataclass
 
 Shape = tuple[int, ...]
 
