@@ -50,7 +50,7 @@ _AS_JSON: Mapping[type, str] = {
 
 @rule("LT324", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG}))
 def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
-    """The config names an unknown activation or rope type, or has a value that transformers does not take.
+    """The config names an unknown function or has an unusable value.
 
     What it does: Looks up `hidden_act` (`hidden_activation`, `activation_function`) and the `rope_type` of
     `rope_parameters` or `rope_scaling` in the `config.json` of a model type that lora-tool knows, also in its
