@@ -448,3 +448,19 @@ def test_codes_of_awq_that_were_read_in_order_are_named(case: Callable[..., Case
     spread = (part.repeat_interleave(32, 0) for part in (zeros, made.stored[f"{stem}scales"].float()))
     values = (codes - next(spread)) * next(spread)
     assert says(made.judged({KEY: values.T.half().to(BF16)}), KEY, "its codes were read in order")
+
+
+def test_codes_with_zero_points_that_were_taken_for_numbers_are_named(case: Callable[..., Case]) -> None:
+    made = case("int8-offset")
+    found = made.judged({KEY: made.stored[KEY].to(BF16)})
+    assert says(found, KEY, "neither its scales nor its zero points were applied")
+
+
+@pytest.mark.parametrize("form", ["int8-channel", "fp8-channel"])
+def test_a_merge_into_weights_that_a_loader_rounded_is_no_other_in_float32(
+    form: str, case: Callable[..., Case]
+) -> None:
+    made = case(form)
+    merged = made.values[QUERY].to(BF16).double() + made.delta(QUERY)
+    found = made.judged({QUERY: merged.float(), KEY: made.values[KEY].to(BF16).float()})
+    assert {each.code for each in found} == {"LT604"}, found

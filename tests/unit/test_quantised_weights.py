@@ -549,4 +549,20 @@ def test_bytes_of_which_the_config_says_that_they_hold_four_bits_are_only_read()
     assert (str(four), str(eight)) == ("int4 per row", "int8 per row")
     assert not is_requantisable(four)
     assert is_requantisable(eight)
+    words = {"weights": weights, "format": "pack-quantized"}
+    beside = read_quantised(
+        stored("int8-channel"), {**said, "config_groups": {**said["config_groups"], "other": words}}
+    )
+    assert beside.weights["m.weight"] == eight
     assert read_part(dequantised(four), 0, 96) == read_part(dequantised(eight), 0, 96)
+
+
+@pytest.mark.parametrize("offset", ["1e39", "NaN", "1" + "0" * 400])
+def test_a_mean_of_scales_that_is_no_float32_is_named(offset: str, tmp_path: Path) -> None:
+    name, found = "m.weight.quant_state.bitsandbytes__nf4", stored("bnb-nf4-double@bfloat16-12x64")
+    said = json.loads(read_part(found[name], 0, found[name].nbytes))
+    text = json.dumps({**said, "nested_offset": "HERE"}).replace('"HERE"', offset)
+    save_file({name: np.frombuffer(text.encode(), np.uint8)}, tmp_path / "w.safetensors")
+    found |= scan_file(tmp_path / "w.safetensors").tensors
+    with pytest.raises(LayoutError, match="does not give nested_blocksize and nested_offset"):
+        read_quantised(found, {"quant_method": "bitsandbytes"})

@@ -33,16 +33,17 @@ def _block(said: object) -> object:
 
 
 def _schemes(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return how the groups of compressed-tensors say that weights are quantised."""
+    """Return how the groups of compressed-tensors say that weights are quantised, each with its `format`."""
     groups = table.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else ()
-    named = (group.get("weights") for group in listed if isinstance(group, dict))
-    return [each for each in named if isinstance(each, dict)]
+    listed = [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+    named = (({"format": table.get("format")} | group, group.get("weights")) for group in listed)
+    return [each | {"format": group["format"]} for group, each in named if isinstance(each, dict)]
 
 
 def least_bits(table: Mapping[str, Any]) -> int:
-    """Return the width of the narrowest integers that a config names: those of fewer than eight bits may fill bytes, too."""
-    bits = [each.get("num_bits") for each in _schemes(table) if each.get("type", "int") == "int"]
+    """Return the width of the narrowest integers that a config has in bytes: W4A8 leaves half of each of them empty."""
+    in_bytes = [each for each in _schemes(table) if each["format"] != "pack-quantized" and each.get("type") != "float"]
+    bits = [each.get("num_bits") for each in in_bytes]
     return min((each for each in bits if type(each) is int and 0 < each <= _BYTE), default=_BYTE)
 
 
