@@ -154,6 +154,16 @@ class QuantiseUnit:
 Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit | QuantiseUnit
 
 
+def places_of(unit: Unit) -> Iterator[tuple[int, int]]:
+    """Yield where in the shard file what a unit writes begins and ends."""
+    if isinstance(unit, RequantiseUnit):
+        for part in unit.written:
+            begin, nbytes = unit.place(part, unit.first, unit.last)
+            yield begin, begin + nbytes
+    else:
+        yield unit.begin, unit.begin + unit.nbytes
+
+
 def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
     match unit:
@@ -206,7 +216,7 @@ def _requantised(
         return
     grid, own = grid_of(op.encoding), stored_parts(op.encoding)
     beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together) if is_codes else ()
-    for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
+    for first, last in grid.stretches(0, grid.down, 2 * UNIT_WEIGHTS):
         yield RequantiseUnit(out=out, op=op, first=first, last=last, at=at, beside=beside)
 
 
