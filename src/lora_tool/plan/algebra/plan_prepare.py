@@ -25,6 +25,7 @@ from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.spool import OpenSpool
+from lora_tool.plan.algebra.terms import factors_of_sum
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -88,7 +89,9 @@ def plan_prepare(
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
-    idle = tuple(idle_modules(served.sums, model)) if form.together and model is not None else ()
+    # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
+    beside = factors_of_sum((view,), (1.0,)) if form.together else ()
+    idle = () if model is None else tuple(idle_modules(beside, model))
     zeros = (step for each in idle for step in each.steps(out, served.largest))
     steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(
