@@ -194,6 +194,21 @@ def int8_offset(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.{part}": tensor for part, tensor in made.items()}, (codes - zeros) * scales.float()
 
 
+def int8_packed_tensor(name: str, weight: torch.Tensor, *, offset: bool = False) -> Made:
+    """Return codes in words with one scale, and with `offset` one zero point, which is no word."""
+    low, high = weight.float().min(), weight.float().max()
+    scale = ((high - low if offset else 2 * weight.float().abs().max()) / 255).to(torch.bfloat16).reshape(1)
+    zero = (-128 - low / scale.float()).round().clamp(-128, 127) if offset else torch.zeros(1)
+    codes = (weight.float() / scale.float() + zero).round().clamp(-128, 127)
+    tensors = {
+        f"{name}.weight_packed": (codes + 128).to(torch.uint8).view(torch.int32),
+        f"{name}.weight_scale": scale,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }
+    zeros = {f"{name}.weight_zero_point": zero.to(torch.int8)} if offset else {}
+    return tensors | zeros, (codes - zero) * scale.float()
+
+
 def int8_packed_offset(name: str, weight: torch.Tensor) -> Made:
     """Return codes in words with a scale and a zero point for each 8 of a row; words of zeros are of rows below each other."""
     groups = weight.float().reshape(len(weight), -1, 8)
@@ -312,6 +327,7 @@ EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "int8-channel": (int8_channel, _compressed(num_bits=8, type="int", strategy="channel")),
     "int8-tensor": (int8_tensor, _compressed(num_bits=8, type="int", strategy="tensor")),
     "int8-packed": (int8_packed, _compressed(num_bits=8, type="int", strategy="group", group_size=8)),
+    "int8-packed-tensor": (int8_packed_tensor, _compressed(num_bits=8, type="int", strategy="tensor")),
 }
 """Forms that are stored as those above are, with other scales."""
 
@@ -330,6 +346,10 @@ WITH_ZEROS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "int8-packed-offset": (
         int8_packed_offset,
         _compressed(num_bits=8, type="int", strategy="group", group_size=8, symmetric=False),
+    ),
+    "int8-packed-tensor-offset": (
+        partial(int8_packed_tensor, offset=True),
+        _compressed(num_bits=8, type="int", strategy="tensor", symmetric=False),
     ),
 }
 """Forms with zero points that differ."""

@@ -192,7 +192,7 @@ def _by_step(name: str) -> tuple[str, int]:
     return (name.rstrip(string.digits), number) if number else (name, 0)
 
 
-def _may_be_one(folder: Path, signs: Container[str] = ()) -> bool:
+def _may_be_one(folder: Path, signs: Container[str]) -> bool:
     if is_save(folder):
         return True
     try:

@@ -268,7 +268,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
             absent="" if is_address(reference) else "not a folder here",
             beside=_BESIDE_WEIGHTS,
             weights=(wanted.value, wanted.torch_files),
-            **{"look": look} if wanted is Wanted.MODEL else {},
+            look=look if wanted is Wanted.MODEL else None,
         )
     except HubError as error:
         error.hint = probably_meant(reference) or error.hint

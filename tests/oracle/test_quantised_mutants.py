@@ -234,7 +234,7 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
     assert "transformers would initialise it at random" in found["LT318", UP]
     assert "is not a tensor of Qwen3ForCausalLM" in found["LT319", "model.layers.7.mlp.up_proj.weight"]
     gate = UP.replace("up_proj", "gate_proj")
-    assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
+    assert found["LT317", gate] == "is [96, 64], but the config implies [128, 64]"
     assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}
 
 
@@ -448,3 +448,19 @@ def test_codes_of_awq_that_were_read_in_order_are_named(case: Callable[..., Case
     spread = (part.repeat_interleave(32, 0) for part in (zeros, made.stored[f"{stem}scales"].float()))
     values = (codes - next(spread)) * next(spread)
     assert says(made.judged({KEY: values.T.half().to(BF16)}), KEY, "its codes were read in order")
+
+
+def test_codes_with_zero_points_that_were_taken_for_numbers_are_named(case: Callable[..., Case]) -> None:
+    made = case("int8-offset")
+    found = made.judged({KEY: made.stored[KEY].to(BF16)})
+    assert says(found, KEY, "neither its scales nor its zero points were applied")
+
+
+@pytest.mark.parametrize("form", ["int8-channel", "fp8-channel"])
+def test_a_merge_into_weights_that_a_loader_rounded_is_no_other_in_float32(
+    form: str, case: Callable[..., Case]
+) -> None:
+    made = case(form)
+    merged = made.values[QUERY].to(BF16).double() + made.delta(QUERY)
+    found = made.judged({QUERY: merged.float(), KEY: made.values[KEY].to(BF16).float()})
+    assert {each.code for each in found} == {"LT604"}, found

@@ -165,9 +165,13 @@ def test_alpha_is_asked_for_by_name(run: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_of_another_run(run: Path) -> None:
     (run / "lora_train_meta.json").write_text(json.dumps({"r": 16, "lora_alpha": 6}))
-    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is of another run"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is from another run"
+    ):
         plan_consolidate(run)
-    with pytest.raises(UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is of another run"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match="says rank 16, but the tensors have 3: the file is from another run"
+    ):
         plan_consolidate(run, adapter_config=run / "lora_train_meta.json")
     assert plan_consolidate(run, lora_alpha=6)
     with pytest.raises(WrongValue, match="says 6, found 7"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.execution import requantised, units
+from lora_tool.execution import kernels, requantised, units
+from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.native import requantising
+from lora_tool.execution.units import places_of
+from lora_tool.execution.whole_tensors import WholeTensors
+from lora_tool.execution.worker import batches_of
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.plan.core.ops import Copy
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.ops import Copy, Precision
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.plan.merge.requantised import coded_steps
 from lora_tool.plan.merge.tall_tiles import extremes_of
@@ -34,7 +40,7 @@ BF16 = torch.bfloat16
 SIZES = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "head_dim": 16}
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 0.15, "target_modules": TARGETS}
-OFFSET = ["int8-offset", "int8-packed-offset"]
+OFFSET = ["int8-offset", "int8-packed-offset", "int8-packed-tensor-offset"]
 FORMS = ["fp8-block", "fp8-channel", "bnb-int8", "torchao-int8", *EIGHT_BITS, *OFFSET]
 
 
@@ -70,11 +76,12 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
     of_type = torch.int8 if in_words else base[of_codes].dtype
     rows, columns = merged.shape
     tile = {
-        "fp8-tensor": (rows, columns),
-        "int8-tensor": (rows, columns),
         "int8-packed": (1, 8),
         "int8-packed-offset": (1, 8),
-    }.get(form, (1, columns) if "block" not in form and "powers" not in form else (TILE, TILE))
+    }.get(
+        form,
+        (rows if "tensor" in form else 1, columns) if "block" not in form and "powers" not in form else (TILE, TILE),
+    )
     least, most = {torch.int8: (-128.0, 127.0)}.get(of_type, (-448.0, 448.0))
     if form == "bnb-int8":
         least = -127.0
@@ -100,7 +107,8 @@ def stored_again(form: str, name: str, merged: torch.Tensor, base: dict[str, tor
             codes[part] = (divided.round() if of_type is torch.int8 else divided).to(of_type)
     found = {of_codes: _words(codes) if in_words else codes, scale_name: new.reshape(scales.shape)}
     if zeros is not None:
-        found[f"{module}.weight_zero_point"] = _words(zeros.to(torch.int8).T).T if in_words else zeros.to(torch.int8)
+        packed = base[f"{module}.weight_zero_point"].dtype is torch.int32
+        found[f"{module}.weight_zero_point"] = _words(zeros.to(torch.int8).T).T if packed else zeros.to(torch.int8)
     return found
 
 
@@ -125,7 +133,7 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
 
 def _zeros(stored: torch.Tensor, rows: int) -> torch.Tensor:
     if stored.dtype is torch.int8:
-        return stored.float()
+        return stored.float().reshape(-1, 1)
     return stored.T.contiguous().view(torch.uint8).T[:rows].float() - 128
 
 
@@ -143,9 +151,12 @@ def test_codes_and_scales_are_those_of_torch(form: str, plain: Path, adapter: Pa
     raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in expected.items()}
     assert not [name for name in raw if not torch.equal(raw[name], after[name].reshape(-1).view(torch.uint8))]
     raised = {name.rpartition(".")[2] for name in different(before, after)}
-    assert form == "int8-tensor" or raised & {"SCB", "weight_scale", "weight_scale_inv", "_weight_scale"}, (
-        "none too small"
-    )
+    assert form.startswith(("int8-tensor", "int8-packed-tensor")) or raised & {
+        "SCB",
+        "weight_scale",
+        "weight_scale_inv",
+        "_weight_scale",
+    }, "none too small"
     assert ("weight_zero_point" in raised) == (form in OFFSET)
     assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
     found = verify(merged)
@@ -184,6 +195,60 @@ def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
     monkeypatch.setattr(units, "UNIT_WEIGHTS", 40 * 64)
     parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
     assert not different(saved_tensors(whole), saved_tensors(parts))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "bnb-int8", "int8-channel"])
+def test_what_goes_from_file_to_file_is_the_same(
+    form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    whole = merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="as-base")
+    passed = []
+
+    def counted(*arguments: Any) -> Any:
+        passed.append(len(scales := passed_again(*arguments)))
+        return scales
+
+    passed_again = NativeBackend.passed_again
+    monkeypatch.setattr(NativeBackend, "passed_again", counted)
+    monkeypatch.setattr(requantised, "_SAMPLED", 1)
+    monkeypatch.setattr(kernels, "CACHE_BLOCK", 1)
+    parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
+    assert all(passed), "all but the sampled rows of each weight"
+    assert len(passed) >= len(TARGETS)
+    assert not different(saved_tensors(whole), saved_tensors(parts))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "bnb-int8", *OFFSET])
+def test_a_tensor_is_whole_when_all_that_it_is_compared_with_is_written(
+    form: str, plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    told = [
+        step
+        for shard in plan_merge(base, adapter, store="as-base", allow_loss=True, max_shard_bytes=1 << 30).shards
+        for step in told_of(shard)
+    ]
+    assert any(isinstance(step.op, Requantise) for step in told)
+
+
+def told_of(shard: Shard) -> list[Step]:
+    """Return the steps of a file that are told to be whole while its units are written in any order."""
+    ends = itertools.accumulate((step.out.nbytes for step in shard.steps), initial=len(shard.header))
+    places = {step.out.name: range(*both) for step, both in zip(shard.steps, itertools.pairwise(ends), strict=True)}
+    waiting = [unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch]
+    random.Random(len(waiting)).shuffle(waiting)
+    whole, written, told = WholeTensors(shard), set[int](), []
+    for unit in waiting:
+        whole.add([unit])
+        written |= {at for begin, end in places_of(unit) for at in range(begin, end)}
+        for step in whole.take(all_of_them=False):
+            own = stored_parts(step.op.encoding).values() if isinstance(step.op, Requantise) else (step.out,)
+            assert all(written.issuperset(places[each.name]) for each in own)
+            told.append(step)
+    names = [step.out.name for step in (*told, *whole.take(all_of_them=True))]
+    assert sorted(names) == sorted(places)
+    return told
 
 
 def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:

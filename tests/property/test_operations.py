@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.execution import kernels, units
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
@@ -37,8 +37,9 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.sharding import lay_out
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
-from lora_tool.verification.checking import check_tensors
+from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.initial import taken
 from tests.property.interpret import Array, load, off_by_at_most
 from tests.property.strategies import FLOATS, write_weights
@@ -208,7 +209,7 @@ def test_what_is_written_is_what_the_operation_means(drawn: Drawn, precision: Pr
                 at += part.shape[0]
             assert at == len(values)
         # and the second formula says the same
-        evidence = check_tensors(plan, written.tensors, precision=precision)
+        evidence = check_steps(plan.steps, written.tensors, level=Level.FULL, precision=precision)
         assert {name for name, found in evidence.items() if found.verdict is not Verdict.RIGHT} == set()
         assert all(found.compared == found.numel for found in evidence.values())
 

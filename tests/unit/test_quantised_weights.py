@@ -19,7 +19,7 @@ from lora_tool.formats.quantised.bitsandbytes import state_bytes, with_mean
 from lora_tool.formats.quantised.encodings import BnbInt8, Encoding, NestedScales, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.fresh import codes_of, quantised_scales, scales_of_blocks
-from lora_tool.formats.quantised.grids import Blockwise
+from lora_tool.formats.quantised.grids import Blockwise, is_requantisable
 from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.formats.safetensors import scan_file
@@ -381,8 +381,8 @@ def test_stacks_of_modelopt_are_quantised_along_the_inputs_of_turned_matrices(tm
 @pytest.mark.parametrize(
     ("name", "said", "words"),
     [
-        ("m.pre_quant_scale", {}, "scales what its layer reads: lora-tool does not read modelopt's AWQ"),
-        ("m.bitmask", {}, "lora-tool does not read sparse weights"),
+        ("m.pre_quant_scale", {}, "scales its layer's input: lora-tool does not read modelopt's AWQ"),
+        ("m.bitmask", {}, "the mask of a sparse weight"),
         ("other", {"transform_config": {"config_groups": {"u": {}}}}, r"\(`transform_config`\)"),
     ],
 )
@@ -517,3 +517,52 @@ def test_a_state_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
     save_file({name: np.frombuffer(b"[" * 50_000, np.uint8)}, tmp_path / "w.safetensors")
     with pytest.raises(LayoutError, match="holds no JSON object"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "bitsandbytes"})
+
+
+def test_blocks_are_said_as_text_by_older_files() -> None:
+    said = config_of("fp8-block")
+    weights = said["config_groups"]["group_0"]["weights"]
+    assert weights["block_structure"] == [16, 32]
+    weights = {**weights, "block_structure": "16x32"}
+    found = read_quantised(stored("fp8-block"), {**said, "config_groups": {"group_0": {"weights": weights}}})
+    assert found.weights["m.weight"] == encoding_in("fp8-block")
+
+
+def test_gptq_has_modules_of_other_bits() -> None:
+    said = config_of("gptq-8")
+    found = read_quantised(stored("gptq-8"), {**said, "bits": 4, "dynamic": {r"+:.*down.*": {"bits": 8}, "-:.*": {}}})
+    assert found.weights["m.weight"] == encoding_in("gptq-8")
+
+
+def test_six_bits_are_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"holds floats of six bits \(mxfp6\)") as error:
+        read_quantised(changed("mxfp4", m__weight_packed=(DType.U8, (20, 72))), config_of("mxfp4"))
+    assert not error.value.is_fault
+
+
+def test_bytes_of_which_the_config_says_that_they_hold_four_bits_are_only_read() -> None:
+    """compressed-tensors stores the weights of W4A8 as int8: codes of eight bits would be cut off by who reads four."""
+    said = config_of("int8-channel")
+    weights = {**said["config_groups"]["group_0"]["weights"], "num_bits": 4}
+    found = read_quantised(stored("int8-channel"), {**said, "config_groups": {"group_0": {"weights": weights}}})
+    four, eight = found.weights["m.weight"], encoding_in("int8-channel")
+    assert (str(four), str(eight)) == ("int4 per row", "int8 per row")
+    assert not is_requantisable(four)
+    assert is_requantisable(eight)
+    words = {"weights": weights, "format": "pack-quantized"}
+    beside = read_quantised(
+        stored("int8-channel"), {**said, "config_groups": {**said["config_groups"], "other": words}}
+    )
+    assert beside.weights["m.weight"] == eight
+    assert read_part(dequantised(four), 0, 96) == read_part(dequantised(eight), 0, 96)
+
+
+@pytest.mark.parametrize("offset", ["1e39", "NaN", "1" + "0" * 400])
+def test_a_mean_of_scales_that_is_no_float32_is_named(offset: str, tmp_path: Path) -> None:
+    name, found = "m.weight.quant_state.bitsandbytes__nf4", stored("bnb-nf4-double@bfloat16-12x64")
+    said = json.loads(read_part(found[name], 0, found[name].nbytes))
+    text = json.dumps({**said, "nested_offset": "HERE"}).replace('"HERE"', offset)
+    save_file({name: np.frombuffer(text.encode(), np.uint8)}, tmp_path / "w.safetensors")
+    found |= scan_file(tmp_path / "w.safetensors").tensors
+    with pytest.raises(LayoutError, match="does not give nested_blocksize and nested_offset"):
+        read_quantised(found, {"quant_method": "bitsandbytes"})

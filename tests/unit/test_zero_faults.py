@@ -255,7 +255,7 @@ def test_a_part_that_was_never_written(stage3: Path) -> None:
 def test_masters_that_do_not_belong_to_the_weights_beside(stage2: Path) -> None:
     masters(lambda tensor: tensor.mul_(1.5))(stage2 / OPTIM.format(1))
     assert codes(stage2) == {"LT414"}
-    with pytest.raises(FindingsFound, match="it is of another run or step"):
+    with pytest.raises(FindingsFound, match="it is from another run or step"):
         plan(stage2)
 
 

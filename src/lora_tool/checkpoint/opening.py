@@ -134,13 +134,13 @@ def require_whole(checkpoint: Checkpoint) -> None:
             raise error(problem, hint=f"lora-tool validate {shlex.quote(str(checkpoint.root))}")
 
 
-def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> ModelDir:
-    """Return the model folder `path`. Raises `NotACheckpoint` where it is something else, with the `hint` if given."""
-    return as_model(open_checkpoint(path), hint=hint)
+def open_model(path: str | os.PathLike[str]) -> ModelDir:
+    """Return the model folder `path`. Raises `NotACheckpoint` where it is something else."""
+    return as_model(open_checkpoint(path))
 
 
 def as_model(checkpoint: Checkpoint, *, hint: str | None = None) -> ModelDir:
-    """Return the checkpoint, which is a model. Raises `NotACheckpoint` where it is something else."""
+    """Return the checkpoint, which is a model. Raises `NotACheckpoint` where it is something else, with the `hint`."""
     if isinstance(checkpoint, AdapterDir) and model_config.FILE_NAME in checkpoint.folder.files:
         raise NotACheckpoint(
             f"{checkpoint.root} holds an adapter beside a model's {model_config.FILE_NAME}: expected a model alone",

@@ -54,8 +54,7 @@ from lora_tool.validation.validating import Criteria
 @click.option(
     "--each",
     is_flag=True,
-    help="Do it for every adapter under CKPT and every checkpoint of a run, each on its own, into OUTPUT/NAME; --pairs "
-    "rank them.",
+    help="Run on every adapter under CKPT and every checkpoint of a run, each into OUTPUT/NAME; --pairs ranks them.",
 )
 @pair_options
 @rank_file_options
@@ -78,9 +77,9 @@ def command(ctx: click.Context, /, **_: Any) -> int:
 
     CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, whose best complete checkpoint is
     used. The command stops at the first stage that fails, and skips stages that an earlier run already proved. With
-    --each, CKPT is a folder of a sweep: what stops one checkpoint stops no other, and the exit code is the largest of
-    all. On GitHub Actions, annotations and the job summary are written automatically. Options can be set in the [ci]
-    table of lora-tool.toml.
+    --each, CKPT is a folder of a sweep: one checkpoint that fails does not stop the others, and the exit code is the
+    largest of all. On GitHub Actions, annotations and the job summary are written automatically. Options can be set in
+    the [ci] table of lora-tool.toml.
     """
     options = ctx.params
     settings = configured(ctx)

@@ -55,7 +55,7 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
 
     The command may be `trl`, `accelerate launch`, `torchrun`, `deepspeed` or a Python script, in the environment that
     has lora-tool. When it ends, its result is checked. Its output is passed through, and so is its exit code if it
-    fails by itself. Exit code 1 means that a guard stopped it, or that its result is bad. Needs lora-tool[train].
+    fails on its own. Exit code 1 means that a guard stopped it, or that its result is bad. Needs lora-tool[train].
     """
     from lora_tool.train.config import GuardSettings, require_training  # noqa: PLC0415 - after the usage is known
     from lora_tool.train.job import read_outcomes  # noqa: PLC0415

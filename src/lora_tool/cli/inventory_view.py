@@ -72,7 +72,9 @@ def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, don
     going = [choice.checkpoint for choice in choices if choice.goes]
     freed = size(sum(item.row.nbytes for item in going))
     if not choices:
-        print_all([f"no saves of a run (checkpoint-N, global_stepN, iter_N, step-N) under {printable(str(root))}"], out)
+        print_all(
+            [f"no checkpoints of a run (checkpoint-N, global_stepN, iter_N, step-N) under {printable(str(root))}"], out
+        )
     elif not going:
         print_all([table, "nothing to remove"], out)
     elif done:

@@ -238,7 +238,7 @@ def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
         )
     if "home directory" in str(error):  # pathlib's words, by way of huggingface_hub
         return LoraToolError(
-            "this user has no home folder, in which the cache of the Hub would be", hint="export HF_HOME=FOLDER"
+            "this user has no home folder, where the Hub's cache would be", hint="export HF_HOME=FOLDER"
         )
     raise error
 

@@ -45,10 +45,10 @@ def command(
     """Merge ADAPTER into its base model.
 
     ADAPTER is a folder (by default this one), or on the Hub owner/name[@revision], hf://owner/name or a page's URL.
-    If several are given, their ΔW are summed, each times its weight: A=0.7 B=0.3; with --each every one is merged on
-    its own, and what refuses one stops no other. The adapter's config decides whether the result is a causal LM, a
-    classifier or another class. The output folder appears only when it is complete. Options can be set in the [merge]
-    table of lora-tool.toml.
+    If several are given, their ΔW are summed, each times its weight: A=0.7 B=0.3; with --each, each is merged on its
+    own, and one that is refused does not stop the others. The adapter's config decides whether the result is a causal
+    LM, a classifier or another class. The output folder appears only when it is complete. Options can be set in the
+    [merge] table of lora-tool.toml.
     """
     rules = rule_choice(ctx, configured(ctx))
     options = replace(asked(MergeArguments, typed), **rules.arguments())

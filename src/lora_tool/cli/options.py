@@ -198,7 +198,7 @@ pair_options = in_order(
         "--min-accuracy",
         type=click.FloatRange(0, 1),
         metavar="SHARE",
-        help="Fail if the merged model ranks a smaller share of --pairs right: 0.7.",
+        help="Fail if the merged model ranks less than this share of --pairs correctly, such as 0.7.",
     ),
 )
 """What a reward model is for, and how well it must do that."""

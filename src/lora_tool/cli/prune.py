@@ -37,7 +37,7 @@ from lora_tool.display import printable
 )
 @json_option
 def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
-    """Show which saves of runs under ROOT (by default this folder) could go, and with --apply remove them.
+    """Show which checkpoints of the runs under ROOT (by default this folder) can go; --apply removes them.
 
     Every run keeps its last and its best valid checkpoints, the one that DeepSpeed's, verl's or Megatron's pointer
     names, all that are newer than the last valid one, and everything if none is valid. A checkpoint is valid if

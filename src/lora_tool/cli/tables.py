@@ -101,13 +101,14 @@ def spanning(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], spans
 
 
 SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKS_WIDE = 16
 
 
-def sparkline(values: Sequence[float], width: int = 16) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Return finite values as blocks from the least to the most, each the mean of its share of them."""
     if not values:
         return ""
-    count = min(width, len(values))
+    count = min(_SPARKS_WIDE, len(values))
     edges = [len(values) * at // count for at in range(count + 1)]
     means = [math.fsum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
     least, most = min(means), max(means)

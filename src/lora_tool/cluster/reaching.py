@@ -67,7 +67,7 @@ def _speaks_grpc(server: socket.socket) -> bool:
         return answers.read(4)[3:] == _SETTINGS
 
 
-def require_node(where: str = "auto") -> None:
+def require_node(where: str) -> None:
     """Return if a node of the cluster at `where` runs on this machine, or nobody can tell: Ray looks for one for a minute.
 
     Nobody can where the system has no /proc, or hides other users' processes: the first is then not to be seen. Of two

@@ -28,12 +28,12 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     """Return if a folder may be written as `out`.
 
     Raises `OutputExists` where something exists there, other than an empty folder, and `overwrite` is not set; where
-    lora-tool did not write it; where it is or holds one of the `inputs`, or is the working directory. Raises
+    lora-tool did not write it; where it is one of the `inputs`, or contains one, or is the working directory. Raises
     `ExecutionError` where it would lie in a file.
     """
     for source in inputs:
         if any(_same_folder(above, out) for above in _with_parents(source)):
-            raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
+            raise OutputExists(f"{out} is the input {source}, or contains it", hint="give another folder: -o OUT")
     if _same_folder(Path(), out):
         raise OutputExists(
             f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: -o NAME"

@@ -155,7 +155,9 @@ def _together(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
         for name, tensor in of_rank.tensors.items():
             first = firsts.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
-                message = f"gives `{name}` another dtype or shape than {ranks[0].metadata[0]}: it is of another run"
+                message = (
+                    f"lists `{name}` with another dtype or shape than {ranks[0].metadata[0]}: it is from another run"
+                )
                 raise CorruptFile.of(folder / of_rank.metadata[0], Defect.BAD_HEADER, message)
             for chunk in tensor.chunks:
                 chunks[name].setdefault((chunk.offsets, chunk.sizes), chunk)
@@ -189,7 +191,7 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     }
     unsized = [name for name in stored.keys() - entries.keys() if _is_tensor(stored[name])]
     if unsized:
-        raise ValueError(f"gives `{unsized[0]}` no size")
+        raise ValueError(f"lists `{unsized[0]}` without a size")
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = found.get("planner_data", dict) or {}
     unjoined, unknown = entries.keys() - joined.keys(), joined.keys() - stored.keys()
@@ -203,7 +205,7 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     paths = {fqn: (fqn,) for fqn in entries} | known
     if stored and not entries:
         hint = f"write them into one file, and consolidate that: {TO_ONE_FILE}"
-        raise UnsupportedCheckpoint(f"{folder} holds pickled objects alone: {some(list(map(str, stored)))}", hint=hint)
+        raise UnsupportedCheckpoint(f"{folder} holds only pickled objects: {some(list(map(str, stored)))}", hint=hint)
     names = module_names(folder, paths, module)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         raise ValueError("gives two tensors the same name, or one tensor an invalid name")
@@ -259,13 +261,13 @@ def _described(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -
         raise UnsupportedCheckpoint(f"{folder}: {what}", hint=hint)
     dtype, shape = _dtype(entry.get("properties")), entry.get("size")
     if dtype is None or not _is_sizes(shape):
-        raise ValueError(f"gives `{fqn}` no known dtype or shape")
+        raise ValueError(f"lists `{fqn}` without a known dtype or shape")
     TensorSpec(name=fqn, dtype=dtype, shape=shape)  # raises ValueError for impossible sizes
     chunks = []
     for piece in entry.get("chunks", (list, tuple)) or ():
         offsets, sizes = (piece.get("offsets"), piece.get("sizes")) if isinstance(piece, Stub) else (None, None)
         if not _is_sizes(offsets) or not _is_sizes(sizes) or not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"gives a chunk of `{fqn}` no offsets or sizes")
+            raise ValueError(f"lists a chunk of `{fqn}` without offsets or sizes")
         info = places.get((fqn, offsets))
         # a rank that has no row of a small tensor may write an empty chunk
         if isinstance(info, Stub) and 0 not in sizes:

@@ -36,7 +36,7 @@ class Archive:
         held = f"{part.stored.dtype} {list(part.stored.shape)} from {list(part.offsets)} on"
         said = f"{wanted.dtype} {list(wanted.shape)} from {list(offsets)} on"
         if held != said:
-            message = f"holds {held}, but .metadata says {said}: it is another rank's file, or of another run"
+            message = f"holds {held}, but .metadata says {said}: it is another rank's file, or from another run"
             raise CorruptFile.of(self.path, Defect.WRONG_SIZE, message, fqn)
         return replace(part.stored, spec=wanted)
 

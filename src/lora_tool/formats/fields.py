@@ -83,8 +83,8 @@ class Fields:
         found: float = self.typed(name, "number", is_number, default, null=False)
         return found
 
-    def boolean(self, name: str, *, default: bool = False) -> bool:
-        found: bool = self.typed(name, "true or false", lambda value: isinstance(value, bool), default)
+    def boolean(self, name: str) -> bool:
+        found: bool = self.typed(name, "true or false", lambda value: isinstance(value, bool), default=False)
         return found
 
     def optional_boolean(self, name: str) -> bool | None:

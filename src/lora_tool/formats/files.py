@@ -167,9 +167,9 @@ def instead_of_weights(beginning: bytes) -> str | None:
     return None
 
 
-def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
+def read_json(path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
     """Return the parsed JSON file. Raises `CorruptFile`: unreadable, too large, not JSON, too deep, duplicate keys."""
-    return parse_json(read_all(path, limit=limit, too_large=Defect.BAD_JSON), path)
+    return parse_json(read_all(path, limit=MAX_JSON_BYTES, too_large=Defect.BAD_JSON), path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

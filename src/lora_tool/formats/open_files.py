@@ -22,7 +22,7 @@ _MOST_OPEN = 256
 
 
 def _ended(path: Path, at: int) -> SourceChanged:
-    return SourceChanged(f"{path} ended at byte {at}: it became shorter while it was read")
+    return SourceChanged(f"{path} was truncated at byte {at} while it was read")
 
 
 @dataclass(slots=True)

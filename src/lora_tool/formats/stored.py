@@ -53,7 +53,7 @@ def read_into(tensor: StoredTensor, start: int, buffer: memoryview) -> None:
 def _read_opened(path: Path, offset: int, *buffers: memoryview) -> None:
     with open_regular(path) as fd:
         if read_rows(path, fd, offset, buffers) < sum(map(len, buffers)):
-            raise SourceChanged(f"{path} became shorter while it was read")
+            raise SourceChanged(f"{path} was truncated while it was read")
 
 
 def fill(

@@ -68,7 +68,7 @@ def content_sha256(content: PushContent, progress: Progress | None = None) -> st
     return _hashed(content, hashlib.sha256(), progress)
 
 
-def hashes_of(content: PushContent, there: RepoFile, sha256: str | None = None) -> tuple[str, str]:
+def hashes_of(content: PushContent, there: RepoFile, sha256: str | None) -> tuple[str, str]:
     """Return the hash that the Hub would list if the file `there` held the content, and the hash that it lists.
 
     The sha256 of files outside of git, for those inside git's own: sha1 of a header and the bytes.

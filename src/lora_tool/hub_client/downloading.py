@@ -86,11 +86,11 @@ def download(
     absent: str,
     beside: Sequence[str],
     weights: Sequence[str],
-    look: Callable[[Path], object] = lambda _: None,
+    look: Callable[[Path], object] | None,
 ) -> Path:
     """Return the folder in the cache with `repo` at `revision` (None for main), downloaded as far as it is not there.
 
-    The files `beside` the weights come first, and `look` is given their folder, before those of the first pattern of
+    The files `beside` the weights come first, and `look` is given their folder before those of the first pattern of
     `weights` that has any. Where the Hub does not answer, what the cache holds is taken, and that is told. `absent` is
     said of the repository in an error: where else it was looked for. Raises `HubRefused`, `HubUnreachable`,
     `NotACheckpoint`, and what `look` raises.
@@ -118,7 +118,7 @@ def download(
         if cached is not None:
             told(f"the Hub does not answer, so {repo} is taken from the cache, commit {cached.name[:12]}")
             return cached
-        if not any(any(path.glob(pattern)) for pattern in weights):
+        if look is not None and not any(any(path.glob(pattern)) for pattern in weights):
             look(path)
         with in_words():
             for pattern in weights:

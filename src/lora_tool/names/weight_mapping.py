@@ -61,7 +61,7 @@ class WeightMapping:
             if made.shape != expected and LABELS not in expected:
                 others = and_more(len(made.sources) - 1)
                 of = f" of `{made.sources[0]}`{others}" if (name,) != made.sources else ""
-                message = f"is {list(made.shape)} in the weights{of}, but the config means {list(expected)}"
+                message = f"is {list(made.shape)} in the weights{of}, but the config implies {list(expected)}"
                 path = str(self._config.path)
                 problem = Problem(defect=Defect.BAD_FIELD, path=path, subject=name, message=message)
                 raise IncompatibleBase(str(problem), problem=problem)

@@ -37,6 +37,7 @@ _OTHER_LETTERS = (
     "Microsoft YaHei", "WenQuanYi Micro Hei", "Arial Unicode MS",
 )  # fmt: skip
 """Fonts for letters that DejaVu Sans lacks, where one is installed."""
+_MOST_TICKS = 5
 _LETTERS = 11.5
 """Letters of a title to an inch."""
 SETTINGS: Mapping[str, object] = {
@@ -133,14 +134,14 @@ def number_axis(axes: Axes, which: str, ticks: int = 5, *, whole: bool = False) 
     axis.set_major_formatter(FuncFormatter(short_number))
 
 
-def logarithmic_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return at most so many round numbers from `low` to `high`, both above 0: powers of ten, else 1, 2 and 5 of them."""
+def logarithmic_ticks(low: float, high: float) -> list[float]:
+    """Return a few round numbers from `low` to `high`, both above 0: powers of ten, else 1, 2 and 5 of them."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     powers = [10.0**power for power in range(first, last + 1) if low <= 10.0**power <= high]
     if len(powers) > 1:
-        return powers[:: math.ceil(len(powers) / most)]
+        return powers[:: math.ceil(len(powers) / _MOST_TICKS)]
     between = [step * 10.0**power for power in range(first, last + 1) for step in (1, 2, 5)]
-    return [tick for tick in between if low <= tick <= high][:most] or [low, high]
+    return [tick for tick in between if low <= tick <= high][:_MOST_TICKS] or [low, high]
 
 
 def cut(name: str, most: int) -> str:

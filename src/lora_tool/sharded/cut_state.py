@@ -75,7 +75,7 @@ def _faults(checkpoint: ShardedDir, model: CutModel) -> Iterator[Finding]:
     for name, parts in model.parts.items():
         types = {part.stored.path: part.stored.dtype for part in parts}
         for path, dtype, usual in odd_ones_out(types):
-            hint = "a file of another run was mixed in: copy this run's again"
+            hint = "a file from another run was mixed in: copy this run's again"
             yield fault("LT407", path, f"holds {dtype}, but the other files hold {usual}", subject=name, hint=hint)
     if model.problems:
         return

@@ -36,7 +36,7 @@ def expert_faults(tag: ZeroTag) -> Iterator[Finding]:
         other = next((held for held in map(number_of, expert.tensors) if held != number), number)
         if tag.first and (layer >= len(counts) or number >= counts[layer]):
             message = f"is of expert {number} of mixture {layer}, which the module does not have"
-            yield fault("LT403", expert.path, message, hint="it is of another run: move it away")
+            yield fault("LT403", expert.path, message, hint="it is from another run: move it away")
         elif other != number and str(expert.path) not in told:
             yield fault(
                 "LT404", expert.path, f"holds the weights of expert {other}", hint="copy the experts' files again"
@@ -45,5 +45,5 @@ def expert_faults(tag: ZeroTag) -> Iterator[Finding]:
         layouts = {each.path: layout(each) for (at, _), each in tag.experts.items() if at == layer}
         for path, _, _ in odd_ones_out(layouts):
             if str(path) not in told:
-                hint = f"it is of another run: copy this run's again, or {another_save(tag.folder)}"
+                hint = f"it is from another run: copy this run's again, or {another_save(tag.folder)}"
                 yield fault("LT407", path, "holds other tensors than the files of the other experts", hint=hint)

@@ -74,7 +74,7 @@ class MasterRounding:
             way = f"copy {copy.path} alone into an empty folder as state.pt, and consolidate that"
             why = "ZenFlow updates some of those without their masters"
             return why, f"for the weights that training went on from, {way}"
-        return "it is of another run or step", f"copy this rank's file again, or {another_save(path)}"
+        return "it is from another run or step", f"copy this rank's file again, or {another_save(path)}"
 
 
 def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:

@@ -66,7 +66,7 @@ def _of_other_ranks(found: RankFolder, ranks: int) -> Iterator[Finding]:
     told = {finding.path for finding in moved}
     for rank, file in found.files.items():
         if rank >= ranks:
-            message = f"is of rank {rank}, but the run had {counted(ranks, 'rank')}"
+            message = f"is from rank {rank}, but the run had {counted(ranks, 'rank')}"
             hint = "a run with more ranks was saved into the same folder: move its files away"
             yield fault("LT403", file.path, message, hint=hint)
         elif file.saved_by not in (rank, None) and str(file.path) not in told:
@@ -87,7 +87,7 @@ def _is_of_one_rank(file: RankFile) -> bool:
 
 def _other_runs(found: RankFolder) -> Iterator[Finding]:
     """LT407: yield files with other tensors than the other ranks', and those that differ where they should be replicas."""
-    hint = "files of another run or step were mixed in: copy this run's again"
+    hint = "files from another run or step were mixed in: copy this run's again"
     names = {file.path: tuple(file.tensors) for file in found.files.values()}
     for path, _, _ in odd_ones_out(names):
         yield fault("LT407", path, "holds other tensors than the other ranks' files, or in another order", hint=hint)

@@ -56,7 +56,7 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         fault(
             "LT403",
             folder / file,
-            f"is of a run of {matches[file]['ranks']} ranks, but the checkpoint has {ranks}",
+            f"is from a run of {matches[file]['ranks']} ranks, but the checkpoint has {ranks}",
             hint="two runs were saved into one folder: move the files of one of them away",
         )
         for file in others

@@ -32,11 +32,11 @@ def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master
                 yield fault("LT401", zero / name / FILE, "is missing, but the parameter was trained", hint=COPY)
         elif master.tensor.numel != math.prod(shape):
             message = f"has {master.tensor.numel:,} elements, but {list(shape)} needs {math.prod(shape):,}"
-            hint = f"it is another parameter's, or of another run: copy it again, or {another_save(tag.folder)}"
+            hint = f"it is another parameter's, or from another run: copy it again, or {another_save(tag.folder)}"
             yield fault("LT408", master.file.path, message, subject=name, hint=hint)
     known = {*first.module, *shapes, *first.shared, *(first.frozen_shapes or {})}
     for name in masters.keys() - known:
-        hint = "it is of another run: remove its folder, and copy this run's again"
+        hint = "it is from another run: remove its folder, and copy this run's again"
         yield fault("LT407", zero / name, "belongs to no parameter of the module", hint=hint)
     steps = {master.file.path.parent: master.step for master in masters.values() if master.step is not None}
     for path, step, usual in odd_ones_out(steps):

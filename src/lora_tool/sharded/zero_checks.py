@@ -103,7 +103,7 @@ def layer_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
         held = layer.tensors.get(name) if layer else None
         if layer and (held is None or held.shape != shape):
             found = f"as {list(held.shape)}, but its masters are {list(shape)}" if held else "not at all"
-            hint = "it is of another run: copy this run's again"
+            hint = "it is from another run: copy this run's again"
             yield fault("LT407", layer.path, f"holds it {found}", subject=name, hint=hint)
 
 
@@ -111,12 +111,12 @@ def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
     """LT403: yield rank files beyond the world size, and files that count the ranks differently."""
     for file in tag.files:
         if isinstance(file, OptimStates) and file.rank >= tag.world_size:
-            message = f"is of rank {file.rank}, but the run had {tag.world_size} ranks"
+            message = f"is from rank {file.rank}, but the run had {tag.world_size} ranks"
             hint = "a run with more ranks was saved into the same folder: move its files away"
             yield fault("LT403", file.path, message, hint=hint)
         elif tag.stage and tag.optim and file.world_size not in (None, tag.world_size):
             message = f"says that the run had {file.world_size} ranks, but the other files say {tag.world_size}"
-            yield fault("LT403", file.path, message, hint="it is of another run: copy this run's file again")
+            yield fault("LT403", file.path, message, hint="it is from another run: copy this run's file again")
 
 
 def other_steps(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def other_steps(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
 
 def other_runs(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
-    hint = "files of another run were mixed in: copy this run's again"
+    hint = "files from another run were mixed in: copy this run's again"
     models = {file.path: file for tag in tags for file in tag.model.values()}
     optims = {file.path: file for tag in tags for file in tag.optim.values()}
     for files in (models, optims):

@@ -23,7 +23,7 @@ _PAIRS = (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input
 _READABLE = frozenset(("text", "messages"))
 
 
-def column_findings(method: Method, columns: Sequence[str], *, text_field: str | None = None) -> Iterator[Finding]:
+def column_findings(method: Method, columns: Sequence[str], *, text_field: str | None) -> Iterator[Finding]:
     """Yield a finding if the columns are none of the sets that the method reads."""
     wanted = [[text_field if text_field and name == "text" else name for name in names] for names in method.columns]
     if _PREPARED & set(columns) or any(set(names) <= set(columns) for names in wanted):

@@ -38,9 +38,10 @@ _SNAPSHOT = 1 << 26
 class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     """Watches one training and writes what it sees into `book`. Raises `TrainingStopped` in mode `stop`."""
 
-    def __init__(self, book: Logbook, *, base: str | None = None) -> None:
+    def __init__(self, book: Logbook) -> None:
         self.book = book
-        self.base = base
+        self.base: str | None = None
+        """The base model as the config names it, where we built the trainer: saved cards name it."""
         self.watches = book.settings.mode != "off"
         self.tracker = SignalTracker(window=book.settings.window)
         self.trainer: Any = None

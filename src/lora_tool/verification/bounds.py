@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.ops import LowRank, Precision, RowOp
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS
@@ -78,11 +79,11 @@ def sixteen_bit_bound(op: RowOp, out: DType) -> Bound:
     """Return the bound of a merge that another tool made: rounded after every operation, in the narrower type.
 
     PEFT does so without `autocast_adapter_dtype`, on 16-bit devices, and in `safe_merge`: factors, delta, scaled delta
-    and sum are each rounded. A model loaded in 16 bits and saved in 32 has the values of 16.
+    and sum are each rounded. A model loaded in 16 bits and saved in 32 has the values of 16; so are most quantised ones.
     """
     result = FLOATS[out].roundoff
     unit = max(result, FLOATS[op.source.dtype].roundoff)
-    if not isinstance(op, LowRank):
+    if not isinstance(op, LowRank) or (out is DType.F32 and encoding_of(op.source) is not None):
         unit = max(unit, FLOATS[DType.BF16].roundoff)
     rounded_first = 2 * unit / result if unit > result or FLOATS[op.source.dtype].roundoff < result else 0.0
     of_result = unit / result + rounded_first + (8 * unit / result if op.sums.squares else 0.0)

@@ -17,7 +17,6 @@ from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
@@ -65,25 +64,12 @@ class _Task:
     stretches: Sequence[tuple[int, int]] = ()
 
 
-def check_tensors(
-    plan: Plan,
-    tensors: TensorTable,
-    *,
-    level: Level = Level.FULL,
-    precision: Precision | None = None,
-    jobs: int | None = None,
-    progress: Progress | None = None,
-) -> dict[str, TensorEvidence]:
-    """Return the evidence of every tensor of `plan`: see `check_steps`."""
-    return check_steps(plan.steps, tensors, level=level, precision=precision, jobs=jobs, progress=progress)
-
-
 def check_steps(
     steps: Iterable[Step],
     tensors: TensorTable,
     *,
-    level: Level = Level.FULL,
-    precision: Precision | None = None,
+    level: Level,
+    precision: Precision | None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TensorEvidence]:

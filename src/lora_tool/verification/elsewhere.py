@@ -55,7 +55,7 @@ def check_on_cluster(
     precision: Precision | None,
     progress: Progress,
 ) -> dict[str, TensorEvidence]:
-    """Return what `check_tensors` returns, in the order of the plan. Raises as `RayCluster` and `check_steps` do."""
+    """Return what `check_steps` returns, in the order of the plan. Raises as it and as `RayCluster`."""
     tasks = tuple(_comparisons(plan, merged, level, precision))
     evidence: dict[str, TensorEvidence] = {}
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *merged.stamps)}

@@ -141,6 +141,7 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
     yield _unscaled(encoding, encoding.scales)
     if isinstance(encoding, OffsetIntegers):
         yield Misreading(what=_NO_ZEROS, encoding=encoding, parts={encoding.zeros.name: _none})
+        yield _raw(encoding)
         yield _unsigned(encoding)
         return
     yield other_sign(encoding)
@@ -154,6 +155,13 @@ def _of_integers(encoding: PackedIntegers | OffsetIntegers) -> Iterator[Misreadi
         yield Misreading(
             what="its groups were taken in order, ignoring `weight_g_idx`", encoding=replace(encoding, groups=None)
         )
+
+
+def _raw(encoding: OffsetIntegers) -> Misreading:
+    """Return the misreading of codes as the numbers."""
+    ones = _unscaled(encoding, encoding.scales)
+    zeros = {encoding.zeros.name: _none}
+    return replace(ones, what="neither its scales nor its zero points were applied", parts={**ones.parts, **zeros})
 
 
 def other_sign(encoding: Tiled | BnbInt8 | OffsetIntegers | PackedIntegers) -> Misreading:

@@ -9,7 +9,7 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import StageWatch, unwatched
+from lora_tool.progress import StageWatch
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification.batches import Batches
 from lora_tool.verification.models import TextModels, asking
@@ -37,7 +37,7 @@ def prepare(provenance: Provenance, plan: Plan | None, pairs: Pairs) -> Callable
     return lambda watch: asking(lambda: ranking.evidence(watch), root, "--pairs")
 
 
-def rank_alone(model: ModelDir, pairs: Pairs, watch: StageWatch = unwatched) -> PairEvidence:
+def rank_alone(model: ModelDir, pairs: Pairs, watch: StageWatch) -> PairEvidence:
     """Return how a model that was not merged ranks the pairs; `watch` is asked for the progress. Raises as `prepare`."""
     return prepare(Provenance(merged=model, base=model, adapters=()), None, pairs)(watch)
 

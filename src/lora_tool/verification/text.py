@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.display import counted, finite, from_here, json_data, printable, some
 from lora_tool.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
 from lora_tool.verification.texts import LossEvidence
 from lora_tool.verification.verified import Verification, summary_json
@@ -115,7 +116,7 @@ def _loss_lines(found: LossEvidence) -> Iterator[str]:
     yield f"  {base}base + adapter {found.unmerged:.4f}, merged {found.merged:.4f} ({found.difference:+.2g})"
 
 
-def _tensor_line(found: TensorEvidence, width: int = 0) -> str:
+def _tensor_line(found: TensorEvidence, width: int) -> str:
     """Return one tensor's evidence in a line, its name in `width` columns."""
     figures = [f"{text:<17}" for text in _figures(_distances(found))] if found.action is TensorAction.MERGED else []
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []

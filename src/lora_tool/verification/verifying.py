@@ -22,7 +22,7 @@ from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.expected import Expected
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
-from lora_tool.verification.checking import Level, check_tensors
+from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
 from lora_tool.verification.texts import Texts, read_texts
@@ -163,7 +163,7 @@ def _compared(
     """Return the evidence of every tensor of the plan, found by this machine or by the cluster that was asked for."""
     weights, precision = inputs.merged.weights, inputs.precision
     if spread.cluster is None:
-        return check_tensors(plan, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+        return check_steps(plan.steps, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
     from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
 
     return check_on_cluster(plan, weights, spread.cluster, level=level, precision=precision, progress=progress)
@@ -208,9 +208,7 @@ def verify_computed(
     )
 
 
-def judged_alone(
-    model: ModelDir, pairs: Pairs, *, ignore: Iterable[str] = (), watch: StageWatch = unwatched
-) -> Verification:
+def judged_alone(model: ModelDir, pairs: Pairs, *, ignore: Iterable[str], watch: StageWatch) -> Verification:
     """Return how a model that was not merged from anything ranks the `pairs`, by the rules that `ignore` leaves.
 
     `watch` is asked for the progress. Raises as `verification.rewards.rank_alone`.

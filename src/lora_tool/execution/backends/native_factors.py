@@ -66,7 +66,7 @@ class NativeFactors(NumpyBackend):
         for part, place in zip(op.parts, op.places, strict=True):
             if not part.count:
                 continue
-            rows = self._rows(part.tensor, first, last, "factor").reshape(last - first, -1)
+            rows = self._read.rows(part.tensor, first, last, "factor").reshape(last - first, -1)
             fine &= self._kernel.scale(
                 rows.ctypes.data + part.first * rows.itemsize,
                 part.tensor.dtype,

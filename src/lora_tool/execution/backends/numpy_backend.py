@@ -7,12 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
+from lora_tool.execution.backends.numpy_factors import NumpyFactors
+from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.cancelled import Doubts, Product, digits_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
@@ -22,7 +24,6 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.float_mode import ieee_arithmetic
-from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.room import Room
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
@@ -42,16 +43,10 @@ from lora_tool.plan.core.ops import (
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
-if TYPE_CHECKING:
-    from lora_tool.formats.quantised.grids import Requantisable
-    from lora_tool.formats.quantised.requantising import StoredAgain
-
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
-_STRIP, _TALL = 1 << 9, 1 << 9
-"""Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
 
@@ -73,10 +68,10 @@ class NumpyBackend:
         self._column_norms: Array = np.empty(0)
         self._stopped = stopped
         self._room = Room()
+        self._read = StoredRows(sources, self._room)
+        self._factors = NumpyFactors(self._read, self._room)
         self._like: int | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
-        self._stack: tuple[StoredTensor, Array] | None = None
-        self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
         self._digits = 0
 
@@ -111,15 +106,6 @@ class NumpyBackend:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
         with self._ready_for(unit):
             return self._block(unit, unit.first, unit.last, sampled=False)
-
-    def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
-        """Return what the unit makes as codes with the scales of `encoding`, raised where it must be.
-
-        None where that is not done at once. The unit's rows are whole rows of tiles, and all that have these scales; the
-        first `kept` are returned as numbers, too. What is returned may be this worker's buffer.
-        """
-        del unit, encoding, kept
-        return None
 
     @contextlib.contextmanager
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
@@ -190,9 +176,9 @@ class NumpyBackend:
         """Return what `_parts` does; of a computed factor its own rows, to which nothing is added."""
         match op:
             case Beside():
-                return self._beside(op, first, last), None, False
+                return self._factors.beside(op, first, last), None, False
             case Mix():
-                return self._mixed(op, first, last), None, False
+                return self._factors.mixed(op, first, last), None, False
             case _:
                 return self._parts(op, first, last)
 
@@ -225,52 +211,6 @@ class NumpyBackend:
             for at, row in inside:
                 mixed[row] = rows[at]
         return mixed.reshape(-1)
-
-    def _beside(self, op: Beside, first: int, last: int) -> Array:
-        """Return the scaled columns, flat, in float64."""
-        made = self._room.of("made", (last - first, op.shape[1]), self._wide)
-        parts = sum(part.count for part in op.parts)
-        made[:, : op.leading] = made[:, op.leading + parts :] = 0
-        for part, place in zip(op.parts, op.places, strict=True):
-            columns = made[:, place]
-            if part.count:
-                columns[...] = part.of(self._rows(part.tensor, first, last))
-            if part.scale != 1:
-                np.multiply(columns, part.scale, out=columns)
-        return made.reshape(-1)
-
-    def _mixed(self, op: Mix, first: int, last: int) -> Array:
-        """Return the product with the small matrix, flat, in float64."""
-        made = self._room.of("made", (last - first, op.shape[1]), self._wide)
-        if op.below:
-            columns = op.matrix.values[:, first:last].T
-            stacked = self._stacked(op.parts)
-            for at in range(0, op.shape[1], _STRIP):
-                strip = slice(at, min(at + _STRIP, op.shape[1]))
-                wide = self._room.of("factors", (op.matrix.rows, strip.stop - at), self._wide)
-                np.matmul(
-                    columns,
-                    np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
-                    out=made[:, strip],
-                )
-        else:
-            for at in range(first, last, _TALL):
-                end = min(at + _TALL, last)
-                wide = self._room.of("factors", (end - at, op.matrix.rows), self._wide)
-                rows = [self._rows(part, at, end) for part in op.parts]
-                np.matmul(
-                    np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
-                    op.matrix.values,
-                    out=made[at - first : end - first],
-                )
-        return made.reshape(-1)
-
-    def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
-        """Return the whole parts as they are stored, kept from one block to the next."""
-        if self._parts_kept is None or self._parts_kept[0] is not parts:
-            whole = (self._rows(part, 0, part.shape[0], f"part {at}") for at, part in enumerate(parts))
-            self._parts_kept = (parts, tuple(whole))
-        return self._parts_kept[1]
 
     def _wide_copy(self, stored: Array) -> Array:
         """Return the elements in the working precision, in this worker's buffer."""
@@ -338,7 +278,7 @@ class NumpyBackend:
         """Return rows of the left factor in the working precision."""
         # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
         inner = slice(first + term.first, last + term.first)
-        return self._columns_of_a(term, inner).T.astype(self._wide) if op.transposed else self._b(term, inner)
+        return self._read.columns_of_a(term, inner).T.astype(self._wide) if op.transposed else self._b(term, inner)
 
     def _right(self, op: LowRank, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
@@ -350,47 +290,13 @@ class NumpyBackend:
         return self._kept[3]
 
     def _a(self, term: LoraTerm) -> Array:
-        return self._stored_a(term).astype(self._wide, copy=False)
+        return self._read.a(term).astype(self._wide, copy=False)
 
     def _b(self, term: LoraTerm, rows: slice) -> Array:
-        return np.ascontiguousarray(self._stored_b(term, rows)).astype(self._wide, copy=False)
-
-    def _stored_a(self, term: LoraTerm, place: str = "") -> Array:
-        """Return the rows of A that are the term's expert's, as they are stored; see `_rows`."""
-        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank, place)
-
-    def _columns_of_a(self, term: LoraTerm, columns: slice) -> Array:
-        """Return columns of A's rows as they are stored: of an embedding's, as wide as the vocabulary, no others are read."""
-        some = self._room.of("columns", (term.rank, columns.stop - columns.start), kernels.STORAGE[term.a.dtype])
-        for at, row in enumerate(some, start=term.expert * term.rank):
-            self._sources.read_into(term.a, (at * term.a.shape[1] + columns.start) * some.itemsize, bytes_of(row))
-        return some
-
-    def _stored_b(self, term: LoraTerm, rows: slice, place: str = "") -> Array:
-        """Return these rows of B as they are stored, with the columns of the term's expert; see `_rows`."""
-        if term.experts == 1:
-            return self._rows(term.b, rows.start, rows.stop, place)
-        if self._stack is None or self._stack[0] is not term.b:
-            # every expert's columns are scattered over all of B, and its experts come one after the other
-            self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
-        grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
-        own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
-        columns = own if grouped else slice(term.expert, None, term.experts)
-        return np.asarray(self._stack[1][rows, columns])
+        return np.ascontiguousarray(self._read.b(term, rows)).astype(self._wide, copy=False)
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
-        return self._rows(tensor, first, last).astype(self._wide, copy=False)
-
-    def _rows(self, tensor: StoredTensor, first: int, last: int, place: str = "") -> Array:
-        """Return rows `first` to `last` of the tensor in its storage type, [last - first, ...].
-
-        The array is new, or this worker's buffer `place` where one is named: the system clears the pages of a new one.
-        """
-        shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
-        out = self._room.of(place, shape, storage) if place else np.empty(shape, storage)
-        row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        self._sources.read_into(tensor, first * row_bytes, bytes_of(out))
-        return out
+        return self._read.rows(tensor, first, last).astype(self._wide, copy=False)
 
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""

@@ -19,6 +19,8 @@ _JSON_BYTES = 1 << 16
 _OFFSET = "nested_offset"
 _WIDEST = 1.1754943508222875e-38
 """A float32 with as many digits as any has in JSON."""
+_MOST = 3.4028234663852886e38
+"""The largest float32."""
 _NIBBLE = 4
 _TYPES = {name: dtype for dtype, name in FLOAT_NAMES.items()}
 
@@ -72,7 +74,7 @@ def _scales(
     if scales.dtype is DType.F32:
         return scales, False
     block, offset = said.get("nested_blocksize"), said.get(_OFFSET)
-    if type(block) is not int or block < 1 or not isinstance(offset, int | float) or not math.isfinite(offset):
+    if type(block) is not int or block < 1 or not isinstance(offset, int | float) or not abs(offset) <= _MOST:
         raise LayoutError(codes, "does not give nested_blocksize and nested_offset")
     return NestedScales(
         codes=scales,

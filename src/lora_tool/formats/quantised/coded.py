@@ -147,7 +147,8 @@ def bnb_scales(scales: StoredTensor | NestedScales, blocks: range, read: Read) -
 
 
 def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> tuple[Scaled] | None:
-    scales = scales_of_rows(encoding.scales, first, last, read)
+    one = encoding.scales.spec.numel == 1
+    scales = numbers(encoding.scales, 0, 1, read)[None] if one else scales_of_rows(encoding.scales, first, last, read)
     if encoding.group % 2 and scales.shape[1] > 1:
         return None
     codes = bytes_of(encoding.codes, 4 * encoding.codes.shape[-1], first, last, read)
@@ -158,6 +159,8 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> tupl
         scales=scales,
         group=encoding.group,
         columns=width,
+        tall=encoding.spec.shape[0] if one else 1,
+        above=first if one else 0,
         as_stored=in_halves,
     )
     return (part,)

@@ -27,16 +27,16 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
     """
     module = name.removesuffix(".qweight")
     is_awq = table.get("quant_method") == "awq"
-    bits = table.get("bits", _AWQ_BITS)
-    if type(bits) is not int or bits not in ((_AWQ_BITS,) if is_awq else (2, 4, 8)):
-        raise LayoutError(codes, f"has codes of {bits} bits, which lora-tool does not read", is_fault=False)
     kind = table.get("version" if is_awq else "checkpoint_format")
     known = (None, "gemm", "GEMM") if is_awq else tuple(_ADDED)
     if kind not in known:
         raise LayoutError(codes, f"is packed as {kind}, which lora-tool does not read", is_fault=False)
-    each = _WORD // bits
     scales = parts.needed(f"{module}.scales", codes, SCALES)
     zeros = parts.needed(f"{module}.qzeros", codes, (DType.I32,))
+    bits = _bits(table, scales.shape[-1:], zeros.shape[-1:])
+    if type(bits) is not int or bits not in ((_AWQ_BITS,) if is_awq else (2, 4, 8)):
+        raise LayoutError(codes, f"has codes of {bits} bits, which lora-tool does not read", is_fault=False)
+    each = _WORD // bits
     if codes.dtype is not DType.I32 or len(codes.shape) != MATRIX or len(scales.shape) != MATRIX or 0 in codes.shape:
         raise LayoutError(codes, f"is {codes.dtype} {list(codes.shape)} with scales of {list(scales.shape)}")
     inside, outputs = (codes.shape[0], codes.shape[1] * each) if is_awq else (codes.shape[0] * each, codes.shape[1])
@@ -61,3 +61,16 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
         across=is_awq,
         added=0 if is_awq else _ADDED[kind] * sum(1 << at for at in range(0, _WORD, bits)),
     )
+
+
+def _bits(table: Mapping[str, Any], outputs: tuple[int, ...], words: tuple[int, ...]) -> object:
+    """Return the width of codes: the config's, or one that GPTQModel's `dynamic` gives some modules, where zeros fit it."""
+    said = table.get("bits", _AWQ_BITS)
+    dynamic = table.get("dynamic")
+    others = (
+        [each.get("bits") for each in dynamic.values() if isinstance(each, dict)] if isinstance(dynamic, dict) else []
+    )
+    fitting = (
+        n for n in (said, *others) if type(n) is int and words == tuple(-(-size * n // _WORD) for size in outputs)
+    )
+    return next(fitting, said)

@@ -172,7 +172,7 @@ def _groups(encoding: PackedIntegers, read: Read) -> Array:
 
 def _zeros(zeros: StoredTensor, bits: int, first: int, last: int, groups: int, read: Read) -> F32:
     if zeros.dtype is DType.I8:
-        return rows_of(zeros, first, last, read).astype(np.float32)
+        return scales_of_rows(zeros, first, last, read)
     # the stream of each column begins anew: 32 rows of it are whole words
     top = first // 32
     words = rows_of(zeros, top * bits, min(-(-last // 32) * bits, zeros.shape[0]), read)

@@ -37,6 +37,8 @@ class Tiled(_Stored):
 
     scales: StoredTensor
     tile: tuple[int, int]
+    bits: int = 8
+    """How many of the eight there are codes for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class PackedIntegers(_Stored):
     scales: StoredTensor
     """[out, groups]"""
     zeros: StoredTensor | None
-    """[out, groups] as int8, or packed as the codes are, along the first dimension."""
+    """[out, groups] as int8, or packed as the codes are, along the first dimension; or one, as int8, where there is one scale."""
     bits: int
     group: int
     groups: StoredTensor | None = None

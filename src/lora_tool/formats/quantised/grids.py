@@ -91,9 +91,10 @@ class Grid:
 def is_requantisable(encoding: Encoding | None) -> TypeGuard[Requantisable]:
     """Return whether merged numbers can be stored so again: codes in words must be whole bytes, their groups in order."""
     if isinstance(encoding, PackedIntegers):
-        of_one_scale = encoding.scales.spec.numel == 1 < encoding.spec.shape[0]  # zero points are of rows
-        return (encoding.bits, encoding.groups) == (_BYTE, None) and not (encoding.zeros and of_one_scale)
-    return isinstance(encoding, Tiled | BnbInt8) or (isinstance(encoding, OffsetIntegers) and encoding.bits >= _BYTE)
+        zeros, scales = encoding.zeros, encoding.scales.spec.numel
+        of_rows = zeros is not None and scales == 1 < zeros.spec.numel  # which no scale of a row can be raised for
+        return (encoding.bits, encoding.groups) == (_BYTE, None) and not of_rows
+    return isinstance(encoding, BnbInt8) or (isinstance(encoding, Tiled | OffsetIntegers) and encoding.bits >= _BYTE)
 
 
 def grid_of(encoding: Requantisable) -> Grid:

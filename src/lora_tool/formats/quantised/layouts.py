@@ -18,13 +18,15 @@ from lora_tool.formats.quantised.columns import columns
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
 from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
-from lora_tool.formats.quantised.schemes import always, sizes
+from lora_tool.formats.quantised.schemes import always, least_bits, sizes
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
 _Layout = Callable[[str, StoredTensor], Encoding]
 _MX, _NV = 32, 16
+_OF_SIX_BITS = _MX * 6 // 8
+"""Bytes of 32 codes of MXFP6."""
 _READ = (DType.F8_E4M3, DType.F8_E8M0)
 _OF_CACHES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _CALIBRATED = (
@@ -74,9 +76,9 @@ _PARTS = (
 )
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 _BESIDE = {
-    "pre_quant_scale": "scales what its layer reads: lora-tool does not read modelopt's AWQ",
-    "_act_pre_scale": "scales what its layer reads, which lora-tool does not read",
-    ".bitmask": "says where a weight is not zero: lora-tool does not read sparse weights",
+    "pre_quant_scale": "scales its layer's input: lora-tool does not read modelopt's AWQ",
+    "_act_pre_scale": "scales its layer's input, which lora-tool does not read",
+    ".bitmask": "is the mask of a sparse weight, which lora-tool does not read",
 }
 """Ends of the names of what a weight has beside codes and scales, and why it is not read."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks", f"._weight{CODES}")
@@ -131,7 +133,7 @@ def _require_whole(tensors: TensorTable, table: Mapping[str, Any]) -> None:
         raise LayoutError(beside, why, is_fault=False)
     transforms = table.get("transform_config")
     if tensors and isinstance(transforms, dict) and transforms.get("config_groups"):
-        why = "is in a model whose layers turn what they read (`transform_config`), which lora-tool does not read"
+        why = "is in a model whose layers transform their inputs (`transform_config`), which lora-tool does not read"
         raise LayoutError(next(iter(tensors.values())), why, is_fault=False)
 
 
@@ -221,17 +223,18 @@ class _Layouts(Parts):
         if form not in self._known_tiles:
             self._known_tiles[form] = self._tile(codes, scales)
         tile = self._known_tiles[form]
-        kind = "int8" if codes.dtype is DType.I8 else "fp8 e4m3"
+        bits = least_bits(self._table) if codes.dtype is DType.I8 else 8
+        kind = f"int{bits}" if codes.dtype is DType.I8 else "fp8 e4m3"
         spec = TensorSpec(name=name, dtype=DType.F32, shape=codes.shape)
         label = f"{kind} {in_tiles(tile, codes.shape)}"
         if zeros is None:
-            return Tiled(spec=spec, codes=codes, label=label, scales=scales, tile=tile)
+            return Tiled(spec=spec, codes=codes, label=label, scales=scales, tile=tile, bits=bits)
         if (codes.dtype, zeros.dtype, zeros.shape) != (DType.I8, DType.I8, scales.shape):
             raise LayoutError(
                 zeros,
                 f"is {zeros.dtype} {list(zeros.shape)} for codes of {codes.dtype} with scales of {list(scales.shape)}",
             )
-        return OffsetIntegers(spec=spec, codes=codes, label=label, scales=scales, zeros=zeros, tile=tile)
+        return OffsetIntegers(spec=spec, codes=codes, label=label, scales=scales, zeros=zeros, tile=tile, bits=bits)
 
     def _tile(self, codes: StoredTensor, scales: StoredTensor) -> tuple[int, int]:
         """Return the rows and columns of a tile: as the config says where the grid is that, else a row or all."""
@@ -332,6 +335,8 @@ class _Layouts(Parts):
         divides: bool,
     ) -> Encoding:
         scales = self.needed(scale, codes, kinds)
+        if len(codes.shape) == MATRIX and scales.shape == (codes.shape[0], codes.shape[1] // _OF_SIX_BITS):
+            raise LayoutError(codes, "holds floats of six bits (mxfp6), which lora-tool does not read", is_fault=False)
         group = _NV if overall is not None else _MX
         shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else ()
         if len(shape) != MATRIX or scales.shape != (shape[0], shape[1] // group) or shape[1] % group:

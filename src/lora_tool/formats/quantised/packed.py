@@ -38,8 +38,13 @@ def packed(
     if scales.shape not in {(), (1,), shape[:1], (1, 1), (shape[0], count)} or shape[1] % count:
         raise LayoutError(scales, f"is {list(scales.shape)} for a weight of {list(shape)}")
     zeros = parts.tensors.get(f"{weight}_zero_point")
-    allowed = {DType.I8: (shape[0], count), DType.I32: (-(-shape[0] * bits // 32), count)}
-    if zeros is not None and allowed.get(zeros.dtype) != zeros.shape:
+    allowed: set[tuple[DType, tuple[int, ...]]] = {
+        (DType.I8, (shape[0], count)),
+        (DType.I32, (-(-shape[0] * bits // 32), count)),
+    }
+    if math.prod(scales.shape) == 1:  # which the library does not pack: they have one dimension
+        allowed |= {(DType.I8, ()), (DType.I8, (1,)), (DType.I8, (1, 1))}
+    if zeros is not None and (zeros.dtype, zeros.shape) not in allowed:
         raise LayoutError(zeros, f"is {zeros.dtype} {list(zeros.shape)} for {list(shape)}")
     return PackedIntegers(
         spec=TensorSpec(name=weight, dtype=scales.dtype, shape=shape),

@@ -109,9 +109,9 @@ def _what_is_wrong(folder: Path) -> str:
     return f"lora-tool validate {shlex.quote(str(folder))} says what is wrong with it"
 
 
-def as_matrix(tensor: StoredTensor, *, rows: int | None = None) -> StoredTensor:
-    """Return the same bytes as a matrix of so many rows, by default the first dimension: kernels become rows of B and A."""
-    height = tensor.shape[0] if rows is None else rows
+def as_matrix(tensor: StoredTensor) -> StoredTensor:
+    """Return the same bytes as a matrix of as many rows as the first dimension: kernels become rows of B and A."""
+    height = tensor.shape[0]
     spec = replace(tensor.spec, shape=(height, prod(tensor.shape) // max(1, height)))
     return tensor if spec.shape == tensor.shape else StoredTensor(spec=spec, spans=tensor.spans)
 

@@ -160,7 +160,7 @@ def _require_ranks(entries: Mapping[str, StateEntry], parsed: Mapping[str, Adapt
         shape = entries[name].shape
         if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
             raise UnsupportedCheckpoint(
-                f"`{name}` has rank {shape[0]}, but {config.path} says {config.rank(key.module)}: that config is of another run",
+                f"`{name}` has rank {shape[0]}, but {config.path} says {config.rank(key.module)}: that config is from another run",
                 hint="give the config of this run: `adapter_config=FILE`",
             )
 

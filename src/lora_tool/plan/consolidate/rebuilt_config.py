@@ -110,7 +110,7 @@ def _recipes(near: Iterable[Path], given: Path | None, tensors: Mapping[str, Any
             )
         if not _of_this_run(recipe, tensors):
             message = (
-                f"{given} says rank {recipe.rank}, but the tensors have {tensors['r']}: the file is of another run"
+                f"{given} says rank {recipe.rank}, but the tensors have {tensors['r']}: the file is from another run"
             )
             raise UnsupportedCheckpoint(message, hint="give the file of this run: `adapter_config=FILE`")
         return (recipe,)
@@ -157,7 +157,7 @@ def _rebuilt(
         places = ", ".join(map(str, (given,) if given else state.near))
         for stranger in () if given else _strangers(state.near, tensors):
             raise UnsupportedCheckpoint(
-                f"{stranger.path} says rank {stranger.rank}, but the tensors have {tensors['r']}: the file is of another run, and "
+                f"{stranger.path} says rank {stranger.rank}, but the tensors have {tensors['r']}: the file is from another run, and "
                 "no other file has alpha",
                 hint=_ASK,
             )

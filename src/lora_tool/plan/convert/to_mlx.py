@@ -24,7 +24,7 @@ def plan_to_mlx(adapter: AdapterDir, base: ModelDir | None, *, ignore: Iterable[
 
     def no_spool() -> Spool:
         raise UnsupportedAdapter(
-            f"{adapter.root}: its change is only known together with the base, as factors with other values than its own",
+            f"{adapter.root}: its ΔW cannot be computed without the base, and its factors would get other values",
             hint=f"to write the same ΔW: lora-tool prepare {root} --for mlx --base BASE -o OUT",
         )
 

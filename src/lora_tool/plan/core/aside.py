@@ -49,7 +49,7 @@ class Carried:
     def __bytes__(self) -> bytes:
         data = os.pread(self._aside.descriptor, self._nbytes, self._offset)
         if len(data) < self._nbytes:
-            raise OSError("a temporary file became shorter")
+            raise OSError("a temporary file was truncated")
         return data
 
     def __len__(self) -> int:

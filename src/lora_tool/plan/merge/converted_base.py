@@ -7,18 +7,14 @@ tensors of the names that `save_pretrained` writes (`on_disk`).
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.support import ALLOW_IN_MEMORY
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.keys import AdapterKey, Part, without_wrapped
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
@@ -26,14 +22,20 @@ from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.plan.merge.adapter_in_memory import (
+    SAVE_AGAIN,
+    disk_name,
+    in_memory,
+    require_as_in_memory,
+    require_no_lora_on_tied,
+    require_pefts_experts,
+    require_pefts_reading,
+)
 from lora_tool.plan.merge.base_view import PerExpert
 from lora_tool.plan.merge.partly_quantised import of_one_type, require_unchanged
 from lora_tool.plan.merge.split_steps import disk_steps
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
-
-_UNTIED_WAY = '`precision="float32"` with `untie=True` writes each end of tied embeddings as it was trained'
-_OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class ConvertedBase:
 
     def _parts_beside(self, module: str) -> dict[str, StoredTensor]:
         """Return the parts of the fused parameter that `module` is a part of, by the names that the adapter has."""
-        own, name = disk_name(self, module), f"{module}.weight"
+        own, name = disk_name(self.mapping, module), f"{module}.weight"
         if own is None:
             return {}
         longer, shorter = (own, name) if len(own) > len(name) else (name, own)
@@ -126,21 +128,21 @@ class ConvertedBase:
         """
         if precision is Precision.PEFT and not self.plain:
             for adapter in self.adapters:
-                _require_pefts_reading(self.mapping, adapter)
-        _require_as_in_memory(self, modules)
+                require_pefts_reading(self.mapping, adapter)
+        require_as_in_memory(self.mapping, self.copied_only, modules)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
         per_expert: dict[str, tuple[LoraTerm, ...]] = {}
         for module in [module for module in lora if module not in self.facts.layers]:
             if module in self.facts.modules:
                 parameters[f"{module}.weight"] = lora.pop(module)
-            elif (name := disk_name(self, module)) is not None:
+            elif (name := disk_name(self.mapping, module)) is not None:
                 per_expert[name] = lora.pop(module)
         if precision is Precision.PEFT:
-            _require_pefts_experts(self, per_expert)
+            require_pefts_experts(self.mapping, self.adapters, per_expert)
         changed = (*parameters, *(f"{name}.weight" for name in lora), *map(self.mapping.place, per_expert))
         require_unchanged(self.base.root, self.partly_quantised.intersection(changed))
-        _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
+        require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
     def on_disk(self, steps: Sequence[Step], per_expert: PerExpert) -> tuple[Step, ...]:
@@ -200,7 +202,7 @@ def converted_base(
         mapping=mapping,
         disk=base.tensors,
         base=replace(base, weights=replace(base.weights, tensors=tensors)),
-        adapters=tuple(_in_memory(adapter, mapping) for adapter in adapters),
+        adapters=tuple(in_memory(adapter, mapping) for adapter in adapters),
         arch=arch,
         task=task,
         leftovers=dropped,
@@ -208,52 +210,6 @@ def converted_base(
         plain=plain,
         partly_quantised=frozenset(mixed),
     )
-
-
-def _in_memory(adapter: AdapterDir, mapping: NamesOnDisk) -> AdapterDir:
-    """Return the adapter with the module paths of this transformers."""
-    found = homes(adapter, mapping)
-    if all(path in (None, module) for (module, _), path in found.items()):
-        return adapter  # which has been looked at already
-
-    def in_memory(key: AdapterKey) -> AdapterKey:
-        path = found[key.module, _leaf_in_memory(key)] or key.module
-        return key if path == key.module else replace(key, module=path)
-
-    return replace(adapter, keys={name: in_memory(key) for name, key in adapter.keys.items()})
-
-
-def homes(adapter: AdapterDir, mapping: NamesOnDisk) -> dict[tuple[str, str], str | None]:
-    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
-
-    None where there is none.
-    """
-    # in the file's order: a rule of transformers may wait for a name before it looks at others
-    wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
-    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
-
-
-def _leaf_in_memory(key: AdapterKey) -> str:
-    """Return the parameter of its module that an adapter's tensor is for."""
-    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
-
-
-def _home(module: str, leaf: str, mapping: NamesOnDisk) -> str | None:
-    """Return the path in memory of a module that an adapter names.
-
-    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
-    """
-    module = bare = without_wrapped(module)
-    while bare.endswith(".base_layer"):
-        bare = bare.removesuffix(".base_layer")
-    if bare in mapping.facts.modules:
-        return module
-    placed = mapping.place(f"{bare}.{leaf}")
-    if placed not in mapping.facts.shapes:
-        return None
-    path, _, found = placed.rpartition(".")
-    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
-    return path + module.removeprefix(bare) if found == leaf else module
 
 
 def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:
@@ -300,94 +256,9 @@ def _stored(view: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterator[
                 f"{view.base.root}: `{name}` {list(made.shape)} is stored transposed"
                 + (f", {list(tensor.shape)}" if tensor else "")
                 + ", and transformers would not write it that way",
-                hint=_SAVE_AGAIN,
+                hint=SAVE_AGAIN,
             )
         yield Step(out=tensor.spec, op=Copy(source=tensor), action=TensorAction.COPIED, reason="as in the base")
-
-
-def disk_name(view: ConvertedBase, module: str) -> str | None:
-    """Return the tensor on disk that is the weight of `module`, a part of a fused parameter; None if it is none."""
-    name = f"{module}.weight"
-    held = view.mapping.piece_names(view.mapping.place(name))
-    if name in held:
-        return name
-    return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
-
-
-def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
-    """Raise `UnsupportedAdapter` where PEFT cannot fuse the factors of all experts, or would scale them differently."""
-    for parameter in {view.mapping.place(name) for name in per_expert}:
-        pieces = view.mapping.piece_names(parameter)
-        if not pieces <= per_expert.keys():
-            raise UnsupportedAdapter(
-                f"{view.adapters[0].root}: {len(pieces - per_expert.keys())} of the {len(pieces)} tensors that make "
-                f"`{parameter}` have no LoRA, but PEFT fuses the factors of all",
-                hint=_OWN_WAY,
-            )
-    for config in (adapter.config for adapter in view.adapters if per_expert and adapter.config):
-        if config.use_rslora or config.rank_pattern or config.alpha_pattern:
-            raise UnsupportedAdapter(
-                f"{config.path}: use_rslora, rank_pattern or alpha_pattern on single experts: PEFT fuses their factors, "
-                "and would scale them differently than in training",
-                hint=_OWN_WAY,
-            )
-
-
-def _require_pefts_reading(mapping: NamesOnDisk, adapter: AdapterDir) -> None:
-    """Raise `UnsupportedAdapter` where PEFT would leave some of the adapter's tensors out."""
-    tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
-    lost = mapping.left_out_by_peft(adapter.root, tensors)
-    if lost:
-        # by the names of the file: PEFT may have renamed them into nothing
-        found = homes(adapter, mapping)
-        placed = None not in found.values()
-        weights = {f"{path}.weight" for path in found.values() if path}
-        tied = {name for pair in mapping.facts.tied.items() for name in pair} & weights
-        raise UnsupportedAdapter(
-            f"{adapter.root}: with the installed transformers, PEFT has no place for {len(lost)} of its tensors and would leave "
-            f"them out with a warning; the first is `{lost[0]}`",
-            hint=_UNTIED_WAY
-            if tied
-            else _OWN_WAY
-            if placed
-            else f"lora-tool validate {shlex.quote(str(adapter.root))}",
-        )
-
-
-_SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW"
-
-
-def _require_as_in_memory(view: ConvertedBase, modules: AdapterModules) -> None:
-    """Raise `UnsupportedAdapter` for LoRA on a weight that is stored transposed.
-
-    Raises `OnlyInMemory` where transformers writes the weight back transposed, so that saving it again is no way out.
-    """
-    adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
-    for name in sorted(adapted & view.copied_only.keys()):
-        tensor = view.copied_only[name]
-        message = (
-            f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}, but the adapter is for "
-            f"`{name}`, {list(view.facts.shapes[name])}"
-        )
-        if not view.mapping.is_written_as_in_memory(name):
-            raise OnlyInMemory(f"{message}, and transformers writes it back transposed", hint=ALLOW_IN_MEMORY)
-        raise UnsupportedAdapter(message, hint=_SAVE_AGAIN)
-
-
-def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
-    """Raise `UnsupportedAdapter` for LoRA on a layer that is the same as another.
-
-    The ends of tied embeddings are looked at by themselves.
-    """
-    output = f"{facts.output}.weight"
-    shared = {name for pair in facts.tied.items() if pair[0] != output for name in pair}
-    for module in modules:
-        if f"{module}.weight" in shared:
-            raise UnsupportedAdapter(
-                f"`{module}` is one layer in several places of {facts.class_name}: PEFT's merge would add the LoRA of "
-                "each place to all of them, although each was trained for one place",
-                hint="serve the adapter unmerged",
-            )
 
 
 def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:

@@ -137,7 +137,7 @@ def plan_in_memory(
     staged: ModelDir,
     *,
     why: str,
-    max_shard_bytes: int | None = None,
+    max_shard_bytes: int | None,
 ) -> Plan:
     """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
     head = None

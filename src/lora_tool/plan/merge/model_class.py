@@ -18,8 +18,8 @@ from lora_tool.names import meta
 from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
+from lora_tool.plan.merge.adapter_in_memory import homes
 from lora_tool.plan.merge.base_view import class_row
-from lora_tool.plan.merge.converted_base import homes
 from lora_tool.tensors import DType
 
 _WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}

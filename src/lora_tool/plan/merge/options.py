@@ -101,7 +101,7 @@ class MergeOptions:
     )
     original: Reference | None = option(
         None,
-        "16-bit model that a base of bitsandbytes was made from: --store as-base quantises its W + ΔW afresh.",
+        "16-bit model that the bitsandbytes base was quantised from; --store as-base quantises its W + ΔW.",
         metavar="MODEL",
     )
     base_as: TrainedAs | str | None = option(

@@ -125,7 +125,7 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) 
     if asked not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
     from lora_tool.names.mixture import mixture_mapping  # noqa: PLC0415 - for bases that are not as in memory alone
-    from lora_tool.plan.merge.converted_base import homes  # noqa: PLC0415 - see above
+    from lora_tool.plan.merge.adapter_in_memory import homes  # noqa: PLC0415 - see above
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)

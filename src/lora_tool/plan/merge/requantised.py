@@ -17,6 +17,7 @@ from lora_tool.formats.quantised.encodings import (
     Encoding,
     OffsetIntegers,
     PackedIntegers,
+    Tiled,
     dequantised,
     in_type,
     rounded,
@@ -111,7 +112,7 @@ def _only_read(step: Step, encoding: Encoding) -> str:
     """Return why a changed weight is not stored in its format."""
     if isinstance(encoding, ColumnIntegers):
         why = "its codes were calibrated one after the other, and part of its scales may be in the layers before it"
-    elif isinstance(encoding, PackedIntegers | OffsetIntegers) and encoding.bits > _FEW_BITS:
+    elif isinstance(encoding, PackedIntegers | OffsetIntegers | Tiled) and encoding.bits > _FEW_BITS:
         ordered = isinstance(encoding, PackedIntegers) and encoding.groups is not None
         how = "in the order of activations" if ordered else "stored so"
         why = f"lora-tool does not round to integers of {encoding.bits} bits {how}"

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.merged.verdict import Verdict
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import TensorEvidence
@@ -360,14 +361,14 @@ def other_answers(subject: MergedSubject) -> Iterator[Fault]:
 
 @rule("LT625", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.PAIRS}))
 def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
-    """The merged model ranks fewer pairs right than required.
+    """The merged model ranks fewer pairs correctly than required.
 
     What it does: `lora-tool verify --pairs FILE --min-accuracy 0.7` (or `ci` with the same options) counts the pairs
     whose chosen text gets the higher reward, a tie as half, and compares their share with the minimum.
 
     Why it matters: Every tensor may be right and the reward model still a poor judge.
 
-    Example: A reward model trained on swapped columns ranks only 30% of 200 held-out pairs right.
+    Example: A reward model trained on swapped columns ranks only 30% of 200 held-out pairs correctly.
 
     What to do: If base + adapter rank better than the merged model, look at the other findings. Otherwise train longer,
     or check the data: `chosen`, `rejected` and the chat template.
@@ -378,7 +379,7 @@ def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
     low, high = found.merged.interval
     before = "" if found.unmerged is None else f"; base + adapter {found.unmerged.accuracy:.3f}"
     message = (
-        f"ranks {found.merged.accuracy:.3f} of the {len(found.lines):,} pairs in {found.source} right (95% interval "
+        f"ranks {found.merged.accuracy:.3f} of the {len(found.lines):,} pairs in {found.source} correctly (95% interval "
         f"{low:.3f} to {high:.3f}), expected at least {found.least:g}{before}"
     )
     yield Fault(message=message)

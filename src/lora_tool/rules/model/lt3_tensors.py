@@ -58,7 +58,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         if not rank and (not differ or (vocabulary and differ == [size])):
             continue  # of a vocabulary of another size LT310 tells
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
-        message = f"is {list(tensor.shape)}, but the config means [{shown}]"
+        message = f"is {list(tensor.shape)}, but the config implies [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
@@ -75,7 +75,9 @@ def _left_out(subject: ModelSubject, fields: Iterable[str]) -> Iterator[Fault]:
             message = f"expected int, found {shown(config.raw[name])}: transformers does not load the model"
             yield Fault(subject=name, message=message, path=str(config.path), hint=_COPY)
         else:
-            message = f"is missing: transformers takes its default for a {config.model_type}, whatever the weights are"
+            message = (
+                f"is missing: transformers assumes its default for a {config.model_type}, which may not fit the weights"
+            )
             yield Fault(subject=name, message=message, path=str(config.path), severity=Severity.WARNING, hint=_COPY)
 
 
