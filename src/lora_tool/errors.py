@@ -39,11 +39,10 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from lora_tool.frozen import dataclass
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from lora_tool.errors import WrongValue
-from lora_tool.frozen import dataclass
 
 URI = "hf://"
 FORMS = "owner/name, owner/name@revision, hf://owner/name@revision or its address https://huggingface.co/owner/name"

@@ -9,7 +9,7 @@ import re
 import string
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,6 @@ from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoi
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState, without_history
-from lora_tool.frozen import dataclass
 from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened

@@ -12,8 +12,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-
-from lora_tool.frozen import dataclass
+from dataclasses import dataclass
 
 PREFIX = "base_model.model."
 """What `PeftModel` puts before every name: its own `base_model`, then `LoraModel`'s `model`."""

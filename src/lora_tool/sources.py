@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import TypeAlias
 
@@ -27,7 +28,6 @@ from lora_tool.formats.files import expanded, is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
-from lora_tool.frozen import dataclass
 from lora_tool.hub_cache import may_hold
 from lora_tool.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant

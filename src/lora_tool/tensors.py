@@ -12,14 +12,13 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from lora_tool.choices import TextEnum, wrong_value
-from lora_tool.frozen import dataclass
 
 MAX_BYTES = 2**63 - 1
 """No file is larger than this, so no tensor is. A header whose shape needs more is wrong."""

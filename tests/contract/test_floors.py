@@ -10,7 +10,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
-    "frozen": -1,  # how classes are made
     **dict.fromkeys(
         ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "actions", "exhaustive"),
         0,

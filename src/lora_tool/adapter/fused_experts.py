@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

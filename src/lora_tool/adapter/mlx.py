@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from lora_tool.formats.adapter_config import FILE_NAME, adapter_config
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import read_object
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX, Part, split_layer
 from lora_tool.tensors import Span, StoredTensor, TransposedSpan
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lora_tool.architectures.ends import is_output
 from lora_tool.architectures.heads import head_of
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX, AdapterKey
 
 LORA_MODEL = "model."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
-from lora_tool.frozen import dataclass
 
 ALLOW_IN_MEMORY = "`allow_in_memory=True` merges it with PEFT, with the whole model in memory"
 AS_PLAIN_LORA = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from lora_tool.adapter.experts import parameter_of
@@ -16,7 +16,6 @@ from lora_tool.adapter.naming import bare_path
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part, without_numbers, without_wrapped
 from lora_tool.tensors import StoredTensor
 

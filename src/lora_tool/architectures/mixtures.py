@@ -9,11 +9,10 @@ that leaves a size open, or has a value that a row does not know, is for transfo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from lora_tool.architectures.sizes import Sizes
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 
 Shape = tuple[int, ...]
 Parameters = Mapping[str, str]

@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 from lora_tool.architectures.sizes import Sizes
 from lora_tool.architectures.table import is_computed
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.keys import split_layer
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
@@ -131,7 +131,7 @@ def _why_no_row(config: ModelConfig) -> str | None:
         return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
     row = _row(config.model_type or "")
     if row is None:
-        return f"lora-tool has no table of the tensors of a {config.model_type or 'model without a type'} model"
+        return f"lora-tool has no table of the tensors of {config.model_type or 'untyped'} models"
     for name in config.architectures[:1]:
         if name in row.get("apart", ()):  # a decoder alone, whose encoder is not lost
             return f"lora-tool has no table of the tensors of a {name}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lora_tool.architectures.model_tensors import prefixes_of
 from lora_tool.architectures.table import architecture_of
 from lora_tool.architectures.text_classes import TEXT_CLASSES
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 
 _WRITING = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
 """PEFT's task types of models that write text."""

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 

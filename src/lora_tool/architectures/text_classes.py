@@ -7,12 +7,11 @@ The table is of transformers 5.23, for checkpoints whose experts are stored fuse
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.table import Architecture
-from lora_tool.frozen import dataclass
 
 _OUTPUT = "lm_head.weight"
 

@@ -6,12 +6,12 @@ PEFT saves the ends of the model by itself then, with more or fewer rows than th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from lora_tool.architectures.ends import MATRIX, embeddings, output_name
 from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import StoredTensor
 
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,6 @@ from lora_tool.formats import generation_config, manifest, model_card, tokenizer
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.trainer_state import TrainerState, read_trainer_state
 from lora_tool.formats.weights import Weights
-from lora_tool.frozen import dataclass
 from lora_tool.path_suggestions import no_such_folder, not_a_folder
 
 Config = TypeVar("Config")

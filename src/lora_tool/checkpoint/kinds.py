@@ -7,7 +7,7 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.weights import Weights
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, TensorTable
 
 

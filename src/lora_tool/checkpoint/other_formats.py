@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoint.folders import Folder
@@ -11,7 +12,6 @@ from lora_tool.display import some
 from lora_tool.errors import BrokenFile, UnsupportedCheckpoint
 from lora_tool.formats.files import read_object
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX, Part, parse
 
 

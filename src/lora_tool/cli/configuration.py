@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from click.core import ParameterSource
 from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
-from lora_tool.frozen import dataclass
 from lora_tool.progress import decided
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lora_tool.display import counted, json_data, printable
-from lora_tool.frozen import dataclass
 from lora_tool.report.model import Report
 from lora_tool.validation.changes import FileChange
 from lora_tool.validation.fixes import planned_changes

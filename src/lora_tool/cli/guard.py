@@ -8,6 +8,7 @@ import shlex
 import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ import click
 from lora_tool.cli.options import ignore_option, json_option
 from lora_tool.display import counted, printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
-from lora_tool.frozen import dataclass
 from lora_tool.report import Severity
 
 if TYPE_CHECKING:

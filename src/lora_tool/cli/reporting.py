@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -13,7 +14,6 @@ from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
 from lora_tool.errors import LoraToolError
 from lora_tool.formats.files import expanded
-from lora_tool.frozen import dataclass
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Report

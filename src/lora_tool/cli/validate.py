@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +29,6 @@ from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
 from lora_tool.display import as_cell, as_options, json_text
 from lora_tool.errors import LoraToolError, of_system
-from lora_tool.frozen import dataclass
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form

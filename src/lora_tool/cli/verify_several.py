@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from lora_tool.cli.reporting import Reporting, report_text
 from lora_tool.cli.terminal import say, show_error, wants_colour
 from lora_tool.display import as_cell, as_options, printable
 from lora_tool.errors import LoraToolError, of_system
-from lora_tool.frozen import dataclass
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
 

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lora_tool.cluster.on_nodes import Meter, Place, carry_out, enter
@@ -21,7 +21,6 @@ from lora_tool.cluster.reaching import JOIN, START, is_same_address, require_hea
 from lora_tool.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.display import counted
 from lora_tool.errors import ExecutionError, LoraToolError, require_packages
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress, decided, told
 
 MOST_TRIES = 4

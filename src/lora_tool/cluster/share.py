@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from lora_tool.errors import WrongValue
-from lora_tool.frozen import dataclass
 
 Item = TypeVar("Item")
 

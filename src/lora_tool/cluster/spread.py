@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lora_tool.choices import Choice
 from lora_tool.errors import WrongValue
-from lora_tool.frozen import dataclass
 
 if TYPE_CHECKING:
     from lora_tool.cluster.ray_cluster import RayCluster

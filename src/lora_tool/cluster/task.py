@@ -6,11 +6,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from lora_tool.errors import ExecutionError, SourceChanged
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 from lora_tool.version import __version__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lora_tool.errors import ExecutionError, UnsupportedAdapter
@@ -17,7 +17,6 @@ from lora_tool.execution.folder import errors_of_the_system, sync_folder
 from lora_tool.execution.journal import Journal, retained_in
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Finished, Work, WorkDone
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from lora_tool.execution.kernels import F32, F64, AnyArray
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import LowRank
 from lora_tool.tensors import DType
 

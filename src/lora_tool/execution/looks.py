@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.execution.journal import Journal
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress
 from lora_tool.report import Finding

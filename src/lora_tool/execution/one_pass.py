@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.shared_reading import MOST_HELD, Block, SharedSources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, Unit, units_of
 from lora_tool.execution.work import Ended, Unfinished, WorkDone
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
@@ -175,7 +175,7 @@ class _Pass:
         # no early write-back: each of so many small stretches would cost a drain of every core's page lists
         for number, name in _places(batch):
             if number not in unwritten:
-                self.runs[number].end(files[number, name])
+                self.runs[number].end((), files[number, name])  # nobody looks at what is whole before all is
         return errors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from lora_tool.execution.attempts import Part, parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of, makes_factors
 from lora_tool.execution.journal import Journal, versions_of
 from lora_tool.execution.work import Ended, Finished, Unfinished, Work, WorkDone
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
 from lora_tool.progress import Progress

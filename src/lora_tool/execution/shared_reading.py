@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.reading import Sources
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 if TYPE_CHECKING:

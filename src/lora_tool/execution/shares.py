@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress

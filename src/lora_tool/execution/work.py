@@ -7,13 +7,12 @@ plan, its units (`units_of`) and the parts of the check of values. `Worker` carr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
 from lora_tool.errors import LoraToolError
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard

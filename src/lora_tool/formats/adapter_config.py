@@ -10,7 +10,7 @@ import enum
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lora_tool.formats.fields import Fields, is_number, is_object, shown
 from lora_tool.formats.files import read_object
 from lora_tool.formats.lora_config import ON_BY_OBJECT, note_refused
 from lora_tool.formats.patterns import Patterns, compiled, ignores_numbers, is_path
-from lora_tool.frozen import dataclass
 from lora_tool.keys import is_under
 
 FILE_NAME = "adapter_config.json"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -15,7 +16,6 @@ from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.safetensors import WeightsFile, scan_file
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
 _INFO = "DCP_SHARDING_INFO"

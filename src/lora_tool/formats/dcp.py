@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -30,7 +30,6 @@ from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"

@@ -8,14 +8,13 @@ a tensor lies in the whole one stands in the archive's header, too. Torch has no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.cut_safetensors import CutPart, cut_parts
 from lora_tool.formats.files import open_regular, read_at, require_inside
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 _BEGINNING = b'{"'

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from lora_tool.formats.fields import is_number, shown
 from lora_tool.formats.files import read_object, read_text
 from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import read_torch_file
-from lora_tool.frozen import dataclass
 
 TRAINING_ARGS = "training_args.bin"
 RUN_CONFIG = "run_config.yaml"

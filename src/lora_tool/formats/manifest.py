@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.fields import is_strings
 from lora_tool.formats.files import read_object
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, TensorSpec
 
 FILE_NAME = "lora_tool.json"

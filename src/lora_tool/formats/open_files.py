@@ -8,12 +8,12 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_pieces, read_rows
-from lora_tool.frozen import dataclass
 
 if TYPE_CHECKING:
     from typing_extensions import Self

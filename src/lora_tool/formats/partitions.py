@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -26,7 +27,6 @@ from lora_tool.formats.universal import FILE
 from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, ZeroStage
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-
-from lora_tool.frozen import dataclass
 
 _MAX_PATTERN = 200_000
 """A pattern that lists every module of a large model by its path has some 30,000 characters."""

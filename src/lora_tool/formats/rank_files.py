@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.state_dicts import RankTensor, module_tensors
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 _FLAT_PARAMETER = re.compile(r"(?:\A|\.)_?flat_param(?:_\d+)?\Z")

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import instead_of_weights, open_regular, parse_names, read_at
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.files import read_json, require_inside, require_own_file
-from lora_tool.frozen import dataclass
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"

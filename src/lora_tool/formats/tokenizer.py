@@ -6,14 +6,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import CorruptFile, Problem
 from lora_tool.formats.files import inside, open_regular, read_at, read_json
-from lora_tool.frozen import dataclass
 
 CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"

@@ -14,6 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +24,6 @@ from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TransposedSpan
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
-from lora_tool.frozen import dataclass
 
 FILE_NAME = "trainer_state.json"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
-from lora_tool.frozen import dataclass
 
 FILE_NAME = "lora_tool_train.json"
 

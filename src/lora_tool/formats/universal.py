@@ -8,13 +8,13 @@ and lies in a dictionary as ``param``; one of stage 3 is flat, and its shape is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.torch_objects import LazyTensor
-from lora_tool.frozen import dataclass
 
 if TYPE_CHECKING:
     from lora_tool.formats.torch_zip import TorchFile

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.fields import shown
 from lora_tool.formats.files import MAX_JSON_BYTES, parse_names, read_all, require_inside
 from lora_tool.formats.safetensors import WeightsFile, scan_file
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import FileStamp, StoredTensor
 
 TORCH_SUFFIX = ".bin"

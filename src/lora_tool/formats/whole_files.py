@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +12,6 @@ from lora_tool.formats.files import require_inside
 from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import is_tensor_name
 
 Key = TypeVar("Key", int, tuple[int, int])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,6 @@ from lora_tool.formats.zero_files import (
     model_states,
     optim_states,
 )
-from lora_tool.frozen import dataclass
 
 States = TypeVar("States")
 

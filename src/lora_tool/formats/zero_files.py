@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile, read_scalar
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 Value = TypeVar("Value")

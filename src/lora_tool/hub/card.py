@@ -12,11 +12,10 @@ import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_tool.choices import Choice
-from lora_tool.frozen import dataclass
 from lora_tool.hub.metadata import Card, changed, read_card
 from lora_tool.hub.origin import Origin, is_hub_id
 

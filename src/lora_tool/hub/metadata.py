@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from lora_tool.errors import BadConfig, Defect, Problem
-from lora_tool.frozen import dataclass
 
 # the Hub's own pattern (huggingface_hub/repocard.py, REGEX_YAML_BLOCK)
 _BLOCK = re.compile(

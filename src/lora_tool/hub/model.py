@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub.hf_api import RepoFile
 
 from lora_tool.choices import Choice, TextEnum
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import FileStamp
 
 MAIN = "main"

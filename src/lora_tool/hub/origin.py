@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.adapter.view import view_of
@@ -10,7 +11,6 @@ from lora_tool.architectures.heads import is_last_layer
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.manifest import Manifest
-from lora_tool.frozen import dataclass
 from lora_tool.sources import resolve
 
 _HUB_ID = re.compile(r"[\w][\w.\-]*(?:/[\w][\w.\-]*)?\Z")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
-from lora_tool.frozen import dataclass
 from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
 from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.remote import head_commit, read_remote, read_tree

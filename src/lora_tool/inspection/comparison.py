@@ -11,6 +11,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,6 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.choices import TextEnum
 from lora_tool.formats.stored_numbers import READABLE, Matrix, raw_blocks, square_sum, stored_blocks, widened
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.factors import matrices, triangle
 from lora_tool.keys import split_layer
 from lora_tool.progress import Progress

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TypeAlias
 
 from lora_tool.display import counted, number, printable, shortened, size
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.curves import Curves
 
 _INITS = {"true": "PEFT's default (B = 0)", "false": "random A and B"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ import numpy.typing as npt
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.stored_numbers import READABLE, Matrix, rounded, square_sum, values, widened
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.factors import matrices, triangle
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
-from lora_tool.frozen import dataclass
 from lora_tool.names.model import RowMapping, RowSlice, Shape, row_count
 from lora_tool.names.order import in_natural_order
 from lora_tool.names.rows import numbered, pieces_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.architectures.mixtures import (
@@ -19,7 +20,6 @@ from lora_tool.architectures.mixtures import (
 )
 from lora_tool.errors import require_packages
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.names.model import ModelFacts, RowMapping, RowSlice, Shape, row_count
 from lora_tool.names.order import in_natural_order
 from lora_tool.tensors import DType
@@ -175,6 +175,7 @@ def _facts(class_name: str, memory: Mapping[str, Shape], tied: Mapping[str, str]
         transposed=frozenset(),
         tied=tied,
         output=OUTPUT,
+        tokens_of_both=EMBEDDINGS if tied else None,
         head=None,
         unsaved=frozenset(),
         keep_in_fp32=corrections if dtype in (DType.BF16, DType.F16) else frozenset(),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-from lora_tool.frozen import dataclass
 
 Shape = tuple[int, ...]
 
@@ -59,6 +58,8 @@ class ModelFacts:
     """Parameter → the parameter that it is the same as; only the latter is saved."""
     output: str | None
     """Path of the language-modelling output layer."""
+    tokens_of_both: str | None
+    """Path of the embedding whose trained tokens PEFT trains at the tied ends, too: none where its config ties none."""
     head: str | None
     """Path of the last layer of the classification head: its outputs are the labels."""
     unsaved: frozenset[str]

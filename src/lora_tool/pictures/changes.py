@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lora_tool.frozen import dataclass
+from dataclasses import dataclass
+
 from lora_tool.inspection.comparison import Comparison, Difference
 from lora_tool.keys import split_layer
 from lora_tool.pictures.grid import Grid, laid_out, span

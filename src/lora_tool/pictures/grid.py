@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lora_tool.display import four_digits
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.naming import place, short_names
 from lora_tool.inspection.spectra import Spectrum
 

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.curves import Curves, is_main
 from lora_tool.inspection.naming import place, short_names
 from lora_tool.inspection.spectra import Spectrum

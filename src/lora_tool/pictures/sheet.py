@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from matplotlib.figure import Figure
 
-from lora_tool.frozen import dataclass
 from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid

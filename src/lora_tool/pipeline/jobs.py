@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import (
@@ -19,7 +19,6 @@ from lora_tool.checkpoint import (
 from lora_tool.errors import LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import read_manifest
-from lora_tool.frozen import dataclass
 from lora_tool.inventory import checkpoints_under
 from lora_tool.pipeline.mending import has_rank_files
 from lora_tool.pipeline.model import Job

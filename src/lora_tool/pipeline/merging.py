@@ -8,7 +8,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -25,7 +25,6 @@ from lora_tool.cluster.spread import Spread
 from lora_tool.display import from_here, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.files import expanded
-from lora_tool.frozen import dataclass
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared

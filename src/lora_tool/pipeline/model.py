@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.choices import TextEnum
 from lora_tool.errors import LoraToolError
-from lora_tool.frozen import dataclass
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report

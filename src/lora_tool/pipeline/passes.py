@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.folder import check_space, errors_of_the_system
-from lora_tool.frozen import dataclass
 from lora_tool.pipeline.writing import ReadBack, Written, being_written, work_of
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress, StageWatch, unwatched

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, of_system
-from lora_tool.frozen import dataclass
 from lora_tool.pipeline.merging import with_opened_models
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
 from lora_tool.pipeline.passes import Passes

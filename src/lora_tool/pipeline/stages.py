@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.frozen import dataclass
 from lora_tool.pipeline.mending import curable, has_rank_files
 from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Ranked, Stage, Status

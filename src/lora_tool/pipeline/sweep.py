@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.execution.folder import check_output
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME
-from lora_tool.frozen import dataclass
 from lora_tool.hub_names import hub_name
 from lora_tool.pipeline.merging import called_with, merge_inputs, planned, with_opened_models
 from lora_tool.pipeline.passes import Passes, Underway

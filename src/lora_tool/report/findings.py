@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from lora_tool.choices import Choice
-from lora_tool.frozen import dataclass
 
 
 @enum.unique

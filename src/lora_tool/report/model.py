@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
-from lora_tool.frozen import dataclass
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
 from lora_tool.report.words import Checked, Ignored, Page, Skipped, Unread

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
-from lora_tool.frozen import dataclass
 from lora_tool.report.findings import Severity
 
 

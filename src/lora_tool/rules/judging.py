@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
@@ -12,7 +12,6 @@ from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats import generation_config
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress, Watch
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined

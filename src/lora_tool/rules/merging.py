@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase
-from lora_tool.frozen import dataclass
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import Need, chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
 from lora_tool.architectures.ends import is_input
 from lora_tool.checkpoint import ShardedDir
@@ -12,7 +13,6 @@ from lora_tool.display import counted
 from lora_tool.formats import model_config
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import (
     COPY,

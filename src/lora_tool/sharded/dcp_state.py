@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.state_dicts import OTHER_KEYS
 from lora_tool.formats.torch_zip import Record
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import (
     COPY,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import another_save, fault

@@ -7,7 +7,7 @@ reward is wrong.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool import keys
@@ -18,7 +18,6 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adap
 from lora_tool.formats.files import read_json
 from lora_tool.formats.lora_recipes import recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.frozen import dataclass
 from lora_tool.keys import AdapterKey, Part, has_lora_factor
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import fault

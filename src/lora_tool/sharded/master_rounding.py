@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool import keys
@@ -19,7 +20,6 @@ from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ZeroStage
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import another_save, fault

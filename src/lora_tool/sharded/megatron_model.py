@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats import model_config
 from lora_tool.formats.files import is_file, read_object
 from lora_tool.formats.lora_recipes import RUN_CONFIG, read_yaml, recipes_in
-from lora_tool.frozen import dataclass
 from lora_tool.sources import resolve
 
 Rows = tuple[tuple[int, int], ...]

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lora_tool.errors import UnsupportedCheckpoint
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX
 from lora_tool.sharded.megatron_model import EXPORT, GIVE, MOST_MATRICES, MegatronModel, Rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
@@ -13,7 +13,6 @@ from lora_tool.checkpoint.other_formats import refuse_files
 from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX
 from lora_tool.sharded.dcp_state import DcpState, dcp_state
 from lora_tool.sharded.faults import base_layers_left_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
@@ -17,7 +17,6 @@ from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
 from lora_tool.formats.torch_zip import Record
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import base_layers_left_out, fault, frozen_left_out
 from lora_tool.sharded.flat_slices import flat_shapes

@@ -6,14 +6,13 @@ import abc
 import math
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
-from lora_tool.frozen import dataclass
 from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding
 from lora_tool.sharded.file_values import FileValues, ValuePiece

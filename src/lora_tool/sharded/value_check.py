@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from lora_tool.cores import available_cores
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.models import weights_in
 from lora_tool.display import counted
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.frozen import dataclass
 from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out, unreadable_files
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.tags import require_tag_here

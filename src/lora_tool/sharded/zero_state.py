@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
@@ -15,7 +15,6 @@ from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
 from lora_tool.formats.zero_files import USE_DEEPSPEED
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding

@@ -13,7 +13,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,6 @@ from lora_tool.choices import closest
 from lora_tool.errors import BadRunConfig, CorruptFile, require_packages
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
-from lora_tool.frozen import dataclass
 from lora_tool.train.methods import Method
 from lora_tool.train.traps import CODES
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding
 from lora_tool.train.methods import Feedback, Method
 from lora_tool.train.traps import trap

@@ -7,12 +7,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.choices import TextEnum
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding, Severity
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.methods import METHODS, Method

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-
-from lora_tool.frozen import dataclass
+from dataclasses import dataclass
 
 
 @enum.unique

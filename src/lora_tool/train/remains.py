@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoint import (
@@ -22,7 +23,6 @@ from lora_tool.checkpoint import (
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, FindingsFound, TrainingFailed, UnsupportedCheckpoint
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding, Severity
 from lora_tool.train.saving import weight_files
 from lora_tool.train.traps import trap

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,6 @@ from lora_tool.errors import CorruptFile
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import MAX_JSON_BYTES, open_regular, parse_json, read_all, read_at
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.frozen import dataclass
 
 _LENGTH_BYTES = 8
 _STYLES = tuple(itertools.product((2, 4, None, 1, "\t"), (False, True)))

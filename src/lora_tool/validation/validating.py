@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ from lora_tool.checkpoint import (
 from lora_tool.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import inside
-from lora_tool.frozen import dataclass
 from lora_tool.plan.base.task import Task
 from lora_tool.progress import Watch, decided
 from lora_tool.report import Report

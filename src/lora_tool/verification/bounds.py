@@ -14,10 +14,11 @@ it, so each such rounding costs u'·(|W'| + Σ‖b‖·‖a‖) at most.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import LowRank, Precision, RowOp
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS

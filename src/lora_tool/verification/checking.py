@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -14,7 +15,6 @@ from threadpoolctl import threadpool_limits
 from lora_tool.choices import Choice
 from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.quantise import Quantise

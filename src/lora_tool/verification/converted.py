@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -23,7 +24,6 @@ from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.cores import available_cores
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.frozen import dataclass
 from lora_tool.keys import WRAPPERS
 from lora_tool.plan.algebra.terms import Term
 from lora_tool.plan.convert.forms import AdapterForm

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from lora_tool.actions import Verdict
 from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.formats.weights import Weights
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step

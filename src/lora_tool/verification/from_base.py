@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,6 @@ from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import architecture_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.from_base import ChangedRows, base_weight, rows_that_differ
 from lora_tool.plan.algebra.provenance import SumInputs
 from lora_tool.plan.algebra.terms import Factors, Term

@@ -13,9 +13,10 @@ all directions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from lora_tool.formats.quantised.encodings import (
     Tiled,
     in_type,
 )
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.dequantised import Array, Read, dequantised_again, rounded_to
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, BrokenFile, CorruptFile, Defect
 from lora_tool.formats.files import parse_json, read_text
-from lora_tool.frozen import dataclass
 
 Text = str | list[dict[str, Any]]
 """A plain text, or the messages of a conversation."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.cores import available_cores
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.terms import Factors, Term
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence

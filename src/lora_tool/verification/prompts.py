@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect, MissingDependency
 from lora_tool.formats.files import is_file, parse_json, read_text
 from lora_tool.formats.tokenizer import FILE_NAMES
-from lora_tool.frozen import dataclass
 from lora_tool.verification.pairs import at_line
 
 try:

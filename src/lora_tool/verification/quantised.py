@@ -9,7 +9,7 @@ the scales.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, NestedScales, parts
 from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, bytes_before, elements_of, rows_around
 from lora_tool.formats.stored import read_part
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Computed, Precision, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.tensors import DType, StoredTensor, TensorTable

@@ -7,7 +7,7 @@ is formed in float64, and base and change are kept apart, so that a difference c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ import numpy as np
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import read_columns
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plan.core.ops import (
     BiasDelta,

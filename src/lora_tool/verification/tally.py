@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.elements import Array, Bytes, decode, half_ulps

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.files import read_text
-from lora_tool.frozen import dataclass
 from lora_tool.verification.pairs import LARGEST_FILE, at_line, json_lines, shown
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.actions import Verdict
 from lora_tool.display import and_more
 from lora_tool.errors import VerificationFailed
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.engine.registry import Rule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,6 @@ from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
 from lora_tool.execution.native.structures import Codes
 from lora_tool.formats.quantised.coded import Code, Scaled
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 KINDS = list(Code)

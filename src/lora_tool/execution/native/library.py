@@ -13,6 +13,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 from lora_tool.choices import TextEnum, wrong_value
 from lora_tool.errors import ExecutionError
 from lora_tool.execution.native.structures import Codes, Term, packed_floats
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 VARIABLE = "LORA_TOOL_KERNEL"

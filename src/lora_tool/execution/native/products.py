@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
 from lora_tool.formats.room import Room
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 Stored = tuple[NDArray[Any], DType]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import Kernel
 from lora_tool.execution.native.structures import Term
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 Array = NDArray[Any]

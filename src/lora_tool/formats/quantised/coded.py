@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from lora_tool.choices import TextEnum
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, Fp4, NestedScales, PackedIntegers, Tiled
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 
 _ONE = np.float32(1)

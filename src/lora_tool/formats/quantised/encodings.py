@@ -6,10 +6,9 @@ own way. Both round where the library of the format rounds, so that a matrix has
 
 from __future__ import annotations
 
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar, get_args
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 

@@ -6,6 +6,8 @@ on one thread of a CPU.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +15,6 @@ from lora_tool.formats.quantised import blockwise
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, Read
 from lora_tool.formats.quantised.encodings import BnbInt8, NestedScales
 from lora_tool.formats.quantised.grids import Blockwise, block_of
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import StoredTensor
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 
 Requantisable = Tiled | BnbInt8 | OffsetIntegers | PackedIntegers

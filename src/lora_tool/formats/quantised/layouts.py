@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,6 @@ from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.quantised.schemes import always, least_bits, sizes
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]

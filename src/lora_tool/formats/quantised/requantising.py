@@ -10,6 +10,7 @@ what fits. Codes with zero points are (v / scale) + zero; see `zero_points`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from lora_tool.formats.quantised.grids import (
     type_of_codes,
 )
 from lora_tool.formats.quantised.zero_points import moved, stored_zeros
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 _CACHED = 1 << 16

@@ -6,14 +6,13 @@ The deltas of several adapters are summed. What cannot be summed is in one of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.frozen import dataclass
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor

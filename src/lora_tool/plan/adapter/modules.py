@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lora_tool.adapter.targeting import explains, wrapped_parameters
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part, without_wrapped
 from lora_tool.plan.adapter.target_parameters import parameter_term
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm

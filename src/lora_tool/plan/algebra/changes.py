@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, LoraLayer
@@ -13,7 +13,6 @@ from lora_tool.architectures.ends import is_end, is_tied
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part
 from lora_tool.plan.algebra.dora import nearest_to_dora
 from lora_tool.plan.algebra.from_base import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
 from lora_tool.architectures import architecture_of
@@ -13,7 +14,6 @@ from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.keys import is_under
 from lora_tool.plan.algebra.expert_ranks import missing_experts
 from lora_tool.tensors import StoredTensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part
 from lora_tool.plan.algebra.spool import Spool
 from lora_tool.plan.algebra.terms import Factors, Term

@@ -7,7 +7,7 @@ read as it is stored; numpy, where there is no kernel, has it widened before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.room import Room
 from lora_tool.formats.stored_numbers import STORED, Matrix, widened
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, StoredTensor
 
 _BLOCK = 1 << 16

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.factor_steps import step_of
 from lora_tool.plan.algebra.serving_steps import zero_rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.stored_numbers import row_blocks
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.ranks import enough
 from lora_tool.tensors import DType, StoredTensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,6 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.differing import Differing, differing
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts

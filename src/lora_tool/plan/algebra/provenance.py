@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.weights import Weights
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part
 from lora_tool.plan.algebra.whole_model import Beginnings
 from lora_tool.plan.core.manifest import input_name

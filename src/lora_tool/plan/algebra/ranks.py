@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lora_tool.display import counted
-from lora_tool.frozen import dataclass
 
 _ENOUGH = 0.99
 """The share of ‖ΔW‖² by which ranks are compared."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.view import AdapterView
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled

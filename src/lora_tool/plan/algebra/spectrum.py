@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.stored_numbers import Matrix
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.grams import Reader
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.aside import Aside

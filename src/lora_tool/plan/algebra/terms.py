@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import StoredTensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 from lora_tool.choices import positive
@@ -14,7 +14,6 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, WholeTensor
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step

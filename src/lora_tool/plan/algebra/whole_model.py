@@ -7,7 +7,7 @@ the same modules as `model.language_model.layers`, say. So one beginning of thei
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_tool import keys
@@ -15,7 +15,6 @@ from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.text_classes import text_class_of
 from lora_tool.checkpoint import ModelDir
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.steps import Step
 
 

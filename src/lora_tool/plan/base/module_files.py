@@ -6,7 +6,7 @@ Without them sentence-transformers pools by the mean and reports that in a log l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from lora_tool.checkpoint import Folder
 from lora_tool.errors import CorruptFile
@@ -19,7 +19,6 @@ from lora_tool.formats.sentence_transformers import (
     read_modules,
     root_files,
 )
-from lora_tool.frozen import dataclass
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.steps import SideFile, copied_file
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from lora_tool.formats.files import json_bytes
 from lora_tool.formats.generation_config import FILE_NAME, ends_of, ids, read_generation_config
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import Tokenizer, own_files, tokenizer_of, turn_end
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.steps import SideFile
 
 _EOS = "eos_token_id"

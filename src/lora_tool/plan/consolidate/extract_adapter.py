@@ -8,7 +8,7 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from lora_tool import keys
 from lora_tool.adapter.half_pairs import half_pairs_among
@@ -16,7 +16,6 @@ from lora_tool.checkpoint import VALUE_HEAD
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.frozen import dataclass
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, trained_adapter

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lora_tool.errors import IncompleteCheckpoint, UnsupportedCheckpoint, WrongV
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, adapter_config, read_adapter_config
 from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in, recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.frozen import dataclass
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.progress import decided
 from lora_tool.sharded.frozen_heads import RANKED, is_new_head, outside_names, parsed_keys, saved_as

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lora_tool.adapter.mlx import is_mlx, read_mlx
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.formats.files import expanded
-from lora_tool.frozen import dataclass
 from lora_tool.sources import Reference, opened_adapter, opened_model
 
 

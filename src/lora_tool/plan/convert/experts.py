@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.actions import TensorAction
@@ -22,7 +23,6 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX
 from lora_tool.plan.adapter.target_parameters import layout_of
 from lora_tool.plan.algebra.factor_steps import step_of

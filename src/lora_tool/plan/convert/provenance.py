@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.weights import Weights
-from lora_tool.frozen import dataclass
 from lora_tool.plan.algebra.provenance import Written, recorded_input, recorded_model
 from lora_tool.plan.convert.convertible import Convertible, convertible
 from lora_tool.plan.convert.forms import AdapterForm

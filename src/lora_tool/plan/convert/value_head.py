@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import is_output
@@ -18,7 +18,6 @@ from lora_tool.checkpoint import VALUE_HEAD, AdapterDir, ModelDir
 from lora_tool.errors import CorruptFile, UnsupportedAdapter
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.frozen import dataclass
 from lora_tool.keys import PREFIX, parse
 from lora_tool.plan.convert.peft_names import PeftNames
 from lora_tool.tensors import DType, StoredTensor

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.plan import Plan
 
 BAD_COSINE = 0.9

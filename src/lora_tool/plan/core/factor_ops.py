@@ -7,10 +7,9 @@ it must lose no more than its own dtype loses.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.aside import Aside, Carried
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.tensors import StoredTensor

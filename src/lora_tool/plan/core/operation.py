@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import StoredTensor
 
 if TYPE_CHECKING:

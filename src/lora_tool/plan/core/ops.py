@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.choices import Choice
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.plan.core.quantise import Quantise

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.display import as_html, counted, size
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.render import leftover_json, plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lora_tool.choices import TextEnum
 from lora_tool.formats.quantised.encodings import Bnb4, NestedScales
 from lora_tool.formats.quantised.grids import Blockwise
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.operation import InputNames, Operation
 from lora_tool.tensors import DType, StoredTensor
 

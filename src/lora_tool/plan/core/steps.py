@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.actions import TensorAction
 from lora_tool.formats.files import require_own_file
 from lora_tool.formats.safetensors import build_header
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Op
 from lora_tool.tensors import TensorSpec
 

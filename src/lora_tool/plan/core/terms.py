@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.operation import InputNames, input_of
 from lora_tool.tensors import StoredTensor
 

@@ -8,7 +8,7 @@ than half a step is rounded away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lora_tool.actions import TensorAction
@@ -26,7 +26,6 @@ from lora_tool.formats.quantised.encodings import (
     encoding_of,
 )
 from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, rows_around
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Computed, Dequantise, DoraDelta, LoraDelta, RowOp, copied_as, row_ops

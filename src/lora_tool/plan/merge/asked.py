@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.frozen import dataclass
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.merge.storages import Storage

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lora_tool.actions import TensorAction
@@ -14,7 +14,6 @@ from lora_tool.architectures import Architecture, is_computed
 from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import WITH_PEFT
@@ -11,7 +12,6 @@ from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.frozen import dataclass
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task

@@ -8,14 +8,13 @@ tensors of the names that `save_pretrained` writes (`on_disk`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.frozen import dataclass
 from lora_tool.names.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
@@ -14,7 +14,6 @@ from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.quantised.names import give_full_precision
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted

@@ -6,7 +6,7 @@ Of several classes, the merge takes the one that has a module for every tensor o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.adapter.view import view_of
@@ -14,7 +14,6 @@ from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.names import meta
 from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
@@ -16,7 +16,6 @@ from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.frozen import dataclass
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.frozen import dataclass
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision

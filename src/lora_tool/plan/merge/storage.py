@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +26,6 @@ from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.grids import Blockwise
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
 from lora_tool.formats.quantised.torchao import is_told, metadata_of
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.afresh import original_of

@@ -7,7 +7,7 @@ because PEFT saves them by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.merge.base_view import BaseView
@@ -174,7 +173,7 @@ def _trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
     return any(
         part.config.saves(name.removesuffix(".weight"))
-        and not saved_as_one(part.config, both=ends.output in part.modules.saved)
+        and not saved_as_one(part.config, ends.output.removesuffix(".weight"), held=ends.output in part.modules.saved)
         for part in adapted
         for name in ends.names & part.modules.saved.keys()
     )

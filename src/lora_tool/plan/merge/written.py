@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from lora_tool.frozen import dataclass
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.context import MergeContext
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 
 from lora_tool.adapter.targeting import trained_for
@@ -12,7 +13,6 @@ from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.checkpoint import computed_from
 from lora_tool.display import some
 from lora_tool.formats.stored import same_values
-from lora_tool.frozen import dataclass
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject

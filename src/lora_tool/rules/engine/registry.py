@@ -6,11 +6,11 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lora_tool.choices import closest
 from lora_tool.errors import UnknownRule
-from lora_tool.frozen import dataclass
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.subjects import Subject
 

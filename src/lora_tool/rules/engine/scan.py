@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.frozen import dataclass
 from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import SourceChanged
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType, Span
 
 Opener = Callable[[Path], AbstractContextManager[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.frozen import dataclass
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lora_tool.actions import TensorAction, Verdict
-from lora_tool.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import TensorSpec
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import fmean, median
-
-from lora_tool.frozen import dataclass
 
 _Z = 1.959964
 """Standard deviations within which 95% of a normal distribution lie."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from lora_tool.adapter.fused_experts import fused_experts
 from lora_tool.adapter.view import AdapterView
@@ -12,7 +13,6 @@ from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
-from lora_tool.frozen import dataclass
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.together import lacking, without_names

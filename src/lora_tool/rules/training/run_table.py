@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.frozen import dataclass
 from lora_tool.report.findings import Severity
 from lora_tool.report.groups import by_rule
 from lora_tool.report.model import Report

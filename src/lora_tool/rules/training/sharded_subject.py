@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CheckpointError, Problem
-from lora_tool.frozen import dataclass
 from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import Fault

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.frozen import dataclass
 from lora_tool.tensors import DType
 
 FILE = Path(__file__).with_name("compare.so")
