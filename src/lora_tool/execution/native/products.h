@@ -133,8 +133,8 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     return flagged;
 }
 
-#define ACROSS 256    /* elements of a row that are turned round together: long enough for memory to be read ahead */
-#define LINE_BYTES 64 /* of a row of the output that are written together, each from another row: a line of memory */
+#define LINE 256     /* elements of a row that are turned round together: long enough for memory to be read ahead */
+#define ROW_BYTES 64 /* of a row of the output that are written together, each from another row: a line of memory */
 
 #ifndef __has_builtin
 #define __has_builtin(name) 0
@@ -146,7 +146,7 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     typedef type square_##type __attribute__((vector_size(16)));                                                       \
     static inline void turn_square_##type(const type *lines, type *out, int64_t stride) {                              \
         square_##type rows[count], next[count];                                                                        \
-        _Pragma("GCC unroll 8") for (int r = 0; r < count; r++) { memcpy(rows + r, lines + r * ACROSS, 16); }          \
+        _Pragma("GCC unroll 8") for (int r = 0; r < count; r++) { memcpy(rows + r, lines + r * LINE, 16); }            \
         _Pragma("GCC unroll 3") for (int round = 1; round < count; round *= 2) {                                       \
             _Pragma("GCC unroll 4") for (int r = 0; r < count / 2; r++) {                                              \
                 next[2 * r] = FIRST_##type(rows[r], rows[r + count / 2]);                                              \
@@ -167,25 +167,25 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     static inline void turn_square_##type(const type *lines, type *out, int64_t stride) {                              \
         for (int c = 0; c < count; c++) {                                                                              \
             for (int r = 0; r < count; r++) {                                                                          \
-                out[c * stride + r] = lines[r * ACROSS + c];                                                           \
+                out[c * stride + r] = lines[r * LINE + c];                                                             \
             }                                                                                                          \
         }                                                                                                              \
     }
 #endif
 
-/* Write lines of ACROSS elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
+/* Write lines of LINE elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
 #define TURN(type, count)                                                                                              \
     SQUARE(type, count)                                                                                                \
     static void turn_##type(const type *lines, type *out, int64_t stride, int64_t high, int64_t wide) {                \
         const int64_t below = high / count * count, beside = wide / count * count;                                     \
         for (int64_t c = 0; c < beside; c += count) {                                                                  \
             for (int64_t r = 0; r < below; r += count) {                                                               \
-                turn_square_##type(lines + r * ACROSS + c, out + c * stride + r, stride);                             \
+                turn_square_##type(lines + r * LINE + c, out + c * stride + r, stride);                                \
             }                                                                                                          \
         }                                                                                                              \
         for (int64_t c = 0; c < wide; c++) {                                                                           \
             for (int64_t r = c < beside ? below : 0; r < high; r++) {                                                  \
-                out[c * stride + r] = lines[r * ACROSS + c];                                                          \
+                out[c * stride + r] = lines[r * LINE + c];                                                             \
             }                                                                                                          \
         }                                                                                                              \
     }
@@ -206,7 +206,7 @@ TURN(uint64_t, 2)
 COPIED(uint16_t)
 COPIED(uint32_t)
 
-/* Write `scale` times a line of at most ACROSS elements, rounded once; return the largest |result| as `rounded` does. */
+/* Write `scale` times a line of at most LINE elements, rounded once; return the largest |result| as `rounded` does. */
 static uint32_t scaled_line(const struct words *words, const void *values, int source_type, double scale, void *out,
                             int out_type, int64_t count) {
     if (source_type == out_type && scale == 1.0 && out_type != F64) { /* each rounds to itself */
@@ -214,7 +214,7 @@ static uint32_t scaled_line(const struct words *words, const void *values, int s
                                           : copied_uint16_t(values, out, count, out_type == BF16 ? 0x7F80u : 0x7C00u);
         return found ? UINT32_MAX : 0;
     }
-    _Alignas(64) double line[ACROSS];
+    _Alignas(64) double line[LINE];
     words->scaled[source_type](line, values, 1, scale, count);
     return words->rounded(line, out, out_type, 1, count);
 }
@@ -229,17 +229,17 @@ EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_
     }
     const struct part part = {.values = source, .along = apart, .down = 1, .type = source_type};
     const size_t size = wide_size_of(out_type);
-    const int64_t together = LINE_BYTES / (int64_t)size;
-    const int64_t down = (rows + together - 1) / together, across = (columns + ACROSS - 1) / ACROSS;
+    const int64_t together = ROW_BYTES / (int64_t)size;
+    const int64_t down = (rows + together - 1) / together, across = (columns + LINE - 1) / LINE;
     mode_type before = ieee_mode();
     uint32_t largest = 0;
     for (int64_t at = 0; at < down * across; at++) { /* along the longer side last */
         const int64_t row = (rows > columns ? at / across : at % down) * together;
-        const int64_t column = (rows > columns ? at % across : at / down) * ACROSS;
-        const int64_t high = least_of(rows - row, together), wide = least_of(columns - column, ACROSS);
-        _Alignas(64) uint64_t lines[LINE_BYTES * ACROSS / sizeof(uint64_t)];
+        const int64_t column = (rows > columns ? at % across : at / down) * LINE;
+        const int64_t high = least_of(rows - row, together), wide = least_of(columns - column, LINE);
+        _Alignas(64) uint64_t lines[ROW_BYTES * LINE / sizeof(uint64_t)];
         for (int64_t r = 0; r < high; r++) {
-            char *line = (char *)lines + (size_t)(r * ACROSS) * size;
+            char *line = (char *)lines + (size_t)(r * LINE) * size;
             uint32_t found = scaled_line(words, element(&part, row + r, column), source_type, scale, line, out_type, wide);
             largest = found > largest ? found : largest;
         }
