@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, TrainableTokensConfig, get_peft_model
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    PreTrainedModel,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
 from lora_tool import plan_merge, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
@@ -314,3 +321,13 @@ def test_an_end_that_was_not_resized_with_the_others_is_refused(tmp_path: Path) 
     adapter = train(model, tmp_path / "adapter", Q, task="seq-cls")
     with pytest.raises(FindingsFound, match=r"LT504 .* the adapter has no new rows for `model\.decoder"):
         merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+
+
+def test_the_layer_in_t5gemmas_lm_head_is_its_output_layer(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    stack = sizes | {"intermediate_size": 16, "num_key_value_heads": 1, "pad_token_id": 0}
+    model = T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=32))
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head.out_proj"])
+    get_peft_model(model, lora).save_pretrained(str(tmp_path / "adapter"))
+    assert "LT506" not in {finding.code for finding in validate(tmp_path / "adapter", base=tmp_path / "base").findings}

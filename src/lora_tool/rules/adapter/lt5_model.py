@@ -231,7 +231,7 @@ def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     `"tie_word_embeddings": true`.
 
     What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or merge into two matrices
-    with `--untie`. Blocks that a class shares between layers (Zamba's) stay one: serve such an adapter unmerged.
+    with `--untie`.
     """
     match = subject.matched
     saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))

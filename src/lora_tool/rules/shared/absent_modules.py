@@ -8,6 +8,8 @@ from lora_tool.architectures.model_tensors import tied_modules
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _DECODERS = (".lm_head.decoder", ".predictions.decoder", ".entity_predictions.decoder")
+_BY_NAME = ("lm_head", "lm_head.out_proj")
+"""Output layers of classes without a row; the second is T5Gemma's."""
 
 
 def may_be_absent(subject: AdapterSubject, module: str) -> bool:
@@ -18,7 +20,7 @@ def may_be_absent(subject: AdapterSubject, module: str) -> bool:
     if match.facts is None and _is_tied_to_another(match, module):
         return True
     if match.facts is not None or head_of(module) is None:
-        return match.facts is None and (module in {"lm_head", *_outputs(match)} or _is_tied_decoder(match, module))
+        return match.facts is None and (module in {*_BY_NAME, *_outputs(match)} or _is_tied_decoder(match, module))
     said = subject.task or trained_for(subject.config)
     return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
 
