@@ -181,6 +181,17 @@ def test_a_base_that_the_config_does_not_name(copies: Path, call: Caller) -> Non
     assert call("merge", path.parent, "--base", copies / "causal-llama" / "base").code == 0
 
 
+def test_a_base_recorded_by_its_whole_path_is_shown_from_here(
+    copies: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copies / "causal-llama")
+    path = Path("adapter/adapter_config.json")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(Path("base").resolve())})
+    )
+    assert "merging adapter into base as LlamaForCausalLM" in call("merge", "adapter", "--dry-run").out
+
+
 @pytest.mark.parametrize(
     ("config", "code"),
     [('{"r": 4', "LT113"), ('{"default": {}}', "LT214"), ('{"base_model_name_or_path": 7}', "LT214")],

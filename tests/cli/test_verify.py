@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lora_tool.execution import kernels
+from lora_tool.execution import kernels, whole_tensors, worker
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.pipeline import writing
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import DType
 from lora_tool.verification import written
@@ -184,27 +186,36 @@ def test_a_wrong_merge_replaces_nothing(call: Caller, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_large_files_are_read_back_while_others_are_written(
-    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+@pytest.mark.parametrize("files", [13, 1])
+def test_large_files_are_read_back_while_others_or_more_of_them_are_written(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, wrong: bool
 ) -> None:
     if wrong:
         monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
         monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
-    asked = ("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--max-shard-size", "1KB", "--json")
+    size = "1KB" if files > 1 else "1GB"
+    asked = ("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--max-shard-size", size, "--json")
     at_the_end = call(*asked)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     seen = []
 
-    def watched(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None) -> dict[str, TensorEvidence]:
+    def watched(
+        plan: Plan, folder: Path, shard: Shard, steps: Sequence[Step], *, jobs: int | None
+    ) -> dict[str, TensorEvidence]:
         assert (folder / shard.filename).stat().st_size == len(shard.header) + shard.data_bytes
-        seen.append(shard.filename)
-        return check_file(plan, folder, shard, jobs=jobs)
+        seen.append([step.out.name for step in steps])
+        return check_file(plan, folder, shard, steps, jobs=jobs)
 
     check_file = written.check_file
     monkeypatch.setattr(written, "check_file", watched)
     monkeypatch.setattr(writing, "_LARGE_FILE", 900)
+    monkeypatch.setattr(whole_tensors, "WORTH_BYTES", 900)
+    monkeypatch.setattr(worker, "_BATCH_BYTES", 900)
     called = call(*asked)
-    assert 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"
+    assert files == 1 or 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"
+    every = list(itertools.chain.from_iterable(seen))
+    assert len(every) == len(set(every))
+    assert files > 1 or len(every) == 27
     assert (called.code, called.err, called.out) == (at_the_end.code, at_the_end.err, at_the_end.out)
     assert called.code == (5 if wrong else 0)
     assert (tmp_path / "out").exists() is not wrong

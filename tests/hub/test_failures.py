@@ -61,9 +61,10 @@ def wrapped(cause: BaseException, text: str = "Error while uploading 'model.safe
         (answer(599), 7, "599"),
         (
             wrapped(answer(403, url=SIGNED, method="PUT")),
-            4,
-            "the Hub's storage did not accept an upload (403 Forbidden)",
+            7,
+            "did not accept an upload (403 Forbidden): the signed address it was given has probably expired",
         ),
+        (wrapped(answer(400, url=SIGNED, method="PUT")), 4, "not accept an upload (400 Bad Request); nothing"),
         (wrapped(answer(503, url=SIGNED, method="PUT")), 7, "not accept an upload (503 Service Unavailable)"),
         (answer(503, url=SIGNED), 7, "the Hub's storage did not deliver a file (503 Service Unavailable)"),
         (answer(401, token=False), 4, "or it is private, and no token was sent"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, TrainableTokensConfig, get_peft_model
-from transformers import PreTrainedModel
+from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
 from lora_tool import plan_merge, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
@@ -153,6 +153,41 @@ def test_an_end_is_saved_as_one_with_the_other_where_peft_knows_its_name(
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.allclose(model(tokens).logits, load_model(out, "causal-lm")(tokens).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lora", "untie"),
+    [
+        ({"trainable_token_indices": {"word_embeddings": [1, 2]}}, True),
+        ({"modules_to_save": ["decoder.cls.predictions.decoder"]} | ENSURE, False),
+    ],
+    ids=["tokens", "saved"],
+)
+def test_ends_that_peft_does_not_take_for_tied_are_written_apart(
+    lora: dict[str, Any], tmp_path: Path, *, untie: bool
+) -> None:
+    """PEFT ties trained tokens if the outermost config says so, which this class's does not, and ends of two names."""
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**sizes), BertConfig(**sizes))
+    base = EncoderDecoderModel(config).eval()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query"], **lora)).eval()
+    randomise(model, seed=8)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    if untie:
+        with pytest.raises(UnsupportedAdapter, match="would change both ends"):
+            plan_merge(tmp_path / "base", tmp_path / "adapter")
+    out = merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "float32", untie=untie)
+    inputs = {"input_ids": torch.arange(5)[None], "decoder_input_ids": torch.arange(5)[None]}
+    with torch.no_grad():
+        merged = EncoderDecoderModel.from_pretrained(out).eval()(**inputs).logits
+        assert torch.allclose(model(**inputs).logits, merged, atol=1e-5)
 
 
 @pytest.mark.parametrize(

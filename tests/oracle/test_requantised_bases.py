@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.execution import requantised, units
+from lora_tool.execution import kernels, requantised, units
+from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.native import requantising
+from lora_tool.execution.units import places_of
+from lora_tool.execution.whole_tensors import WholeTensors
+from lora_tool.execution.worker import batches_of
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.plan.core.ops import Copy
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.ops import Copy, Precision
+from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.plan.merge.requantised import coded_steps
 from lora_tool.plan.merge.tall_tiles import extremes_of
@@ -189,6 +195,60 @@ def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
     monkeypatch.setattr(units, "UNIT_WEIGHTS", 40 * 64)
     parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
     assert not different(saved_tensors(whole), saved_tensors(parts))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-powers", "bnb-int8", "int8-channel"])
+def test_what_goes_from_file_to_file_is_the_same(
+    form: str, plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    whole = merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="as-base")
+    passed = []
+
+    def counted(*arguments: Any) -> Any:
+        passed.append(len(scales := passed_again(*arguments)))
+        return scales
+
+    passed_again = NativeBackend.passed_again
+    monkeypatch.setattr(NativeBackend, "passed_again", counted)
+    monkeypatch.setattr(requantised, "_SAMPLED", 1)
+    monkeypatch.setattr(kernels, "CACHE_BLOCK", 1)
+    parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
+    assert all(passed), "all but the sampled rows of each weight"
+    assert len(passed) >= len(TARGETS)
+    assert not different(saved_tensors(whole), saved_tensors(parts))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "bnb-int8", *OFFSET])
+def test_a_tensor_is_whole_when_all_that_it_is_compared_with_is_written(
+    form: str, plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    told = [
+        step
+        for shard in plan_merge(base, adapter, store="as-base", allow_loss=True, max_shard_bytes=1 << 30).shards
+        for step in told_of(shard)
+    ]
+    assert any(isinstance(step.op, Requantise) for step in told)
+
+
+def told_of(shard: Shard) -> list[Step]:
+    """Return the steps of a file that are told to be whole while its units are written in any order."""
+    ends = itertools.accumulate((step.out.nbytes for step in shard.steps), initial=len(shard.header))
+    places = {step.out.name: range(*both) for step, both in zip(shard.steps, itertools.pairwise(ends), strict=True)}
+    waiting = [unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch]
+    random.Random(len(waiting)).shuffle(waiting)
+    whole, written, told = WholeTensors(shard), set[int](), []
+    for unit in waiting:
+        whole.add([unit])
+        written |= {at for begin, end in places_of(unit) for at in range(begin, end)}
+        for step in whole.take(all_of_them=False):
+            own = stored_parts(step.op.encoding).values() if isinstance(step.op, Requantise) else (step.out,)
+            assert all(written.issuperset(places[each.name]) for each in own)
+            told.append(step)
+    names = [step.out.name for step in (*told, *whole.take(all_of_them=True))]
+    assert sorted(names) == sorted(places)
+    return told
 
 
 def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:

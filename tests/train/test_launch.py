@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +84,45 @@ def test_accelerate_starting_fewer_is_told() -> None:
     assert (found.code, found.severity.value) == ("processes", "warning")
     assert not list(process_findings(2, 2))
     assert not list(process_findings(None, 2))
+
+
+ENDLESS = "lifeline.follow(folder); (folder.parent / 'pid').write_text(str(os.getpid())); time.sleep(60)"
+"""A worker that trains, as whoever launched it sees it."""
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def worker_of(folder: Path, parent: subprocess.Popen[str]) -> int:
+    while not (text := (folder / "pid").read_text() if (folder / "pid").exists() else ""):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    return int(text)
+
+
+@pytest.mark.parametrize("killed", ["command", "launcher"])
+def test_workers_end_with_what_was_killed_above_them(tmp_path: Path, killed: str) -> None:
+    worker = BEGIN + "import time\nfrom lora_tool.train import lifeline\n" + ENDLESS
+    launcher = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {worker!r}]))"
+    command = (
+        "import sys\nfrom lora_tool.train import launch\nfrom lora_tool.train.config import RunConfig\n"
+        "from lora_tool.train.methods import METHODS\n"
+        f"launch.launch_command = lambda _: [sys.executable, '-c', {launcher!r}]\n"
+        "launch.launch(RunConfig(method=METHODS['sft']))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", command], env=environment, stderr=subprocess.PIPE, text=True)
+    pid = worker_of(tmp_path, parent)
+    os.kill(parent.pid if killed == "command" else os.getpgid(pid), signal.SIGKILL)
+    assert gone(pid)
+    said = parent.communicate()[1]
+    assert list(tmp_path.glob("lora-tool-train-*")) == []
+    assert killed == "command" or "the launcher was killed by SIGKILL" in said

@@ -219,7 +219,7 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("unknown architecture", {"lora-tool has no table of the tensors of a llava_new model"}),
+        ("unknown architecture", {"lora-tool has no table of the tensors of llava_new models"}),
         ("quantised", {"the weights are quantised (hqq): their names and shapes are not those of the class"}),
         ("custom code", {"the model's class is custom code, so lora-tool does not know its tensors"}),
         (None, set()),

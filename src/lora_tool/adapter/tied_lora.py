@@ -50,12 +50,15 @@ def is_lost_on_loading(config: AdapterConfig, layer: LoraLayer, *, tied: bool | 
     return tied is False or not _names_an_end(config)
 
 
-def saved_as_one(config: AdapterConfig, *, both: bool) -> bool:
+def saved_as_one(config: AdapterConfig, output: str, *, held: bool) -> bool:
     """Return whether PEFT trained an end that it saved whole and what it is tied to as one matrix.
 
-    Under `ensure_weight_tying` it does where an end had a name that it knows. It saves other names then, but `both`.
+    Under `ensure_weight_tying` it does where an end had a name that it knows. It names the embedding alone then, and
+    saves both: the module `output` is `held`, and the config does not name it.
     """
-    return config.ensure_weight_tying and (both or _knows_one(config.modules_to_save))
+    if not config.ensure_weight_tying:
+        return False
+    return _knows_one(config.modules_to_save) or (held and not config.saves(output))
 
 
 def _names_an_end(config: AdapterConfig) -> bool:

@@ -131,7 +131,7 @@ def _why_no_row(config: ModelConfig) -> str | None:
         return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
     row = _row(config.model_type or "")
     if row is None:
-        return f"lora-tool has no table of the tensors of a {config.model_type or 'model without a type'} model"
+        return f"lora-tool has no table of the tensors of {config.model_type or 'untyped'} models"
     for name in config.architectures[:1]:
         if name in row.get("apart", ()):  # a decoder alone, whose encoder is not lost
             return f"lora-tool has no table of the tensors of a {name}"

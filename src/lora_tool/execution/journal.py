@@ -53,7 +53,7 @@ def digest_of(plan: Plan) -> str:
 def _parts_of(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield what decides about the bytes that a plan writes, as JSON data."""
     yield {
-        "plan": replace(plan, shards=(), leftovers=()).to_json(),
+        "plan": replace(plan, shards=(), leftovers=(), notes=()).to_json(),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns] for stamp in plan.inputs],
         "versions": [__version__, *versions_of(plan).values()],

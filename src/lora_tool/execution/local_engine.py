@@ -24,12 +24,12 @@ from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
-Written = Callable[[Shard], None]
+Written = Callable[[Shard, Sequence[Step]], None]
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.
@@ -47,7 +47,8 @@ class LocalEngine:
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
     written: Written | None = None
-    """Called with a shard when all of it is written, by one thread at a time, while it is flushed to the disk."""
+    """Called with a shard and those of its steps that are written by now, each once, by one thread at a time; while others
+    of a large file are written, or all are flushed to the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`."""
@@ -150,7 +151,7 @@ class Run:
         if all(self.write(unit, out) for unit in batch):
             with self._errors_stop_all():
                 out.start_writing_back(batch)
-            self.end(out)
+            self.end(batch, out)
 
     def write(self, unit: Unit, out: ShardFile) -> bool:
         """Write the unit, and return whether that was done: not if the run has been stopped. Raises as `Worker.write`."""
@@ -163,13 +164,16 @@ class Run:
             self.progress(unit.nbytes)
         return True
 
-    def end(self, out: ShardFile) -> None:
+    def end(self, batch: Sequence[Unit], out: ShardFile) -> None:
         """Note that all units of a batch are written; the file is flushed after its last."""
         with self._errors_stop_all():
-            if not self.stop.is_set() and out.is_complete():
+            if self.stop.is_set():
+                return
+            is_complete, much = out.end(batch)
+            if is_complete:
                 self.flushes.append(self.flusher.submit(self._finish, out))
-                if self.written is not None:
-                    self.flushes.append(self.looker.submit(self._see, out.shard, self.written))
+            if much and self.written is not None:
+                self.flushes.append(self.looker.submit(self._see, out, self.written))
 
     def _worker(self) -> Worker:
         """Return this thread's own."""
@@ -185,10 +189,10 @@ class Run:
             out.flush()
             self.finished(out.shard, added_up(out.samples))
 
-    def _see(self, shard: Shard, written: Written) -> None:
+    def _see(self, out: ShardFile, written: Written) -> None:
         with self._errors_stop_all():
-            if not self.stop.is_set():
-                written(shard)
+            if not self.stop.is_set() and (steps := out.take_whole()):
+                written(out.shard, steps)
 
     def _look_at_each(self, parts: Iterable[ValuePart]) -> list[Finding]:
         return [fault for part in parts for fault in self.look(part)]

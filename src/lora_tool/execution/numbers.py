@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from lora_tool.execution.backends.choosing import backend_for
+from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.kernels import STORAGE, bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.formats.quantised.arrays import F32
 from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.formats.quantised.requantising import StoredAgain
 from lora_tool.plan.core.ops import Coded, Precision, RowOp, row_ops
@@ -39,9 +42,7 @@ class Numbers:
             height = math.prod(each.shape[:-1])
             begin, end = max(first - at, 0), min(last - at, height)
             if begin < end:
-                spec = TensorSpec(name=name, dtype=dtype, shape=each.shape)
-                rows = ComputeUnit(out=spec, op=each, is_new=True, first=begin, last=end, at=0)
-                made.append(self._backend(each).numbers(rows))
+                made.append(self._backend(each).numbers(_rows_of(name, each, begin, end, dtype)))
                 if end - begin < last - first:
                     made[-1] = made[-1].copy()
             at += height
@@ -51,15 +52,32 @@ class Numbers:
     def stored_again(
         self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, kept: int
     ) -> StoredAgain | None:
-        """Return rows of what is stored as codes, as codes; see `NumpyBackend.stored_again`. None where several make them."""
-        at = 0
+        """Return rows of what is stored as codes, as codes; see `NativeBackend.stored_again`. None where several make them."""
+        found = self._by_the_kernel(op, first, last)
+        if found is None:
+            return None
+        backend, each, top = found
+        return backend.stored_again(_rows_of(name, each, first - top, last - top, DType.F32), encoding, kept)
+
+    def passed_again(
+        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, out: int, offset: int
+    ) -> F32 | None:
+        """Write rows of what is stored as codes to the descriptor `out` at `offset`; see `NativeBackend.passed_again`."""
+        found = self._by_the_kernel(op, first, last)
+        if found is None:
+            return None
+        backend, each, top = found
+        return backend.passed_again(_rows_of(name, each, first - top, last - top, DType.I8, offset), encoding, out)
+
+    def _by_the_kernel(self, op: Coded, first: int, last: int) -> tuple[NativeBackend, RowOp, int] | None:
+        """Return the compiled arithmetic of the operation that makes all of these rows, and where its own begin."""
+        top = 0
         for each in row_ops(op):
-            height = math.prod(each.shape[:-1])
-            if at <= first and last <= at + height:
-                spec = TensorSpec(name=name, dtype=DType.F32, shape=each.shape)
-                rows = ComputeUnit(out=spec, op=each, is_new=True, first=first - at, last=last - at, at=0)
-                return self._backend(each).stored_again(rows, encoding, kept)
-            at += height
+            bottom = top + math.prod(each.shape[:-1])
+            if top <= first and last <= bottom:
+                backend = self._backend(each)
+                return (backend, each, top) if isinstance(backend, NativeBackend) else None
+            top = bottom
         return None
 
     def write(self, op: Coded, codes: Array, out: int, offset: int) -> None:
@@ -79,3 +97,10 @@ class Numbers:
         if chosen not in self._backends:
             self._backends[chosen] = chosen(self._sources, self._precision, self.stopped)
         return self._backends[chosen]
+
+
+def _rows_of(name: str, op: RowOp, first: int, last: int, dtype: DType, offset: int = 0) -> ComputeUnit:
+    """Return rows of what an operation makes as a unit; they begin at byte `offset` of the file."""
+    out = TensorSpec(name=name, dtype=dtype, shape=op.shape)
+    unit = ComputeUnit(out=out, op=op, is_new=True, first=first, last=last, at=0)
+    return replace(unit, at=offset - unit.begin)

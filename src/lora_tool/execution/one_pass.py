@@ -175,7 +175,7 @@ class _Pass:
         # no early write-back: each of so many small stretches would cost a drain of every core's page lists
         for number, name in _places(batch):
             if number not in unwritten:
-                self.runs[number].end(files[number, name])
+                self.runs[number].end((), files[number, name])  # nobody looks at what is whole before all is
         return errors
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from lora_tool.execution.past_cache import PastCache, past_cache
 from lora_tool.execution.units import Unit
+from lora_tool.execution.whole_tensors import WholeTensors
 from lora_tool.execution.work import Sample
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 
 _MOST_OPEN = 8
 
@@ -47,6 +48,7 @@ class ShardFile:
         self.samples: list[Sample] = []
         """The workers' notes on their units."""
         self._missing = batches
+        self._whole = WholeTensors(shard)
         self._slots = slots
         self._cached = cached
         self._lock = threading.Lock()
@@ -91,11 +93,17 @@ class ShardFile:
             with contextlib.suppress(OSError):  # advice, which a file system need not take
                 os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def is_complete(self) -> bool:
-        """Count one batch as written, and return whether it was the last."""
+    def end(self, batch: Sequence[Unit]) -> tuple[bool, bool]:
+        """Note that a batch is written, and return whether it was the last, and whether `take_whole` gives much now."""
         with self._lock:
             self._missing -= 1
-            return self._missing == 0
+            much = self._whole.add(batch)
+            return self._missing == 0, self._missing == 0 or (much and self._cached)
+
+    def take_whole(self) -> tuple[Step, ...]:
+        """Return the steps whose tensors are written by now, each once."""
+        with self._lock:
+            return self._whole.take(all_of_them=self._missing == 0)
 
     def flush(self) -> None:
         """Wait until all of it is on the disk, and close it. Raises `OSError`."""

@@ -31,8 +31,8 @@ from lora_tool.tensors import DType
 
 _AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
 """Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""
-_SAMPLED_WEIGHTS = 1 << 12
-"""Weights of a unit on which is measured what rounding left of the change."""
+_SAMPLED, _SAMPLED_WEIGHTS = 1 << 18, 1 << 12
+"""Weights that are stored with the first of a unit, and those of them on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
 """Weights of a row of tiles that are in memory at once; of a larger one they are computed for its scales, and again."""
 
@@ -49,16 +49,31 @@ class Requantiser:
 
         Raises as `Backend.run` does.
         """
-        retained = None
-        stretches = grid_of(unit.op.encoding).stretches(unit.first, unit.last, _AT_ONCE)
+        retained, at = None, unit.first
+        grid, is_codes = grid_of(unit.op.encoding), unit.op.part is QuantisedPart.CODES
         with ieee_arithmetic(), np.errstate(all="ignore"):
-            for first, last in stretches:
-                if self._numbers.stopped():
-                    break
-                sampled = unit.op.part is QuantisedPart.CODES and first == unit.first
-                found = self._tiles(unit, (first, last), out, sampled=sampled)
-                retained = found if sampled else retained
+            while at < unit.last and not self._numbers.stopped():
+                sampled = is_codes and at == unit.first
+                done = self._passed(unit, at, out) if is_codes and not sampled else 0
+                if not done:  # a sample, or what is not passed from file to file, or ended that: here it is named
+                    first, last = next(grid.stretches(at, unit.last, _SAMPLED if sampled else _AT_ONCE))
+                    found, done = self._tiles(unit, (first, last), out, sampled=sampled), last - first
+                    retained = found if sampled else retained
+                at += done
         return retained
+
+    def _passed(self, unit: RequantiseUnit, first: int, out: int) -> int:
+        """Write rows of tiles from file to file, and their scales; return how many rows of scales were."""
+        encoding = unit.op.encoding
+        top, bottom = grid_of(encoding).rows_of(first, unit.last)
+        begin, _ = unit.place(QuantisedPart.CODES, first, unit.last)
+        made = self._numbers.passed_again(unit.out.name, unit.op, top, bottom, encoding, out, begin)
+        if made is None or not len(made):
+            return 0
+        of = first, first + len(made)
+        stored = Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made))
+        self._write_scales(unit, of, stored, out)
+        return len(made)
 
     def _tiles(self, unit: RequantiseUnit, of: tuple[int, int], out: int, *, sampled: bool) -> DeltaRetention | None:
         """Write what belongs to these rows of scales."""

@@ -154,6 +154,16 @@ class QuantiseUnit:
 Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit | QuantiseUnit
 
 
+def places_of(unit: Unit) -> Iterator[tuple[int, int]]:
+    """Yield where in the shard file what a unit writes begins and ends."""
+    if isinstance(unit, RequantiseUnit):
+        for part in unit.written:
+            begin, nbytes = unit.place(part, unit.first, unit.last)
+            yield begin, begin + nbytes
+    else:
+        yield unit.begin, unit.begin + unit.nbytes
+
+
 def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
     match unit:
@@ -183,7 +193,7 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
             if is_codes or step.out.name not in together:
                 grid, own = grid_of(step.op.encoding), stored_parts(step.op.encoding)
                 beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together)
-                for first, last in grid.stretches(0, grid.down, UNIT_WEIGHTS):
+                for first, last in grid.stretches(0, grid.down, 2 * UNIT_WEIGHTS):
                     some = RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at)
                     yield replace(some, beside=beside) if is_codes else some
             at += step.out.nbytes

@@ -178,7 +178,7 @@ def _given_up(error: BaseException) -> Failure | None:
     return None
 
 
-def _from_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
+def _from_answer(error: BaseException) -> Failure | None:
     """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
     if str(error).startswith(_CARD_REFUSED):
         return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
@@ -191,12 +191,17 @@ def _from_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one
     if not isinstance(error, hub_errors.HfHubHTTPError) or response is None:
         return None
     if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
-        kind = HubUnreachable if _from_status(status)[0] is HubUnreachable else HubRefused
-        if response.request.method == "GET":
-            return kind, f"the Hub's storage did not deliver a file ({_with_phrase(status)})", "{again}"
+        expired = status in (
+            _UNAUTHORISED,
+            _FORBIDDEN,
+        )  # the address carries the permission; each run is given new ones
+        passing = expired or _from_status(status)[0] is HubUnreachable
+        reads = response.request.method == "GET"
+        what = f"the Hub's storage did not {'deliver a file' if reads else 'accept an upload'} ({_with_phrase(status)})"
+        why = ": the signed address it was given has probably expired" if expired else ""
         return (
-            kind,
-            f"the Hub's storage did not accept an upload ({_with_phrase(status)}); nothing was committed",
+            (HubUnreachable if passing else HubRefused),
+            what + why + ("" if reads else "; nothing was committed"),
             "{again}",
         )
     if status == _NOT_FOUND and _ASKED_AFTER.search(str(response.url)):

@@ -228,6 +228,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
         transposed=frozenset(path for path, module in modules.items() if getattr(module, "is_transposed", False)),
         tied=dict(model.all_tied_weights_keys),
         output=paths.get(id(output)) if output is not None else None,
+        tokens_of_both=paths.get(id(model.get_input_embeddings())) if _peft_takes_for_tied(model) else None,
         head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,
         unsaved=frozenset(model._keys_to_ignore_on_save or ()) & shapes.keys(),  # noqa: SLF001
         keep_in_fp32=frozenset(
@@ -236,6 +237,11 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
             if (tensor.dtype is torch.float32 is not dtype) or (kept_wide and kept_wide.search(name))
         ),
     )
+
+
+def _peft_takes_for_tied(model: PreTrainedModel) -> bool:
+    """Return whether PEFT trains tokens at both ends: it asks the outermost config (0.21, `set_additional_trainable_modules`)."""
+    return bool(model.config.to_dict().get("tie_word_embeddings"))
 
 
 def _kept_wide(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -175,6 +175,7 @@ def _facts(class_name: str, memory: Mapping[str, Shape], tied: Mapping[str, str]
         transposed=frozenset(),
         tied=tied,
         output=OUTPUT,
+        tokens_of_both=EMBEDDINGS if tied else None,
         head=None,
         unsaved=frozenset(),
         keep_in_fp32=corrections if dtype in (DType.BF16, DType.F16) else frozenset(),

@@ -58,6 +58,8 @@ class ModelFacts:
     """Parameter → the parameter that it is the same as; only the latter is saved."""
     output: str | None
     """Path of the language-modelling output layer."""
+    tokens_of_both: str | None
+    """Path of the embedding whose trained tokens PEFT trains at the tied ends, too: none where its config ties none."""
     head: str | None
     """Path of the last layer of the classification head: its outputs are the labels."""
     unsaved: frozenset[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from lora_tool.report.json import finding_json
 
 if TYPE_CHECKING:
     from lora_tool.execution.work import Unfinished
-    from lora_tool.plan.core.steps import Shard
+    from lora_tool.plan.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
 
 _SERVED = {
@@ -198,19 +198,20 @@ class ReadBack:
         # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
         self._at_the_end = self.plan.recomputes_inits
 
-    def look(self, folder: Path, shard: Shard) -> None:
-        """Read samples of a large file back while it is flushed; `check` reads those of small ones."""
+    def look(self, folder: Path, shard: Shard, steps: Sequence[Step]) -> None:
+        """Read samples of these tensors of a large file back while others are written; `check` reads those of small ones."""
         if not self._at_the_end and shard.data_bytes >= _LARGE_FILE:
             from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
 
             workers = self.jobs or available_cores()
-            jobs = workers if shard is self.plan.shards[-1] else max(1, workers // 2)
-            self._seen.update(check_file(self.plan, folder, shard, jobs=jobs))
+            is_end = steps[-1] is self.plan.shards[-1].steps[-1]
+            jobs = workers if is_end else max(1, workers // 2)
+            self._seen.update(check_file(self.plan, folder, shard, steps, jobs=jobs))
 
     def check_file(self, folder: Path, shard: Shard) -> None:
         """Do what `look` does where the engine did not: once the file is on the disk, while there are others to write."""
         if not self.while_flushed and shard is not self.plan.shards[-1]:
-            self.look(folder, shard)
+            self.look(folder, shard, shard.steps)
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
 from lora_tool.report import Severity
+from lora_tool.train import lifeline
 from lora_tool.train.config import WORKER, RunConfig
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
@@ -59,7 +60,7 @@ def launch(
         reported=reported,
         processes=run.processes,
     )
-    with tempfile.TemporaryDirectory(prefix="lora-tool-train-") as name:
+    with tempfile.TemporaryDirectory(prefix="lora-tool-train-") as name, lifeline.held(Path(name)):
         write_job(job, Path(name))
         code = run_group(launch_command(run), {**os.environ, **run.env, FOLDER_VARIABLE: name})
         return _ended(Path(name), code)
@@ -92,19 +93,20 @@ def _ended(folder: Path, code: int) -> TrainingOutcome:
 def run_group(arguments: Sequence[str], environment: dict[str, str], *, own_stdout: bool = False) -> int:
     """Run a command in a process group of its own and return its exit code; its stdout is our stderr, or `own_stdout`.
 
-    Ctrl-C and SIGTERM reach every process of the group once, which then has time to end. Raises `KeyboardInterrupt`.
+    Ctrl-C and SIGTERM reach every process of the group once, which then has time to end. A command that a signal ended
+    leaves nothing behind either. Raises `KeyboardInterrupt`.
     """
     process = subprocess.Popen(  # noqa: S603 - our own command line
         list(arguments), env=environment, stdout=None if own_stdout else _stderr(), start_new_session=True
     )
     try:
-        return process.wait()
+        code = process.wait()
+        if code < 0:
+            _end_group(process)
     except KeyboardInterrupt:
-        try:
-            _end(process)
-        finally:  # also when a second Ctrl-C comes, and for what the launcher left behind
-            _signal(process, signal.SIGKILL)
+        _end_group(process)
         raise
+    return code
 
 
 def _stderr() -> int:
@@ -123,15 +125,18 @@ def _signal(process: subprocess.Popen[bytes], sign: int) -> bool:
     return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for sign, patience in _ENDINGS:
-        _signal(process, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-            break
-    limit = time.monotonic() + _LAST_WORDS
-    while time.monotonic() < limit and _signal(process, 0):
-        time.sleep(0.1)
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        for sign, patience in _ENDINGS:
+            _signal(process, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=patience)
+                break
+        limit = time.monotonic() + _LAST_WORDS
+        while time.monotonic() < limit and _signal(process, 0):
+            time.sleep(0.1)
+    finally:  # also when a second Ctrl-C comes, and for what the launcher left behind
+        _signal(process, signal.SIGKILL)
 
 
 def _with_traceback(outcome: TrainingOutcome) -> TrainingOutcome:

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TrainOutput
 
 from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
-from lora_tool.train import data_checks, live_checks, saving
+from lora_tool.train import data_checks, lifeline, live_checks, saving
 from lora_tool.train.config import trl_arguments
 from lora_tool.train.guard import Guard
 from lora_tool.train.job import (
@@ -79,6 +79,7 @@ def work() -> int:
     """
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), int(os.environ.get("RANK", "0"))
     write_begun(folder, rank)
+    lifeline.follow(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     training = TrainingProcess(read_job(folder), main_process=rank == 0)
     try:

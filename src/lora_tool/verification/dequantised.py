@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]
 Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
+ReadRanges = Callable[[StoredTensor, Sequence[tuple[int, int]], int], NDArray[np.uint8]]
+"""Gives the bytes of ranges of rows, of so many bytes each, one after the other."""
 
 _MX_BIAS = 127
 
@@ -51,7 +53,7 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, str
     rows, columns = np.arange(first, last)[:, None], np.arange(width)[None, :]
     match encoding:
         case Tiled():
-            values = _tiled(encoding, [(first, last)], read)
+            values = _tiled(encoding, [(first, last)], partial(_each, read))
         case OffsetIntegers():
             values = _offset(encoding, rows, columns, read)
         case BnbInt8():
@@ -139,28 +141,34 @@ def _bytes_as(dtype: DType) -> Array:
     return _signed(every) if dtype is DType.I8 else small_floats(every, exponent=4, mantissa=3)
 
 
-def tiled_again(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: Read) -> Array:
+def tiled_again(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges) -> Array:
     """Return ranges of rows, one after the other, as `dequantised_again` does: a sample is thousands of single rows."""
     return rounded_to(_tiled(encoding, ranges, read).astype(np.float32), encoding.spec.dtype)
 
 
-def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: Read) -> Array:
+def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
     of_matrix, beside = math.ceil(height / down), math.ceil(width / across)
-    scales, places, held = [], [], 0
+    lines, places, held = [], [], 0
     for first, last in ranges:
         matrix, row = np.divmod(np.arange(first, last), height)
         line = matrix * of_matrix + row // down
         low, high = int(line[0]), int(line[-1]) + 1
-        scales.append(floats_of(encoding.scales, low * beside, high * beside, read))
+        lines.append((low, high))
         places.append(line - low + held)
         held += high - low
-    raw = np.concatenate([read(encoding.codes, first * width, (last - first) * width) for first, last in ranges])
-    codes = np.take(_bytes_as(encoding.codes.dtype), raw.reshape(-1, width))
-    of_lines = np.repeat(np.concatenate(scales).reshape(-1, beside), across, axis=1)[:, :width]
-    codes *= of_lines[np.concatenate(places)]
+    size = encoding.scales.dtype.bits // 8
+    stored = read(encoding.scales, lines, beside * size).view(f"<u{size}")
+    scales = _as_floats(encoding.scales, stored).reshape(-1, beside)
+    codes = np.take(_bytes_as(encoding.codes.dtype), read(encoding.codes, ranges, width).reshape(-1, width))
+    codes *= np.repeat(scales, across, axis=1)[:, :width][np.concatenate(places)]
     return np.asarray(codes)
+
+
+def _each(read: Read, tensor: StoredTensor, ranges: Sequence[tuple[int, int]], row_bytes: int) -> NDArray[np.uint8]:
+    """Return the bytes of ranges of rows, one after the other."""
+    return np.concatenate([read(tensor, first * row_bytes, (last - first) * row_bytes) for first, last in ranges])
 
 
 def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: Read) -> Array:

@@ -138,7 +138,10 @@ class Files(OpenFiles):
 
     def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode | None = None) -> Bytes:
         """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
-        row_bytes = rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8
+        return self.ranges(tensor, rows, rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8, decode)
+
+    def ranges(self, tensor: StoredTensor, rows: Rows, row_bytes: int, decode: Decode | None = None) -> Bytes:
+        """Do what `rows` does where a row has so many bytes, whatever the tensor's shape."""
         out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
         sizes = [(last - first) * row_bytes for first, last in rows]
         places = [out.data[end - nbytes : end] for nbytes, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -155,7 +158,7 @@ class Files(OpenFiles):
 
             encoding, above = tiles
             ranges = [(above + first, above + last) for first, last in rows]
-            out[...] = tiled_again(encoding, ranges, self.read).reshape(-1).view(np.uint8)
+            out[...] = tiled_again(encoding, ranges, self.ranges).reshape(-1).view(np.uint8)
         else:
             for start, place in zip(starts, places, strict=True):
                 fill(place, tensor, start, self.read_exactly, decode or self._decode)

@@ -74,7 +74,7 @@ def half_steps(part: Compared, rows: Rows, files: Files) -> Array:
     grid = grid_of(written)
     above = part.begin // grid.width
     own = [(first + above, last + above) for first, last in rows]
-    raw = np.concatenate([_codes(written, first, last, files) for first, last in own])
+    raw = _codes(written, own, files)
     of_rows = np.array([grid.scales_at(row) for first, last in own for row in range(first, last)])
     low, high = int(of_rows.min()), int(of_rows.max()) + 1
     scales = np.abs(_scales(scales_of(written), grid, (low, high), files))
@@ -145,7 +145,7 @@ def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Fi
     if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
         least, most = least / 2, most / 2
     first, last = grid.rows_of(*of)
-    raw = _codes(written, first, last, files)
+    raw = _codes(written, [(first, last)], files)
     if type_of_codes(written) is DType.F8_E4M3:  # without their signs codes have the order of what they stand for
         largest = small_floats(_of_tiles(np.maximum, raw & 0x7F, grid, of), exponent=4, mantissa=3)
         return np.asarray(largest >= most)
@@ -170,7 +170,7 @@ def _are_spanned(
     """
     least, most = limits(written)
     first, last = grid.rows_of(*of)
-    codes = _codes(written, first, last, files).view(np.int8)
+    codes = _codes(written, [(first, last)], files).view(np.int8)
     low, high = (function(_of_tiles(function, codes, grid, of), zeros) for function in (np.minimum, np.maximum))
     begins = low <= least + 1
     return begins & (high - low >= (most - least) * (1 - _ROUNDED_UP) - 1) if whole else begins
@@ -188,9 +188,9 @@ def _zeros(encoding: Requantisable, of: tuple[int, int], files: Files) -> Array:
     return raw.view(np.int8).reshape(-1, across).astype(np.float64)
 
 
-def _codes(written: Requantisable, first: int, last: int, files: Files) -> Array:
-    """Return rows of codes as bytes, of all matrices one after the other; what is stored plus 128 in two's complement."""
+def _codes(written: Requantisable, rows: Rows, files: Files) -> Array:
+    """Return ranges of rows of codes as bytes, one after the other; what is stored plus 128 in two's complement."""
     width = written.spec.shape[-1]
     row = 4 * written.codes.shape[-1] if isinstance(written, PackedIntegers) else width
-    raw = files.read(written.codes, first * row, (last - first) * row).reshape(last - first, row)
+    raw = files.ranges(written.codes, rows, row).reshape(-1, row)
     return np.asarray(raw + np.uint8(128))[:, :width] if isinstance(written, PackedIntegers) else raw

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ from lora_tool.checkpoint.folders import read_folder
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
@@ -38,14 +38,16 @@ def check_written(
     return by_rules(subject, chosen(OWN_RULES), Level.SAMPLE, plan.precision)
 
 
-def check_file(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None = None) -> dict[str, TensorEvidence]:
-    """Return the evidence of sampled values of one file of the `folder` that `plan` is being carried out in.
+def check_file(
+    plan: Plan, folder: Path, shard: Shard, steps: Sequence[Step], *, jobs: int | None = None
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of sampled values of a file of the `folder` that `plan` is being carried out in: of `steps` of it.
 
     Codes whose scales are in another file are left to `check_written`, and so is what is not there as it was planned.
     Raises as `check_steps`.
     """
     stored = read_single(folder / shard.filename).tensors
-    return check_steps(shard.steps, stored, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
+    return check_steps(steps, stored, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
 
 
 def _written(plan: Plan, folder: Path) -> ModelDir:

@@ -30,6 +30,8 @@ from lora_tool.tensors import DType, StoredTensor
 
 if TYPE_CHECKING:
     from lora_tool.execution.native.coded_rows import CodedRows
+    from lora_tool.execution.native.requantising import Panel
+    from lora_tool.formats.quantised.arrays import F32
     from lora_tool.formats.quantised.requantising import StoredAgain
 
     Rows = PlainRows | CodedRows
@@ -74,11 +76,8 @@ class NativeBackend(NativeFactors):
             at += done
 
     def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, memory: Memory, out: int) -> int:
-        """Write rows from `first` on from file to file, and return how many: no more than take some hundredths of a second."""
-        op = unit.op
-        depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
-        together = _STEPS[self._kernel.level is Level.SCALAR] // (1 + depth) // max(rows.columns, _LEAST_COLUMNS)
-        last = min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
+        """Write rows from `first` on from file to file, and return how many."""
+        op, last = unit.op, self._last_of_call(unit, first, memory)
         terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
         target = Target(
             descriptor=out,
@@ -89,6 +88,13 @@ class NativeBackend(NativeFactors):
         )
         with self._sources.descriptor(rows.path) as source:
             return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
+
+    def _last_of_call(self, unit: ComputeUnit, first: int, memory: Memory) -> int:
+        """Return up to where rows from `first` on are one call: no more than take some hundredths of a second."""
+        op, columns = unit.op, math.prod(unit.out.shape[1:])
+        depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
+        together = _STEPS[self._kernel.level is Level.SCALAR] // (1 + depth) // max(columns, _LEAST_COLUMNS)
+        return min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
 
     def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
         """Return memory for a block of rows."""
@@ -175,7 +181,12 @@ class NativeBackend(NativeFactors):
         return moved if fine else super()._moved(op, first, last)
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
-        """See `NumpyBackend`: in one pass where a row of tiles, or what is computed of it together, stays in the cache."""
+        """Return what the unit makes as codes with the scales of `encoding`, raised where it must be.
+
+        None where a row of tiles, or what is computed of it together, does not stay in the cache, or a result is not
+        finite. The unit's rows are whole rows of tiles, and all that have these scales; the first `kept` are returned as
+        numbers, too. The codes are this worker's buffer.
+        """
         from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
         from lora_tool.formats.quantised.requantising import StoredAgain  # noqa: PLC0415 - see above
 
@@ -193,11 +204,44 @@ class NativeBackend(NativeFactors):
                 before=np.empty((min(kept, count), grid.width), np.float32),
                 meant=np.empty((min(kept, count), grid.width), np.float32),
             )
-            scratch = self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
-            storing = storing_of(encoding, panel, made, scratch)
+            storing = storing_of(encoding, panel, made.scales, self._scratch(panel), made.meant)
             terms = self._terms(op, unit.first, unit.last, panel.rows)
             fine = rows.write(slice(len(made.before)), made.before, DType.F32)
             return made if fine and rows.write_again(storing, made.codes, terms) else None
+
+    def passed_again(self, unit: ComputeUnit, encoding: Requantisable, out: int) -> F32:
+        """Write rows of what `stored_again` returns from file to file, without the interpreter lock; return their scales.
+
+        These are fewer rows of scales than the unit's, or none, where a call of its own is better or another way is needed.
+        """
+        from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
+
+        grid, op, nothing = grid_of(encoding), unit.op, np.empty((0, 0), np.float32)
+        panel = panel_of(self._kernel, grid, unit.last - unit.first)
+        if panel is None or not isinstance(op, LoraDelta) or isinstance(out, PastCache):
+            return nothing
+        rows = rows_in_file(self._sources, op.source, unit.first, unit.last)
+        if rows is None or rows.coded is None or rows.coded.above:
+            return nothing
+        count = max(1, kernels.CACHE_BLOCK // (panel.rows * grid.width)) * panel.rows
+        read = self._room.of("codes", (count, grid.width), np.dtype(np.uint8))
+        memory = Memory(rows=count, read=read, made=read)
+        part = rows.part(unit.first, self._last_of_call(unit, unit.first, memory))
+        scales = np.empty(rows.coded.scales.shape, np.float32)
+        target = Target(
+            descriptor=out,
+            begin=unit.begin,
+            dtype=unit.out.dtype,
+            at_once=WRITE_BYTES,
+            storing=storing_of(encoding, panel, scales, self._scratch(panel), nothing),
+        )
+        with self._ready_for(unit), self._sources.descriptor(rows.path) as source:
+            terms = self._terms(op, part.first, part.last, panel.rows)
+            done = passed_on(self._kernel, part, source, target, memory, terms)
+        return scales[: -(-done // grid.tile[0])]
+
+    def _scratch(self, panel: Panel) -> F32:
+        return self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))
 
     def _weight(self, tensor: StoredTensor, first: int, last: int) -> Rows:
         """Return rows of a weight as they are read: quantised ones as they are stored."""

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,10 +42,6 @@ from lora_tool.plan.core.ops import (
 )
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
-
-if TYPE_CHECKING:
-    from lora_tool.formats.quantised.grids import Requantisable
-    from lora_tool.formats.quantised.requantising import StoredAgain
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
@@ -110,15 +106,6 @@ class NumpyBackend:
         """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
         with self._ready_for(unit):
             return self._block(unit, unit.first, unit.last, sampled=False)
-
-    def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
-        """Return what the unit makes as codes with the scales of `encoding`, raised where it must be.
-
-        None where that is not done at once. The unit's rows are whole rows of tiles, and all that have these scales; the
-        first `kept` are returned as numbers, too. What is returned may be this worker's buffer.
-        """
-        del unit, encoding, kept
-        return None
 
     @contextlib.contextmanager
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:

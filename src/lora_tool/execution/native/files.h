@@ -34,26 +34,37 @@ struct passage {
     int64_t some;  /* bytes of a write */
     void *read, *made; /* memory of a block and of its results: the same, if both types are of one size */
     const struct codes *codes; /* of all rows, but that their bytes are read; null where rows are numbers */
-    int32_t source, out;       /* descriptors */
+    const struct storing *storing; /* null where results are numbers */
+    int32_t source, out;           /* descriptors */
     int32_t source_type, out_type;
     int32_t digits; /* as in `lora_tool_merge` */
 };
 
-/* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Return how many rows
- * were written before the system refused, or a result was NaN or infinite. */
+/* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Where codes are
+ * stored again, a block is whole rows of tiles, and its results are written over what was read. Return how many rows were
+ * written before the system refused, or a result was NaN or infinite. */
 EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const struct term *terms, int64_t count) {
     const struct words *words = words_of(level);
-    const int in = passage->codes ? passage->codes->type : passage->source_type, out = passage->out_type;
+    const int in = passage->codes ? passage->codes->type : passage->source_type;
+    const int out = passage->storing ? F32 : passage->out_type;
     if (!words || !is_type(in) || !is_type(out)) {
         return 0;
     }
-    const int64_t columns = passage->columns, made = columns * (int64_t)size_of(out);
+    if (passage->storing && (!passage->codes || !can_be_stored(passage->codes, count))) {
+        return 0;
+    }
     struct codes codes = {0};
     if (passage->codes) {
         codes = *passage->codes;
         codes.bytes = passage->read;
     }
+    struct storing storing = {0};
+    if (passage->storing) {
+        storing = *passage->storing;
+    }
+    const int64_t columns = passage->columns;
     const int64_t stored = passage->codes ? codes.stride : columns * (int64_t)size_of(in);
+    const int64_t made = passage->storing ? stored : columns * (int64_t)size_of(out);
     const struct weight weight = {
         .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .digits = passage->digits, .columns = columns};
     mode_type before = ieee_mode();
@@ -63,15 +74,23 @@ EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const st
         if (!read_whole(passage->source, passage->read, rows * stored, passage->from + done * stored)) {
             break;
         }
-        uint32_t largest = count           ? merged(words, &weight, passage->made, out, rows, done, terms, count)
-                           : passage->codes ? decoded(words, &codes, passage->made, out, rows, columns)
-                                            : words->convert[in][out](passage->read, passage->made, rows * columns);
+        uint32_t largest;
+        if (passage->storing) {
+            largest = stored_again(words, &codes, &storing, passage->made, rows, columns, done, terms, count);
+            const int64_t scales = rows / codes.tall * codes.apart;
+            codes.scales += scales;
+            storing.raised += scales;
+        } else {
+            largest = count           ? merged(words, &weight, passage->made, out, rows, done, terms, count)
+                      : passage->codes ? decoded(words, &codes, passage->made, out, rows, columns)
+                                       : words->convert[in][out](passage->read, passage->made, rows * columns);
+            codes.above += rows;
+        }
         if (largest >= too_large[out] ||
             lora_tool_write(passage->out, passage->made, rows * made, passage->to + done * made, passage->some) <
                 rows * made) {
             break;
         }
-        codes.above += rows;
         done += rows;
     }
     restore_mode(before);

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
-from lora_tool.execution.native.structures import Codes
+from lora_tool.execution.native.structures import Codes, Storing
 from lora_tool.execution.reading import Sources
 from lora_tool.tensors import DType, StoredTensor
 
@@ -30,6 +30,7 @@ class _Passage(ctypes.Structure):
         ("read", ctypes.c_void_p),
         ("made", ctypes.c_void_p),
         ("codes", ctypes.POINTER(Codes)),
+        ("storing", ctypes.POINTER(Storing)),
         ("source", ctypes.c_int32),
         ("out", ctypes.c_int32),
         ("source_type", ctypes.c_int32),
@@ -95,16 +96,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once.
-
-    `digits` as in `Kernel.merge`.
-    """
+    """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once."""
 
     descriptor: int
     begin: int
     dtype: DType
     at_once: int
-    digits: int
+    digits: int = 0
+    """As in `Kernel.merge`."""
+    storing: Storing | None = None
+    """How codes are stored again: of the type of those that are read."""
 
 
 def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memory: Memory, terms: Terms) -> int:
@@ -124,9 +125,11 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
         source=source,
         out=target.descriptor,
         source_type=TYPES[rows.dtype],
-        out_type=TYPES[target.dtype],
+        out_type=TYPES.get(target.dtype, 0),
         digits=target.digits,
     )
+    if target.storing is not None:
+        passage.storing = ctypes.pointer(target.storing)
     if rows.coded is not None:
         import numpy as np  # noqa: PLC0415 - for quantised weights alone
 

@@ -125,21 +125,26 @@ static void tiles_stored(const struct words *words, const struct codes *codes, c
     }
 }
 
-/* Write W + deltas, W being what codes of eight bits stand for, as codes to `out`, and their scales to `raised`. Rows
- * begin with those of a row of scales, of which each has more than one column. The left factors of each row of tiles are
- * packed by themselves. Return as `lora_tool_merge`. */
-EXPORT int lora_tool_requantise(int level, const struct codes *codes, const struct storing *to, uint8_t *out,
-                                int64_t rows, int64_t columns, const struct term *terms, int64_t count) {
-    const struct words *words = words_of(level);
-    if (!words || codes->kind == HALVES || codes->above || codes->group < 2 || count < 1 || !is_type(codes->type)) {
-        return -1;
-    }
+/* Whether rows of codes can be stored again from the first of them on, which begins a row of tiles. */
+static inline int can_be_stored(const struct codes *codes, int64_t count) {
+    return codes->kind != HALVES && !codes->above && codes->group > 1 && count > 0 && is_type(codes->type);
+}
+
+/* Rows that are stored together: a row of tiles, or, where each row has scales of its own, of a tile of the kernel. */
+static inline int64_t stored_together(const struct words *words, const struct codes *codes) {
+    return codes->tall == 1 ? words->rows : codes->tall;
+}
+
+/* Write W + deltas, W being what codes of eight bits stand for, as codes to `out`, which may be where they are read, and
+ * their scales to `raised`. The first of the rows is row `above` of the left factors, which are packed for each row of tiles
+ * by itself. Return the largest number, as `finish` does. */
+static uint32_t stored_again(const struct words *words, const struct codes *codes, const struct storing *to, uint8_t *out,
+                             int64_t rows, int64_t columns, int64_t above, const struct term *terms, int64_t count) {
     const struct weight weight = {.codes = codes, .type = codes->type, .columns = columns};
-    const int64_t high = words->rows, together = codes->tall == 1 ? high : least_of(codes->tall, rows);
+    const int64_t high = words->rows, together = stored_together(words, codes);
     const int64_t padded = (together + high - 1) / high * high;
     uint32_t largest = 0;
-    mode_type before = ieee_mode();
-    for (int64_t top = 0, packed = 0; top < rows; top += together, packed += padded) {
+    for (int64_t top = 0, packed = above / together * padded; top < rows; top += together, packed += padded) {
         for (int64_t from = 0; from < columns; from += to->panel) {
             const struct area area = {.row = top,
                                       .rows = least_of(together, rows - top),
@@ -157,6 +162,18 @@ EXPORT int lora_tool_requantise(int level, const struct codes *codes, const stru
             tiles_stored(words, codes, to, out, &area, columns);
         }
     }
+    return largest;
+}
+
+/* Do what `stored_again` does from the first row of the left factors on. Return as `lora_tool_merge`. */
+EXPORT int lora_tool_requantise(int level, const struct codes *codes, const struct storing *to, uint8_t *out,
+                                int64_t rows, int64_t columns, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || !can_be_stored(codes, count)) {
+        return -1;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = stored_again(words, codes, to, out, rows, columns, 0, terms, count);
     restore_mode(before);
     return largest >= too_large[F32];
 }

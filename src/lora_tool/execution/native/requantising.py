@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from lora_tool.execution.native.coded_rows import KINDS
 from lora_tool.execution.native.library import TYPES, Kernel, kernel
-from lora_tool.execution.native.structures import Codes
+from lora_tool.execution.native.structures import Codes, Storing
 from lora_tool.formats.quantised.arrays import F32, Array
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
-from lora_tool.formats.quantised.requantising import Rounding, StoredAgain
+from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.tensors import DType
 
 _COLUMNS, _CACHED = 512, 1 << 20
@@ -50,22 +49,6 @@ def _layout(grid: Grid, first: int, scales: int) -> Codes:
     return Codes(apart=grid.across, group=grid.tile[1], tall=tall, above=first - top)
 
 
-class Storing(ctypes.Structure):
-    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
-
-    _fields_ = (
-        ("raised", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("meant", ctypes.c_void_p),
-        ("kept", ctypes.c_int64),
-        ("panel", ctypes.c_int64),
-        ("least", ctypes.c_float),
-        ("most", ctypes.c_float),
-        ("scale_type", ctypes.c_int32),
-        ("divided", ctypes.c_int32),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
     """Rows and columns of a weight whose numbers are in the cache while their scales are settled."""
@@ -83,15 +66,18 @@ def panel_of(kernel: Kernel, grid: Grid, rows: int) -> Panel | None:
     return panel if wide > 1 and panel.rows * panel.columns <= _CACHED else None
 
 
-def storing_of(encoding: Requantisable, panel: Panel, made: StoredAgain, scratch: F32) -> Storing:
-    """Return how the kernel stores the weight again; it holds addresses alone."""
+def storing_of(encoding: Requantisable, panel: Panel, scales: F32, scratch: F32, meant: F32) -> Storing:
+    """Return how the kernel stores a weight again, whose scales go to `scales` and first rows to `meant`, as numbers.
+
+    It holds addresses alone.
+    """
     least, most = limits(encoding)
     dtype = scales_of(encoding).dtype
     return Storing(
-        raised=made.scales.ctypes.data,
+        raised=scales.ctypes.data,
         scratch=scratch.ctypes.data,
-        meant=made.meant.ctypes.data,
-        kept=len(made.meant),
+        meant=meant.ctypes.data,
+        kept=len(meant),
         panel=panel.columns,
         least=least,
         most=most,

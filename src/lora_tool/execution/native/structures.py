@@ -42,3 +42,19 @@ class Codes(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("type", ctypes.c_int32),
     )
+
+
+class Storing(ctypes.Structure):
+    """Where merged numbers are stored as codes again: `struct storing` of `requantise.h`."""
+
+    _fields_ = (
+        ("raised", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("meant", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+        ("panel", ctypes.c_int64),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("scale_type", ctypes.c_int32),
+        ("divided", ctypes.c_int32),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from lora_tool.actions import TensorAction
 from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.display import counted
+from lora_tool.display import counted, from_here
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.base.module_files import module_files
 from lora_tool.plan.base.side_files import (
@@ -199,9 +199,11 @@ def _task_note(merge: MergeContext) -> str:
     labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
         model = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
-        return f"merging {sources} into {merge.base.root} as {model}"
+        return f"merging {sources} into {from_here(merge.base.root)} as {model}"
     head = f"head from {merge.head.weight.path.parent}"
-    return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
+    return (
+        f"merging {sources} into {from_here(merge.base.root)} as {merge.arch.sequence_classification}, {labels}, {head}"
+    )
 
 
 def _weight_note(merge: MergeContext) -> Iterator[str]:

@@ -173,7 +173,7 @@ def _trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
     return any(
         part.config.saves(name.removesuffix(".weight"))
-        and not saved_as_one(part.config, both=ends.output in part.modules.saved)
+        and not saved_as_one(part.config, ends.output.removesuffix(".weight"), held=ends.output in part.modules.saved)
         for part in adapted
         for name in ends.names & part.modules.saved.keys()
     )

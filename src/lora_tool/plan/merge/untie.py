@@ -22,6 +22,8 @@ from lora_tool.plan.merge.steps import lora_step, own_dtype, recomputed_init, to
 from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, tied_copies, tied_ends, tied_under_one_name
 from lora_tool.tensors import StoredTensor, TensorSpec
 
+_UNTIE = "`untie=True` writes each end as it was trained, with tie_word_embeddings=false"
+
 
 def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
     """Raise `UnsupportedAdapter` for LoRA on an end of embeddings that stay tied, and where a tied tensor would be lost."""
@@ -39,8 +41,20 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
     touched = sorted(tied.names & {f"{module}.weight" for module in modules})
     if touched and not merge.ends.trained_as_one:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
-        hint = "`untie=True` writes each end as it was trained, with tie_word_embeddings=false"
-        raise UnsupportedAdapter(_changes_both(tensor, touched[0]), hint=hint)
+        raise UnsupportedAdapter(_changes_both(tensor, touched[0]), hint=_UNTIE)
+    if rows := _tokens_of_one_end(merge, tied):
+        raise UnsupportedAdapter(_changes_both(rows, tied.embedding.name), hint=_UNTIE)
+
+
+def _tokens_of_one_end(merge: MergeContext, tied: TiedEmbeddings) -> StoredTensor | None:
+    """Return the trained rows of the shared embedding that PEFT did not train in the output layer, if there are any.
+
+    PEFT trains them in both where the config of the whole model ties them, and it is the model's first embedding.
+    """
+    if merge.facts is None or not merge.modules.tokens:  # what is plainly stored has one embedding, tied by its config
+        return None
+    module = tied.embedding.name.removesuffix(".weight")
+    return None if module == merge.facts.tokens_of_both else merge.modules.tokens.get(module)
 
 
 def require_no_lora_on_tied_ends_in_memory(view: BaseView) -> None:
@@ -77,7 +91,7 @@ def _output_step(merge: MergeContext, tied: TiedEmbeddings) -> Step:
     dtype = merge.dtype or own_dtype(merge, embedding)
     if saved is None and module in merge.modules.lora:
         return lora_step(merge, frozen, name, module)
-    if saved is None and rows in merge.modules.tokens:  # PEFT trains the same rows of the other end
+    if saved is None and rows in merge.modules.tokens and not _tokens_of_one_end(merge, tied):
         out = TensorSpec(name=name, dtype=dtype, shape=shared.shape)
         return replace(tokens_step(merge, embedding, rows), out=out)
     source = saved or frozen

@@ -21,7 +21,13 @@ _ENOUGH = 8
 
 _ABSURD = 65536.0
 """From here on float16 overflows; no trained factor comes near."""
-READ_PAST_LORA = (".mixer.dt_proj", ".mamba.dt_proj", ".head.attention.out_proj")
+READ_PAST_LORA = (
+    ".mixer.dt_proj",
+    ".mamba.dt_proj",
+    ".router.classifier",
+    ".head.attention.out_proj",
+    ".multihead_attn.out_proj",
+)
 """Ends of the paths of layers that transformers never calls, but for the weight: of Mamba and Jamba, of SigLIP's pooling."""
 
 
@@ -122,8 +128,8 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a layer whose LoRA the model never applies.
 
     What it does: Looks for LoRA on layers that transformers does not call: it multiplies with their weight itself. These
-    are `dt_proj` of Mamba, Falcon Mamba and Jamba, and `out_proj` of the attention that pools SigLIP's output. LoRA that
-    is zero is reported as info.
+    are `dt_proj` of Mamba, Falcon Mamba and Jamba, the router of LongCat Flash, and `out_proj` of the attention that pools
+    SigLIP's output and of Aria's projector. LoRA that is zero is reported as info.
 
     Why it matters: Their LoRA has no gradient, so training leaves it as it began, and no effect in the unmerged model. The
     merged weight has its ΔW, so the merged model is not the one that was trained unless ΔW is zero.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
+from lora_tool.adapter.support import UNMERGED
 from lora_tool.adapter.targeting import trained_for
+from lora_tool.adapter.tied_lora import saved_as_one
 from lora_tool.architectures.ends import MATRIX, embeddings, is_end, output_name
 from lora_tool.architectures.heads import head_of, last_weights
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
@@ -27,6 +30,8 @@ from lora_tool.rules.shared.heads import (
 from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
+_NUMBERED = re.compile(r"\.\d+\.")
+"""In the names of layers, whose ties no config undoes."""
 
 
 def _by_base_names(match: BaseMatch, whole: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -226,7 +231,7 @@ def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     `"tie_word_embeddings": true`.
 
     What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or merge into two matrices
-    with `--untie`.
+    with `--untie`. Blocks that a class shares between layers (Zamba's) stay one: serve such an adapter unmerged.
     """
     match = subject.matched
     saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))
@@ -238,7 +243,7 @@ def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
         biases = {end: frozen[end] for end in (name, of) if end in frozen and end.endswith(".bias")}
         mine, its = ({**biases, **saved}.get(end) for end in (name, of))
         if mine is not None and its is not None and not _saves_one(subject.config, name, of):
-            yield from _unless_same(match, its, mine)
+            yield from _unless_same(match, its, mine, hint=UNMERGED if _NUMBERED.search(name) else None)
 
 
 def _tied_output(subject: AdapterSubject, match: BaseMatch) -> dict[str, str]:
@@ -263,7 +268,8 @@ def _two_ends(
     apart = (end in saved and config.saves(end.removesuffix(".weight")) for end in ends)
     tokens = {match.name(module): trained for module, trained in subject.view.tokens.items()}
     rows, others = (tokens.get(end.removesuffix(".weight")) for end in ends)
-    if not (output in saved or rows) or (any(apart) and not config.ensure_weight_tying):
+    as_one = saved_as_one(config, output.removesuffix(".weight"), held=output in saved)
+    if not (output in saved or rows) or (any(apart) and not as_one):
         return
     if own is not None and (_says_untied(match) or shared is None or not same_values(own, shared)):
         return
@@ -290,10 +296,10 @@ def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
     return any(entry in name and entry not in of for entry in entries)
 
 
-def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor) -> Iterator[Fault]:
+def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor, hint: str | None = None) -> Iterator[Fault]:
     if not same_values(one, other):
         message = f"has other values than `{one.name}`, but {match.base.root} ties the two"
-        yield Fault(subject=other.name, message=message)
+        yield Fault(subject=other.name, message=message, hint=hint)
 
 
 @rule("LT515", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)

@@ -54,7 +54,7 @@ def _why_names_cannot_tell(config: ModelConfig, adapter: AdapterConfig) -> str |
 
 
 def _may_differ(config: ModelConfig) -> str:
-    return f"the base is a {config.model_type or 'model'}, whose tensor names on disk may differ from those in memory"
+    return f"the base is of {f'type {config.model_type}' if config.model_type else 'no known type'}, whose tensor names on disk may differ from those in memory"
 
 
 def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: Sequence[str]) -> BaseMatch | None:

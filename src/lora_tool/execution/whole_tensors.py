@@ -1,0 +1,78 @@
+"""Which tensors of a file are whole while others are being written: they can be read back meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+
+from lora_tool.execution.units import Unit, places_of
+from lora_tool.formats.quantised.encodings import parts
+from lora_tool.plan.core.quantise import Quantise
+from lora_tool.plan.core.requantise import Requantise
+from lora_tool.plan.core.steps import Shard, Step
+
+WORTH_BYTES = 256 << 20
+"""Bytes that are worth reading back together."""
+
+_Range = tuple[int, int]
+
+
+class WholeTensors:
+    """The tensors of one file, each told of once. Not safe for threads."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._written: list[_Range] = []
+        self._untold: dict[str, Step] | None = None
+        self._since = 0
+
+    def add(self, units: Iterable[Unit]) -> bool:
+        """Note that the units are written; return whether that is much since the last `take`."""
+        ranges = [place for unit in units for place in places_of(unit)]
+        self._written += ranges
+        self._since += sum(end - begin for begin, end in ranges)
+        return self._since >= WORTH_BYTES
+
+    def take(self, *, all_of_them: bool) -> tuple[Step, ...]:
+        """Return the steps whose bytes are written and were not returned before; `all_of_them` without asking."""
+        if self._untold is None:
+            self._untold = {step.out.name: step for step in self._shard.steps}
+        self._since = 0
+        names = set(self._untold if all_of_them else self._whole())
+        found = tuple(step for name, step in self._untold.items() if name in names)
+        self._untold = {name: step for name, step in self._untold.items() if name not in names}
+        return found
+
+    def _whole(self) -> Iterator[str]:
+        """Yield the names of tensors of which all bytes are written, and those of what they are compared with."""
+        self._written = _joined(self._written)
+        begins = [begin for begin, _ in self._written]
+        at, whole = len(self._shard.header), set()
+        for step in self._shard.steps:
+            under = bisect.bisect_right(begins, at) - 1
+            if under >= 0 and at + step.out.nbytes <= self._written[under][1]:
+                whole.add(step.out.name)
+            at += step.out.nbytes
+        for step in self._shard.steps:
+            if _compared_with(step) <= whole:
+                yield step.out.name
+
+
+def _compared_with(step: Step) -> set[str]:
+    """Return the names of the tensors that must be whole before the step's output is compared."""
+    match step.op:
+        case Requantise() | Quantise():
+            return {step.out.name, *(part.name for part in parts(step.op.encoding))}
+        case _:
+            return {step.out.name}
+
+
+def _joined(ranges: Sequence[_Range]) -> list[_Range]:
+    """Return the ranges in their order, those that touch as one."""
+    found: list[_Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
