@@ -11,11 +11,12 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
     **dict.fromkeys(
-        ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "actions", "exhaustive"),
+        ("errors", "keys", "display", "cores", "batches", "float_mode", "progress", "version", "exhaustive"),
         0,
     ),
     "choices": 0.1,
     "tensors": 0.2,
+    "actions": 0.2,
     "hub_names": 0.2,
     "cluster": 0.5,
     "formats": 1,

@@ -15,6 +15,7 @@ from lora_tool.cli.main import COMMANDS
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.train.traps import PAGES as GUARDS
 from lora_tool.validation.validating import validate
+from tests.made_once import made_once
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT
 
 pytest.importorskip("sphinx", reason="sphinx is not installed: pip install 'lora-tool[docs]'")
@@ -22,13 +23,15 @@ pytest.importorskip("sphinx", reason="sphinx is not installed: pip install 'lora
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
+    return made_once(tmp_path_factory, "site", _build) / "html"
+
+
+def _build(out: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(out / "doctrees")]
     done = subprocess.run(
         [*command, str(DOCUMENTATION), str(out / "html")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return out / "html"
 
 
 class Page(HTMLParser):

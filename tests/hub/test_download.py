@@ -149,7 +149,7 @@ CASES = {
     ),
     "silent": Case(7, "the Hub does not answer: ", "check the connection to", {"delay": 5}, times=1),
     "silent on the list of files": Case(
-        7, "the Hub gave no valid answer for 2 s", "check the connection to", {"delay": 5}, "/tree/"
+        7, "the Hub gave no valid answer for 1 s", "check the connection to", {"delay": 5}, "/tree/"
     ),
     "429": Case(7, "429 Too Many Requests: slow down", "again later", error(429, X_Error_Message="slow down")),
     "429, come back in an hour": Case(
@@ -179,7 +179,7 @@ def test_each_fault_is_said_in_time(
     case: Case, offered: Hub, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
-    monkeypatch.setattr(downloading, "PATIENCE", 2)
+    monkeypatch.setattr(downloading, "PATIENCE", 1)
     case.prepare(offered, monkeypatch)
     said = []
     for command in (("merge",), ("validate",), ("validate", "--json")):

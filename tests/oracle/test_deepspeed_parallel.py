@@ -19,6 +19,7 @@ from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
 from lora_tool.validation.validating import validate
+from tests.made_once import made_once
 from tests.oracle.deepspeed_saves import KINDS, TAG, make
 
 pytest.importorskip("deepspeed")
@@ -27,9 +28,7 @@ LORA = "moe-lora-data-first"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("deepspeed")
-    make(root)
-    return root
+    return made_once(tmp_path_factory, "deepspeed", make)
 
 
 def found_in(run: Path) -> dict[str, str]:

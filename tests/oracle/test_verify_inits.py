@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_tool.actions import Verdict
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.initial import CannotTellError, taken
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import merge_with_ours, merge_with_peft, save_adapter, save_base, saved_tensors

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.execution import kernels, units
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
@@ -37,6 +37,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.sharding import lay_out
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.initial import taken

@@ -183,7 +183,7 @@ def test_ctrl_c_ends_every_process_and_leaves_nothing_finished(tmp_path: Path) -
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
     metrics = tmp_path / "out" / "metrics.jsonl"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     while not metrics.exists() and time.monotonic() < limit and process.poll() is None:
         time.sleep(0.2)
     assert metrics.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
 from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TiledSpan
 
 COPY_BYTES = 32 << 20
@@ -183,45 +183,41 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     copied: no other code checks its values.
     """
     pending: list[CopyUnit] = []
+    for unit in _units(shard, whole):
+        if isinstance(unit, CopyUnit):
+            pending.append(unit)
+        else:
+            yield from _joined(pending)
+            pending = []
+            yield unit
+    yield from _joined(pending)
+
+
+def _units(shard: Shard, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
+    """Yield the units of each step, copies as the spans of their sources are."""
     together = _parts_beside_codes(shard)
     at = len(shard.header)
     for step in shard.steps:
         if isinstance(step.op, Requantise):
-            yield from _joined(pending)
-            pending = []
-            is_codes = step.op.part is QuantisedPart.CODES
-            if is_codes or step.out.name not in together:
-                grid, own = grid_of(step.op.encoding), stored_parts(step.op.encoding)
-                beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together)
-                for first, last in grid.stretches(0, grid.down, 2 * UNIT_WEIGHTS):
-                    some = RequantiseUnit(out=step.out, op=step.op, first=first, last=last, at=at)
-                    yield replace(some, beside=beside) if is_codes else some
-            at += step.out.nbytes
-            continue
-        if isinstance(step.op, Quantise):
-            yield from _joined(pending)
-            pending = []
+            yield from _requantised(step.out, step.op, at, together)
+        elif isinstance(step.op, Quantise):
             yield from _quantised(step.out, step.op, at)
-            at += step.out.nbytes
-            continue
-        for op in _matrices(step.op):
-            # a stack of experts is worked on row by row
-            out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
-            is_new = step.action in NEW
-            if op.is_copy and not (is_new and out.dtype.is_float):
-                for unit in _copies(op.source, at):
-                    if isinstance(unit, CopyUnit):
-                        pending.append(unit)
-                    else:
-                        yield from _joined(pending)
-                        pending = []
-                        yield unit
-            else:
-                yield from _joined(pending)
-                pending = []
-                yield from _computes(out, op, at, is_new=is_new, whole=op.needs_all_rows or whole(op))
-            at += out.nbytes
-    yield from _joined(pending)
+        else:
+            yield from _units_of_rows(step, step.op, at, whole)
+        at += step.out.nbytes
+
+
+def _requantised(
+    out: TensorSpec, op: Requantise[Computed], at: int, together: Mapping[str, int]
+) -> Iterator[RequantiseUnit]:
+    """Yield the units of codes with the parts that are `together` with them, and of parts that are in another file."""
+    is_codes = op.part is QuantisedPart.CODES
+    if not is_codes and out.name in together:
+        return
+    grid, own = grid_of(op.encoding), stored_parts(op.encoding)
+    beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together) if is_codes else ()
+    for first, last in grid.stretches(0, grid.down, 2 * UNIT_WEIGHTS):
+        yield RequantiseUnit(out=out, op=op, first=first, last=last, at=at, beside=beside)
 
 
 def _quantised(out: TensorSpec, op: Quantise[Computed], at: int) -> Iterator[QuantiseUnit]:
@@ -230,6 +226,18 @@ def _quantised(out: TensorSpec, op: Quantise[Computed], at: int) -> Iterator[Qua
     step = max(1, UNIT_WEIGHTS // block_of(op.encoding)) if op.is_by_block else blocks
     for first in range(0, blocks, step):
         yield QuantiseUnit(out=out, op=op, first=first, last=min(first + step, blocks), at=at)
+
+
+def _units_of_rows(step: Step, made: Op, at: int, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
+    is_new = step.action in NEW
+    for op in _matrices(made):
+        # a stack of experts is worked on row by row
+        out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
+        if op.is_copy and not (is_new and out.dtype.is_float):
+            yield from _copies(op.source, at)
+        else:
+            yield from _computes(out, op, at, is_new=is_new, whole=op.needs_all_rows or whole(op))
+        at += out.nbytes
 
 
 def _matrices(made: Op) -> Iterator[RowOp]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.core.ops import Assemble
 from lora_tool.plan.core.plan import Plan
@@ -12,6 +12,7 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _PIECE = 4096

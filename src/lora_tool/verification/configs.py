@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import read_object
 from lora_tool.formats.manifest import Manifest
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.merged.verdict import Verdict
 
 _MAY_DIFFER = frozenset({"base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"})
 """Fields that say nothing of ΔW: a base may be moved, and PEFT writes its version."""

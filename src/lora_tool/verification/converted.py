@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lora_tool.actions import Verdict
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.cores import available_cores
@@ -31,6 +30,7 @@ from lora_tool.plan.convert.provenance import ConvertInputs
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.elements import Array, Files

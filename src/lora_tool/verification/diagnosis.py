@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.actions import Verdict
 from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
 from lora_tool.plan.core.ops import Coded, LowRank, RowOp
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns

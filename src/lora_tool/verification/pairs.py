@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, BrokenFile, CorruptFile, Defect
+from lora_tool.formats.fields import shown
 from lora_tool.formats.files import parse_json, read_text
 
 Text = str | list[dict[str, Any]]
@@ -118,9 +118,3 @@ def _template(row: Mapping[str, Any], line: int, path: Path) -> dict[str, Any]:
     if not isinstance(more, dict):
         raise at_line(path, line, f"expected `chat_template_kwargs` as an object; found {shown(more)}")
     return {**({"tools": tools} if tools else {}), **more}
-
-
-def shown(value: object) -> str:
-    """Return JSON data as a message shows it: its beginning."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"  # noqa: PLR2004 - about a line

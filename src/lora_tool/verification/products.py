@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.cores import available_cores
 from lora_tool.plan.algebra.terms import Factors, Term
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, Files, rows_and_columns
 from lora_tool.verification.initial import CannotTellError

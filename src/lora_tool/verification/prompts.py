@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect, MissingDependency
+from lora_tool.formats.fields import shown
 from lora_tool.formats.files import is_file, parse_json, read_text
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.verification.pairs import at_line
@@ -74,7 +74,7 @@ def _of_json(line: str, number: int, path: Path) -> str:
         spoken = "\n".join(content for content in contents if isinstance(content, str))
         text = next((entry[name] for name in _FIELDS if isinstance(entry.get(name), str)), spoken or None)
     if text is None:
-        message = f"expected a text, or an object with one of {', '.join(_FIELDS)} or `messages`; found {json.dumps(entry)[:40]}"
+        message = f"expected a text, or an object with one of {', '.join(_FIELDS)} or `messages`; found {shown(entry)}"
         raise at_line(path, number, message)
     return text
 

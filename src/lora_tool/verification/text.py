@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.display import counted, finite, from_here, json_data, printable, some
 from lora_tool.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
 from lora_tool.verification.texts import LossEvidence
 from lora_tool.verification.verified import Verification, summary_json

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import BadConfig, Defect
+from lora_tool.formats.fields import shown
 from lora_tool.formats.files import read_text
-from lora_tool.verification.pairs import LARGEST_FILE, at_line, json_lines, shown
+from lora_tool.verification.pairs import LARGEST_FILE, at_line, json_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
 from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.elements import Files
 from lora_tool.verification.pieces import Compared
 from lora_tool.verification.recompute import why_not

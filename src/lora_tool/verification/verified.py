@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_tool.actions import Verdict
 from lora_tool.display import and_more
 from lora_tool.errors import VerificationFailed
 from lora_tool.plan.core.ops import Precision
@@ -17,6 +16,7 @@ from lora_tool.rules.engine.registry import Rule
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
 
 if TYPE_CHECKING:

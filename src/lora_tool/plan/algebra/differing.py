@@ -45,8 +45,8 @@ class Differing:
     """Output layer that is tied to a saved embedding → the embedding's tensor: PEFT would leave it as the base's."""
     biases: bool
     """Whether biases of modules with LoRA differ."""
-    left: tuple[tuple[StoredTensor, str], ...]
-    """Tensors of the model that are not in the adapter, each with the reason."""
+    left: tuple[StoredTensor, ...]
+    """Tensors of the model that are not in the adapter: the base has the same values."""
     targets: tuple[str, ...]
     task_type: str | None
 
@@ -60,23 +60,16 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
     arch = architecture_of(base.whole_config.model_type or "")
     conv1d = arch.conv1d if arch else frozenset()
     _require_alike(tuned, base)
-    changed: dict[str, StoredTensor] = {}
-    left: list[tuple[StoredTensor, str]] = []
-    for name, tensor in tuned.tensors.items():
-        known = base.tensors.get(name)
-        if known is not None and (same_values(known, tensor) or _same_numbers(known, tensor)):
-            left.append((tensor, "the base has the same values"))
-        else:
-            changed[name] = tensor
+    changed = {name: tensor for name, tensor in tuned.tensors.items() if not _is_in_base(tensor, base)}
     heads = {head_path(module) for module in (name.rpartition(".")[0] for name in changed) if head_of(module)}
     task = _task(tuned, classifies=bool(heads))
     saved = (*heads, *ADDED_BY_PEFT.get(task or "", ()))
     linear = {
-        name.removesuffix(".weight")
+        module
         for name, tensor in changed.items()
         if name in base.tensors and not _is_in(saved, name) and _is_linear(name, tensor, base.tensors[name], save)
+        if _has_lora(module := name.removesuffix(".weight"), base.whole_config.model_type)
     }
-    linear = {module for module in linear if _has_lora(module, base.whole_config.model_type)}
     whole: dict[str, str] = {}
     modules: dict[str, None] = {}
     biases = False
@@ -99,10 +92,8 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
     for module in modules:
         whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
         _require_own(module, tuned)
-    whole |= {
-        name: name for name in tuned.tensors if _is_in(saved, name)
-    }  # PEFT loads all of such a module, or nothing
-    names = {tensor.name for tensor, _ in left} & whole.keys()
+    # PEFT loads all of such a module, or nothing
+    whole |= {name: name for name in tuned.tensors if _is_in(saved, name)}
     tied = _tied(tuned, arch, modules)
     stacked = dict(missing_experts(linear, (name.removesuffix(".weight") for name in base.tensors)))
     return Differing(
@@ -113,10 +104,15 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
         saved_modules=(*sorted(heads), *modules, *(name.removesuffix(".weight") for name in tied)),
         tied=tied,
         biases=biases,
-        left=tuple(item for item in left if item[0].name not in names),
+        left=tuple(each for name, each in tuned.tensors.items() if name not in changed and name not in whole),
         targets=_targets({*linear, *stacked}, base),
         task_type=task,
     )
+
+
+def _is_in_base(tensor: StoredTensor, base: ModelDir) -> bool:
+    known = base.tensors.get(tensor.name)
+    return known is not None and (same_values(known, tensor) or _same_numbers(known, tensor))
 
 
 def _tied(tuned: ModelDir, arch: Architecture | None, modules: Iterable[str]) -> dict[str, str]:

@@ -118,8 +118,10 @@ def plan_extract(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=(*steps, *whole)),),
         side_files=side_files,
         leftovers=tuple(
-            InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
-            for tensor, reason in found.left
+            InputRecord(
+                path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason="the base has the same values"
+            )
+            for tensor in found.left
         ),
         inputs=(*stamps_of((tuned, first), side_files), *spool.stamps()),
         precision=Precision.FLOAT32,

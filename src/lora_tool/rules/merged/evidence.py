@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_tool.actions import TensorAction, Verdict
+from lora_tool.actions import TensorAction
+from lora_tool.rules.merged.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
