@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -32,12 +33,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_tool.adapter.experts import STACKED_BY_PEFT
+from lora_tool.architectures import architecture_of
 from lora_tool.formats.model_config import NOT_NULL, NUMBERS
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
 from lora_tool.names.order import in_natural_order
 from lora_tool.rules.adapter.lt2_weights import READ_PAST_LORA
-from lora_tool.rules.model.lt3_functions import ACTIVATIONS, ROPE_TYPES
+from lora_tool.rules.model.lt3_functions import ACTIVATIONS, NEVER_NULL, ROPE_KEYS, ROPE_TYPES, TYPED
 from tests.oracle.tiny import Task, tiny_model
 
 TESTED = "5.23"
@@ -84,6 +86,29 @@ def test_no_class_takes_a_string_or_null_for_a_number() -> None:
 def test_these_are_the_activations_and_rope_types() -> None:
     assert set(ACT2FN) == ACTIVATIONS
     assert {*ROPE_INIT_FUNCTIONS, "default"} == ROPE_TYPES
+
+
+@pytest.mark.parametrize("kind", ROPE_KEYS)
+def test_these_keys_are_what_a_rope_type_requires(kind: str) -> None:
+    whole = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        **dict.fromkeys(ROPE_KEYS[kind], [1.0] * 4 if kind == "longrope" else 2.0),
+    }
+    LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=whole)
+    for key in ROPE_KEYS[kind]:
+        with pytest.raises(KeyError, match=key):
+            LlamaConfig(rope_parameters={name: value for name, value in whole.items() if name != key})
+
+
+def test_the_known_classes_take_fields_of_one_type() -> None:
+    others: dict[type, object] = {str: ["silu"], float: 1, bool: 1, dict: "linear"}
+    for config in (config for kind, config in CONFIG_MAPPING.items() if architecture_of(kind) is not None):
+        fields = {field.name for field in dataclasses.fields(config)}
+        for name, kind in TYPED.items():
+            for value in (others[kind], *([None] if name in NEVER_NULL else [])) if name in fields else ():
+                with pytest.raises(StrictDataclassFieldValidationError):
+                    config(**{name: value})
 
 
 def test_peft_stacks_the_experts_of_these_model_types() -> None:

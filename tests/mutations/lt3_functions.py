@@ -18,3 +18,15 @@ def _unknown_activation(folder: Path) -> None:
 def _unknown_rope(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config["rope_parameters"] = {"rope_type": "yarm", "factor": 2.0, "rope_theta": 1e4}
+
+
+@breaks("LT324 rope without its factor", SHARDED)
+def _rope_without_its_factor(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4}
+
+
+@breaks("LT324 type", MODEL)
+def _null_epsilon(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["rms_norm_eps"] = None

@@ -98,3 +98,25 @@ def _served_together(folder: Path) -> None:
             del table[name]
     with fields(folder) as config:
         config["target_modules"] = [name for name in config["target_modules"] if name != "q_proj"]
+
+
+@breaks("LT815", CAUSAL, servers=["vllm"])
+@breaks("LT815 for SGLang", CAUSAL, servers=["sglang"])
+@breaks("LT815 for llama.cpp", CAUSAL, servers=["llama.cpp"])
+def _served_left_out(folder: Path) -> None:
+    plain(folder)
+    with tensors(folder) as table:  # an encoder's
+        held = {name.replace(".layers.", ".vision_tower.layers."): tensor for name, tensor in table.items()}
+        table.clear()
+        table.update(held)
+
+
+@breaks("LT815 for multi-query attention", CAUSAL, servers=["vllm"])
+def _served_packed_queries(folder: Path) -> None:
+    plain(folder)
+    with tensors(folder) as table:
+        held = {name.replace(".self_attn.q_proj.", ".attn.c_attn."): tensor for name, tensor in table.items()}
+        table.clear()
+        table.update(held)
+    with fields(folder) as config:
+        config["target_modules"] = ["c_attn" if name == "q_proj" else name for name in config["target_modules"]]

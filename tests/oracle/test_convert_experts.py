@@ -71,6 +71,18 @@ def test_fused_factors_are_those_of_each_expert(
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
+def test_ranks_of_the_two_fused_layers_and_a_router_come_back(call: Caller, tmp_path: Path) -> None:
+    more = {"target_parameters": [*PARAMETERS, "mlp.gate.weight"], "rank_pattern": {"experts.gate_up_proj": 4}}
+    base, (adapter,) = adapters_of(tmp_path, "qwen3_moe", FUSED | more | {"use_rslora": True})
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    back = converted(call, single, "peft-fused", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(adapter)) == []
+    expected, found = deltas(base, adapter), deltas(base, back)  # PEFT passes over what the config does not target
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], delta) for name, delta in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
 @pytest.mark.parametrize("rslora", [False, True])
 def test_single_experts_become_fused_at_twice_the_rank_and_come_back(
     rslora: bool, call: Caller, tmp_path: Path

@@ -88,6 +88,13 @@ def test_what_sglang_reads_only_together_gets_lora_of_zeros(name: str, tmp_path:
     assert plan_prepare(adapter, "vllm").steps  # and llama.cpp, and MLX-LM, which have LoRA on each by itself
 
 
+def test_lora_of_zeros_beside_computed_factors_is_verified(tmp_path: Path) -> None:
+    lora = QV | {"target_modules": ["q_proj"], "use_dora": True}
+    base, (adapter,) = adapters_of(tmp_path, "llama", lora)
+    out = prepare(adapter, "sglang", base=base, approximate=True, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+
+
 def in_mlx(folder: Path) -> dict[str, torch.Tensor]:
     """Return ΔW of every module as MLX-LM computes it: scale·(x·lora_a)·lora_b."""
     parameters = read_json(folder / "adapter_config.json")["lora_parameters"]

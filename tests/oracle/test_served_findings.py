@@ -125,6 +125,7 @@ def test_the_command_that_a_finding_names_mends_it(
         assert not after & {(each.code, each.severity) for each in found}
 
 
+PACKED = {"r": 2, "target_modules": ["c_attn"]}
 BIASES = QV | {"bias": "all", "use_rslora": True}
 
 
@@ -139,12 +140,13 @@ BIASES = QV | {"bias": "all", "use_rslora": True}
         ("llama.cpp", BIASES, "merge"),
         ("mlx", BIASES, "merge"),
         ("llama.cpp", CONV1D, "merge"),
+        ("vllm", PACKED, "merge"),
     ],
 )
 def test_where_no_command_prepares_it_no_finding_names_one(
     server: str, lora: Mapping[str, Any], way: str, call: Caller, tmp_path: Path
 ) -> None:
-    model_type = "gpt2" if lora is CONV1D else "llama"
+    model_type = "gpt2" if lora is CONV1D else "gpt_bigcode" if lora is PACKED else "llama"
     base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
     found = [each for each in validate(adapter, base=base, servers=[Server(server)]).findings if "LT8" in each.code]

@@ -22,7 +22,7 @@ from tests.oracle.test_convert_experts import FUSED
 pytestmark = pytest.mark.filterwarnings("ignore:The following .* keys did not match")
 
 Table = dict[str, torch.Tensor]
-Mutant = Callable[[Table, dict[str, Any]], None]
+Mutant = Callable[[Table, dict[str, Any]], object]
 
 
 def swapped(one: str, other: str) -> Mutant:
@@ -42,6 +42,11 @@ def one_bit(part: str) -> Mutant:
         table[name].view(-1).view(torch.int32)[1] ^= 1
 
     return injure
+
+
+def without(part: str) -> Mutant:
+    """Leave half a pair."""
+    return lambda table, _config: table.pop(next(name for name in sorted(table) if part in name))
 
 
 def field(**fields: Any) -> Mutant:
@@ -68,6 +73,8 @@ MUTANTS: dict[str, list[tuple[str, Mutant]]] = {
         ("ΔW of `", field(alpha_pattern={r"experts\.\d+\.w2": 7})),
         ("ΔW of `", field(use_rslora=True)),
         ("", one_bit("experts.1.w2.lora_B")),
+        ("", without("experts.1.w2.lora_A")),
+        ("", without("experts.0.w1.lora_B")),
     ],
     "peft-fused": [
         ("", in_other_order),
@@ -75,6 +82,7 @@ MUTANTS: dict[str, list[tuple[str, Mutant]]] = {
         ("ΔW of `", field(alpha_pattern={"experts.gate_up_proj": 5})),
         ("scales B·A by", field(alpha_pattern={"q_proj": 5})),
         ("", one_bit("experts.lora_A")),
+        ("", without("experts.lora_A")),
     ],
 }
 
@@ -117,7 +125,7 @@ def test_what_was_converted_is_right_and_every_mutant_is_found(
         (right / "adapter_config.json").write_text(json.dumps(fields))
         found = verify(right).report.findings
         assert found, mutant
-        assert {finding.code for finding in found} <= {"LT605", "LT626"}
+        assert {finding.code for finding in found} <= {"LT602", "LT605", "LT626"}
         assert any(said in finding.message for finding in found), [finding.message for finding in found]
         assert call("verify", right).code == 5
 

@@ -409,6 +409,23 @@ def test_floats_of_eight_bits_need_a_scale(tmp_path: Path) -> None:
         small.plan()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("rope_scaling", {"rope_type": "linear"}, "LT324 .*factor"),
+        ("rms_norm_eps", None, "LT324"),
+        ("dtype", "float17", "LT214"),
+    ],
+)
+def test_a_config_that_transformers_does_not_load_is_merged_into_no_model(
+    field: str, value: object, code: str, tmp_path: Path
+) -> None:
+    small = case(tmp_path, "causal-llama")
+    small.model[field] = value
+    with pytest.raises(FindingsFound, match=code):
+        small.plan()
+
+
 def test_a_missing_pad_token_is_a_warning(tmp_path: Path) -> None:
     silent = case(tmp_path, "reward-qwen2")
     for path in [*(silent.root / "adapter").glob("tokenizer*"), *(silent.root / "base").glob("tokenizer*")]:

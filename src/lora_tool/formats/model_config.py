@@ -28,6 +28,15 @@ _NO_TORCH_NAMES = {
 }
 """What a dtype is called elsewhere: transformers looks the word up in torch, and cannot read the config."""
 
+DTYPES = frozenset(
+    """
+    bfloat16 bool cdouble cfloat chalf complex128 complex32 complex64 double float float16 float32 float64 float8_e4m3fn
+    float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 half int int16 int32 int64 int8 long short
+    uint16 uint32 uint64 uint8
+    """.split()  # noqa: SIM905 - a table
+)
+"""torch's names of dtypes, but for those that no weight has."""
+
 NUMBERS = frozenset(
     [
         "hidden_size",
@@ -105,6 +114,9 @@ def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         meant = _NO_TORCH_NAMES.get(str(raw.get(name)))
         if meant is not None:
             fields.expected(name, f"torch's name, {shown(meant)}", raw[name])
+    name = "dtype" if raw.get("dtype") is not None else "torch_dtype"  # transformers' choice
+    if not isinstance(raw.get(name), dict | None) and str(raw[name]) not in DTYPES | _NO_TORCH_NAMES.keys():
+        fields.expected(name, "the name of a dtype of torch", raw[name])
     if not raw.get("auto_map"):
         _note_numbers(fields)
     return ModelConfig(

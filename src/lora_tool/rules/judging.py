@@ -53,7 +53,7 @@ DEEP_BYTES = 256 << 20
 
 NO_BASE = "no base model was given (use --base)"
 
-_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322"})
+_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
 """

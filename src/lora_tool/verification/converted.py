@@ -130,7 +130,7 @@ def _stacks(fused: AdapterView, single: AdapterView) -> Iterator[_Stack]:
     experts: dict[str, dict[str, dict[int, LoraLayer]]] = defaultdict(lambda: defaultdict(dict))
     for layer in single.layers:
         match = EXPERT.fullmatch(layer.module)
-        if match is not None:
+        if match is not None and layer.pair is not None:
             experts[_block(match["experts"])][match["projection"]][int(match["number"])] = layer
     for layer in fused.layers:
         if not _is_fused(layer.module) or layer.a is None or layer.b is None:
@@ -140,7 +140,11 @@ def _stacks(fused: AdapterView, single: AdapterView) -> Iterator[_Stack]:
         for names, parameter in _parameters(held):
             each = [[held[name][at] for name in names] for at in sorted(held[names[0]])]
             pairs = [one.pair for one in each[0]]
-            if size == (sum(pair[1].shape[0] for pair in pairs if pair), pairs[0] and pairs[0][0].shape[1]):
+            # an expert that lacks a factor is not counted
+            if layer.a.shape[0] % len(each) == 0 and size == (
+                sum(pair[1].shape[0] for pair in pairs if pair),
+                pairs[0] and pairs[0][0].shape[1],
+            ):
                 yield _Stack(
                     fused=layer,
                     scaling=fused.config.scaling(f"{layer.target}.{parameter}"),
@@ -174,7 +178,8 @@ def _experts(fused: AdapterView, single: AdapterView, *, made: AdapterView) -> d
         found = _evidence(layer, reason, share)
         if found.name not in evidence or reason:
             evidence[found.name] = found
-    missing = (layer for layer in made.layers if _is_of_experts(layer.module) and layer.b is not None)
+    # half a pair is reported as the tensor that is missing
+    missing = (layer for layer in made.layers if _is_of_experts(layer.module) and layer.pair is not None)
     for layer in missing:
         if layer.b is not None and layer.b.name not in evidence:
             evidence[layer.b.name] = _evidence(

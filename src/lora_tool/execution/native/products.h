@@ -133,38 +133,88 @@ EXPORT int lora_tool_mix(int level, const struct part *parts, int64_t count, int
     return flagged;
 }
 
-#define TURNED 16 /* rows of which ABREAST elements are turned round together: they stay in the first-level cache */
+#define LINE 256     /* elements of a row that are turned round together: long enough for memory to be read ahead */
+#define ROW_BYTES 64 /* of a row of the output that are written together, each from another row: a line of memory */
 
-/* Write lines of ABREAST elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
-#define TURN(type)                                                                                                     \
-    static void turn_##type(const type *lines, type *out, int64_t stride, int64_t high, int64_t wide) {                \
-        for (int64_t c = 0; c < wide; c++, out += stride) {                                                            \
-            for (int64_t r = 0; r < high; r++) {                                                                       \
-                out[r] = lines[r * ABREAST + c];                                                                       \
+#ifndef __has_builtin
+#define __has_builtin(name) 0
+#endif
+#if __has_builtin(__builtin_shufflevector)
+/* Turn round as many rows as a vector has elements: each round takes an element of a row of the upper half and one of the
+ * lower half in turn, and the last leaves the first elements of all rows in the first. */
+#define SQUARE(type, count)                                                                                            \
+    typedef type square_##type __attribute__((vector_size(16)));                                                       \
+    static inline void turn_square_##type(const type *lines, type *out, int64_t stride) {                              \
+        square_##type rows[count], next[count];                                                                        \
+        _Pragma("GCC unroll 8") for (int r = 0; r < count; r++) { memcpy(rows + r, lines + r * LINE, 16); }            \
+        _Pragma("GCC unroll 3") for (int round = 1; round < count; round *= 2) {                                       \
+            _Pragma("GCC unroll 4") for (int r = 0; r < count / 2; r++) {                                              \
+                next[2 * r] = FIRST_##type(rows[r], rows[r + count / 2]);                                              \
+                next[2 * r + 1] = LAST_##type(rows[r], rows[r + count / 2]);                                           \
+            }                                                                                                          \
+            memcpy(rows, next, sizeof rows);                                                                           \
+        }                                                                                                              \
+        _Pragma("GCC unroll 8") for (int r = 0; r < count; r++) { memcpy(out + r * stride, rows + r, 16); }            \
+    }
+#define FIRST_uint16_t(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define LAST_uint16_t(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define FIRST_uint32_t(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define LAST_uint32_t(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define FIRST_uint64_t(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define LAST_uint64_t(a, b) __builtin_shufflevector(a, b, 1, 3)
+#else
+#define SQUARE(type, count)                                                                                            \
+    static inline void turn_square_##type(const type *lines, type *out, int64_t stride) {                              \
+        for (int c = 0; c < count; c++) {                                                                              \
+            for (int r = 0; r < count; r++) {                                                                          \
+                out[c * stride + r] = lines[r * LINE + c];                                                             \
             }                                                                                                          \
         }                                                                                                              \
     }
-TURN(uint16_t)
-TURN(uint32_t)
-TURN(uint64_t)
+#endif
+
+/* Write lines of LINE elements, `high` of them, as columns: `wide` rows that lie `stride` elements apart. */
+#define TURN(type, count)                                                                                              \
+    SQUARE(type, count)                                                                                                \
+    static void turn_##type(const type *lines, type *out, int64_t stride, int64_t high, int64_t wide) {                \
+        const int64_t below = high / count * count, beside = wide / count * count;                                     \
+        for (int64_t c = 0; c < beside; c += count) {                                                                  \
+            for (int64_t r = 0; r < below; r += count) {                                                               \
+                turn_square_##type(lines + r * LINE + c, out + c * stride + r, stride);                                \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int64_t c = 0; c < wide; c++) {                                                                           \
+            for (int64_t r = c < beside ? below : 0; r < high; r++) {                                                  \
+                out[c * stride + r] = lines[r * LINE + c];                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+TURN(uint16_t, 8)
+TURN(uint32_t, 4)
+TURN(uint64_t, 2)
 
 /* Copy bits of numbers, and return whether one is NaN or infinite: all bits of its `exponent` are set. */
-static int copied_bits(const uint16_t *restrict values, uint16_t *restrict out, int64_t count, uint16_t exponent) {
-    int found = 0;
-    for (int64_t at = 0; at < count; at++) {
-        out[at] = values[at];
-        found |= (values[at] & exponent) == exponent;
+#define COPIED(type)                                                                                                   \
+    static int copied_##type(const type *restrict values, type *restrict out, int64_t count, type exponent) {          \
+        int found = 0;                                                                                                 \
+        for (int64_t at = 0; at < count; at++) {                                                                       \
+            out[at] = values[at];                                                                                      \
+            found |= (values[at] & exponent) == exponent;                                                              \
+        }                                                                                                              \
+        return found;                                                                                                  \
     }
-    return found;
-}
+COPIED(uint16_t)
+COPIED(uint32_t)
 
-/* Write `scale` times a line of at most ABREAST elements, rounded once; return the largest |result| as `rounded` does. */
+/* Write `scale` times a line of at most LINE elements, rounded once; return the largest |result| as `rounded` does. */
 static uint32_t scaled_line(const struct words *words, const void *values, int source_type, double scale, void *out,
                             int out_type, int64_t count) {
-    if (source_type == out_type && scale == 1.0 && wide_size_of(out_type) == 2) { /* each rounds to itself */
-        return copied_bits(values, out, count, out_type == BF16 ? 0x7F80u : 0x7C00u) ? UINT32_MAX : 0;
+    if (source_type == out_type && scale == 1.0 && out_type != F64) { /* each rounds to itself */
+        const int found = out_type == F32 ? copied_uint32_t(values, out, count, 0x7F800000u)
+                                          : copied_uint16_t(values, out, count, out_type == BF16 ? 0x7F80u : 0x7C00u);
+        return found ? UINT32_MAX : 0;
     }
-    _Alignas(64) double line[ABREAST];
+    _Alignas(64) double line[LINE];
     words->scaled[source_type](line, values, 1, scale, count);
     return words->rounded(line, out, out_type, 1, count);
 }
@@ -178,17 +228,18 @@ EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_
         return -1;
     }
     const struct part part = {.values = source, .along = apart, .down = 1, .type = source_type};
-    const int64_t down = (rows + TURNED - 1) / TURNED, across = (columns + ABREAST - 1) / ABREAST;
     const size_t size = wide_size_of(out_type);
+    const int64_t together = ROW_BYTES / (int64_t)size;
+    const int64_t down = (rows + together - 1) / together, across = (columns + LINE - 1) / LINE;
     mode_type before = ieee_mode();
     uint32_t largest = 0;
     for (int64_t at = 0; at < down * across; at++) { /* along the longer side last */
-        const int64_t row = (rows > columns ? at / across : at % down) * TURNED;
-        const int64_t column = (rows > columns ? at % across : at / down) * ABREAST;
-        const int64_t high = least_of(rows - row, TURNED), wide = least_of(columns - column, ABREAST);
-        _Alignas(64) uint64_t lines[TURNED * ABREAST];
+        const int64_t row = (rows > columns ? at / across : at % down) * together;
+        const int64_t column = (rows > columns ? at % across : at / down) * LINE;
+        const int64_t high = least_of(rows - row, together), wide = least_of(columns - column, LINE);
+        _Alignas(64) uint64_t lines[ROW_BYTES * LINE / sizeof(uint64_t)];
         for (int64_t r = 0; r < high; r++) {
-            char *line = (char *)lines + (size_t)(r * ABREAST) * size;
+            char *line = (char *)lines + (size_t)(r * LINE) * size;
             uint32_t found = scaled_line(words, element(&part, row + r, column), source_type, scale, line, out_type, wide);
             largest = found > largest ? found : largest;
         }

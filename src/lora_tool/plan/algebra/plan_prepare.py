@@ -25,6 +25,7 @@ from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.spool import OpenSpool
+from lora_tool.plan.algebra.terms import factors_of_sum
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -33,6 +34,7 @@ from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.rules.serving.forms import FORMS, ServingForm, in_the_way
+from lora_tool.rules.serving.left_out import outside_language
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
@@ -88,7 +90,9 @@ def plan_prepare(
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
-    idle = tuple(idle_modules(served.sums, model)) if form.together and model is not None else ()
+    # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
+    beside = factors_of_sum((view,), (1.0,)) if form.together else ()
+    idle = () if model is None else tuple(idle_modules(beside, model))
     zeros = (step for each in idle for step in each.steps(out, served.largest))
     steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(
@@ -205,5 +209,8 @@ def _notes(
     ends = [module for module in modules if is_end(module)]
     if form.one_end and ends and base is None:
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
+    outside = outside_language(view.layers)
+    if form is FORMS[Server.VLLM] and outside:
+        yield f"vLLM reads LoRA on {named(outside, 3)} only with --enable-tower-connector-lora, which some of its models support"
     if form is FORMS[Server.VLLM] and view.saved:
         yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

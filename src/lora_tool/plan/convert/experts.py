@@ -193,11 +193,10 @@ def to_fused(view: AdapterView) -> Converted:
                 "but a fused layer needs all of them",
                 hint=f"merge it instead: lora-tool merge {shlex.quote(str(view.adapter.root))}",
             )
-        _require_alike(held, view)
-        any_layer, module = next(iter(held.values())), experts.replace(*_IN_MEMORY)
-        rank, scaling = _pair(any_layer)[0].shape[0], any_layer.scaling or 0.0
+        module = experts.replace(*_IN_MEMORY)
         nested = ".base_layer" if down in found and gate in found else ""
         if gate in found:
+            rank, scaling = _common_form([held[at, name] for at in range(count) for name in (gate, up)], view)
             pairs = [(_pair(held[at, gate]), _pair(held[at, up])) for at in range(count)]
             shared = all(same_values(one[0], other[0]) for one, other in pairs)
             steps += _gate_and_up(module + nested, pairs, shared=shared)
@@ -205,6 +204,7 @@ def to_fused(view: AdapterView) -> Converted:
             targets.add(_target(module, "gate_up_proj"))
             forms[f"{module}.gate_up_proj"] = (rank if shared else 2 * rank, scaling)
         if down in found:
+            rank, scaling = _common_form([held[at, down] for at in range(count)], view)
             alone = [_pair(held[at, down]) for at in range(count)]
             steps += _fused(module, [a for a, _ in alone], [[b for _, b in alone]], rank)
             targets.add(_target(module, "down_proj"))
@@ -228,13 +228,16 @@ def _same(tensor: StoredTensor, first: StoredTensor) -> InputRecord:
     return InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
 
 
-def _require_alike(held: Mapping[tuple[int, str], LoraLayer], view: AdapterView) -> None:
-    kinds = {(a.shape[0], a.dtype, b.dtype, layer.scaling) for layer in held.values() for a, b in [_pair(layer)]}
+def _common_form(held: Sequence[LoraLayer], view: AdapterView) -> tuple[int, float]:
+    """Return rank and scaling of the layers that one fused layer is made of."""
+    kinds = {(a.shape[0], a.dtype, b.dtype, layer.scaling or 0.0) for layer in held for a, b in [_pair(layer)]}
     if len(kinds) > 1:
         raise UnsupportedAdapter(
             f"{view.adapter.root}: the experts differ in rank, scaling or type, but a fused layer has one of each",
             hint=f"lora-tool prepare {shlex.quote(str(view.adapter.root))} --for peft -o OUT gives all modules one scaling",
         )
+    (rank, _, _, scaling), *_ = kinds
+    return rank, scaling
 
 
 _Pair = tuple[StoredTensor, StoredTensor]

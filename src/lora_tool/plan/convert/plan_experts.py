@@ -76,10 +76,12 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
     others = [layer for layer in view.layers if layer.module not in found.modules]
     left = [layer.target for layer in others]
     listed = raw.get("target_modules")
+    # LoRA on the weight of a router stays as it is
+    parameters = [name for name in view.config.target_parameters or () if _is_one_of(name, others)]
     if to is AdapterForm.PEFT_FUSED:
         if isinstance(listed, list):
             raw["target_modules"] = [name for name in listed if any(f".{each}".endswith(f".{name}") for each in left)]
-        raw["target_parameters"] = list(found.targets)
+        raw["target_parameters"] = [*parameters, *found.targets]
         if view.config.by_unsloth:
             raw["lora_B_layout"] = ExpertLayout.RANK_MAJOR.value
     else:
@@ -87,8 +89,6 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
         names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""
         before = rf"(?:.*\.)?(?:{names})" if names else listed if isinstance(listed, str) else ""
         raw["target_modules"] = f"{before}|{experts}" if before else experts
-        # LoRA on the weight of a router stays as it is
-        parameters = [name for name in view.config.target_parameters or () if _is_one_of(name, others)]
         raw["target_parameters"] = parameters or None
         raw.pop("lora_B_layout", None)
     raw["base_model_name_or_path"] = base_of(view.config)

@@ -15,6 +15,7 @@ from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.left_out import outside_language, packed_queries
 from lora_tool.rules.serving.together import lacking, without_names
 
 
@@ -44,16 +45,20 @@ class ServingForm:
     """Whether it reads LoRA on q, k and v, and on gate and up, only together; see `together`."""
     turned: bool = False
     """Whether its converter turns LoRA on Conv1D over as if it were the weight, so that it adds the transposed of ΔW."""
+    language_alone: bool = False
+    """Whether it leaves out LoRA outside of a multimodal model's language model, whatever it is started with."""
+    unwrapped: bool = False
+    """Whether it leaves out LoRA on the one matrix of multi-query attention; see `left_out`."""
     one_end: bool = False
     """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
 
 
 FORMS: Mapping[Server, ServingForm] = {
     Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
-    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True),
-    Server.SGLANG: ServingForm(name="SGLang", together=True),
-    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, turned=True, one_end=True),
-    Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, one_end=True),
+    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True, unwrapped=True),
+    Server.SGLANG: ServingForm(name="SGLang", together=True, language_alone=True),
+    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, turned=True, language_alone=True, one_end=True),
+    Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, language_alone=True, one_end=True),
 }
 """vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
 `convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
@@ -140,6 +145,14 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
     if alone := lacking(modules):
         yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
+    outside = outside_language(view.layers)
+    if form.language_alone and outside:
+        yield Obstacle(text=f"LoRA on {named(outside, 3)}, outside of the language model, which {form.name} leaves out")
+    packed = packed_queries(view.layers)
+    if form.unwrapped and packed:
+        yield Obstacle(
+            text=f"LoRA on {named(packed, 3)}, multi-query attention in one matrix, which {form.name} leaves out"
+        )
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
 

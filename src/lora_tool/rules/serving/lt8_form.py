@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from lora_tool.adapter.fused_experts import fused_experts
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
+from lora_tool.display import named
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text
+from lora_tool.rules.serving.left_out import outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
     NEEDS,
@@ -22,6 +24,7 @@ from lora_tool.rules.serving.servers import (
     asked,
     command,
     fault,
+    merged,
     or_merged,
     prepared,
 )
@@ -301,6 +304,33 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
             severity = Severity.WARNING if subject.base is None else None
             hint = prepared(subject, server)
             yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)
+
+
+@rule("LT815", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA that the server leaves out without an error.
+
+    What it does: Looks for LoRA on a multimodal model's encoders, and on what leads from them to its language model.
+    SGLang, llama.cpp and MLX-LM have LoRA in the language model alone; vLLM, too, unless it is started with
+    `--enable-tower-connector-lora`, which it ignores for some models. For vLLM it also looks for LoRA on `c_attn` of
+    GPT-BigCode with multi-query attention, which vLLM 0.32 does not wrap ("It will be ignored" in its log).
+
+    Why it matters: The server silently runs a different model from the trained one.
+
+    Example: `"target_modules": "all-linear"` with Qwen2.5-VL, whose `model.visual` then has LoRA, too.
+
+    What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
+    """
+    outside, packed = outside_language(subject.layers), packed_queries(subject.layers)
+    for server in asked(subject, *SERVERS):
+        if outside:
+            message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"
+            start = "start vLLM with --enable-tower-connector-lora, which some of its models support; or "
+            hint = f"{start if server is Server.VLLM else ''}{merged(subject)}"
+            yield fault(subject, outside[0], message, hint=hint)
+        if packed and server is Server.VLLM:
+            message = f"vLLM leaves out LoRA on {named(packed, 3)}, multi-query attention in one matrix"
+            yield fault(subject, packed[0], message)
 
 
 def _width(layer: LoraLayer) -> int:
