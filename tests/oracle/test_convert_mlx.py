@@ -153,6 +153,17 @@ def test_layers_that_mlx_lm_has_elsewhere(call: Caller, tmp_path: Path) -> None:
     assert not verify(back).report.findings
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # MLX-LM has no such word, and PEFT sets it
+def test_modules_of_one_name_in_a_layer_come_back_under_the_base_s_names(call: Caller, tmp_path: Path) -> None:
+    lora = {"target_modules": ["attn.c_proj", "mlp.c_proj"], "fan_in_fan_out": True}
+    base, (adapter,) = adapters_of(tmp_path, "gpt2", lora)
+    theirs = tmp_path / "theirs"
+    assert call("convert", adapter, "--to", "mlx", "--base", base, "-o", theirs).code == 0
+    assert call("convert", theirs, "--to", "peft", "--base", base, "-o", tmp_path / "back").code == 0
+    assert different(saved_tensors(tmp_path / "back"), saved_tensors(adapter)) == []
+    assert deltas(base, tmp_path / "back").keys() == deltas(base, adapter).keys()
+
+
 def test_mlx_lm_itself_reads_and_writes_them(call: Caller, tmp_path: Path) -> None:
     mlx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]' mlx-lm")
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")

@@ -88,6 +88,17 @@ def test_what_sglang_reads_only_together_gets_lora_of_zeros(name: str, tmp_path:
     assert plan_prepare(adapter, "vllm").steps  # and llama.cpp, and MLX-LM, which have LoRA on each by itself
 
 
+def test_trained_tokens_are_lora_on_an_embedding_of_any_name(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "modernbert", "seq-cls", torch.float32)
+    lora = {"target_modules": ["Wqkv"], "r": 2, "trainable_token_indices": {"tok_embeddings": [3, 5]}}
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", lora)
+    out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
+    assert {name.rpartition(".")[2] for name in saved_tensors(out) if "tok_embeddings" in name} == {
+        "lora_embedding_A",
+        "lora_embedding_B",
+    }
+
+
 def test_lora_of_zeros_beside_computed_factors_is_verified(tmp_path: Path) -> None:
     lora = QV | {"target_modules": ["q_proj"], "use_dora": True}
     base, (adapter,) = adapters_of(tmp_path, "llama", lora)

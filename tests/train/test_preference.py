@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from lora_tool.train.config import GuardSettings
+from lora_tool.train.job import TrainingJob
+from lora_tool.train.worker import TrainingProcess
 from tests.train.running import LLAMA, QWEN2, Trainings, codes, labelled, pairs, prompts, texts, write_rows
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -193,3 +196,16 @@ def test_what_trl_cannot_use_is_its_error_with_our_hint(
     outcome = train.run.failed(caught.value)
     assert outcome.status.value == "failed"
     assert hint in (outcome.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (OSError(28, "No space left on device"), "free space"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 118080 vs 117972"), "free space"),
+        (ModuleNotFoundError("No module named 'mpi4py'"), "accelerate_config"),
+    ],
+)
+def test_what_a_disk_or_deepspeed_says_has_a_way_out(error: Exception, hint: str) -> None:
+    job = TrainingJob(guard=GuardSettings())
+    assert hint in (TrainingProcess(job, main_process=False).failed(error).hint or "")

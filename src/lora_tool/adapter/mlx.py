@@ -203,13 +203,20 @@ def _of_experts(
 
 
 def _targets(modules: list[str]) -> dict[str, Any]:
-    """Return how PEFT finds these modules: by their last parts in some of the layers, else by their whole paths."""
-    inside = {(layer, module.rpartition(".")[2]) for module in modules if (layer := split_layer(module)[0]) is not None}
-    layers, names = {layer for layer, _ in inside}, {name for _, name in inside}
-    if not modules or len(inside) != len(modules) or len(inside) != len(layers) * len(names):
-        return {"target_modules": sorted(set(modules))}
+    """Return how PEFT finds these modules: by the ends of their names in some of the layers, else by their whole paths.
+
+    The ends are as short as they can be: what is before the layers may be called otherwise in the base.
+    """
+    inside = {(layer, path) for layer, path in map(split_layer, modules) if layer is not None}
+    layers = {layer for layer, _ in inside}
     every = layers == set(range(len(layers)))
-    return {"target_modules": sorted(names), "layers_to_transform": None if every else sorted(layers)}
+    for before in (".", ".*."):
+        ends = {(layer, path.rpartition(before)[2]) for layer, path in inside}
+        names = {name for _, name in ends}
+        numbered = any("*" in name for name in names)
+        if modules and not numbered and len(modules) == len(ends) == len(layers) * len(names):
+            return {"target_modules": sorted(names), "layers_to_transform": None if every else sorted(layers)}
+    return {"target_modules": sorted(set(modules))}
 
 
 def transposed(tensor: StoredTensor) -> StoredTensor:

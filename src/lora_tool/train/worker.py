@@ -43,6 +43,7 @@ _DATA = (
     "dataset_name: a Hub id, or a folder of .jsonl, .csv or .parquet files; for a single file "
     "datasets: [{path: json, data_files: FILE, split: train}]"
 )
+_FULL = "free space on the disk of output_dir, then continue with --resume auto"
 _NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
 _HINTS = {
     "find any data file": _DATA,
@@ -52,6 +53,7 @@ _HINTS = {
     "KeyError: 'train'": "dataset_train_split: a split that the data has",
     "KeyError: 'test'": "dataset_test_split: a split that the data has, or eval_strategy: no",
     "Could not load reward function": "reward_funcs: [my_module.my_reward], or reward_model_name_or_path",
+    "No module named 'mpi4py'": "accelerate_config: FILE of `accelerate config` with DeepSpeed, which then has ranks",
     "No module named": "install it; or, for a module of reward_funcs, run this in the folder that holds it",
     "FlashAttention": "attn_implementation: sdpa, or install flash-attn",
     "`kernels`": "attn_implementation: sdpa, or pip install kernels",
@@ -63,6 +65,8 @@ _HINTS = {
     "Repo id must": _NAME,
     "is not a valid model identifier": _NAME,
     "is not a valid JSON file": "model_name_or_path: the model's folder, not a file of it",
+    "No space left on device": _FULL,
+    "unexpected pos": f"torch could not write a whole file: {_FULL}",  # its word for a full disk
     "out of memory": "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
     "padding_free=True": "max_length: null, with texts that are short enough; or packing: true",
 }

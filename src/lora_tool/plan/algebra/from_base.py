@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, is_tied
+from lora_tool.architectures.ends import MATRIX, is_end, is_output, is_tied
 from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
@@ -152,7 +152,7 @@ def factors_of_rows(changed: ChangedRows, spool: Spool) -> Factors:
     count, vocabulary = len(changed.places), changed.base.shape[0]
     chosen = np.zeros((count, vocabulary), np.float32)
     chosen[np.arange(count), changed.places] = 1
-    embedding = is_input(changed.module)
+    embedding = not is_output(changed.module)
     a, b = (chosen, (ours - theirs).T) if embedding else (ours - theirs, chosen.T)
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         raise UnsupportedAdapter(f"{changed.tensor.path}: `{changed.tensor.name}` or the base's holds NaN or infinity")
