@@ -23,7 +23,7 @@ from lora_tool.verification.verifying import verify
 from tests.mutations import copy_of
 from tests.mutations.merged_models import quantised
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
-from tests.quantised_models import TILE, quantise
+from tests.quantised_models import EIGHT_BITS, FORMS, TILE, quantise
 
 BF16 = torch.bfloat16
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
@@ -264,8 +264,10 @@ def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_pa
     table = saved_tensors(twice)
     found = judged({QUERY: table[QUERY], scale: table[scale]})
     assert [each.code for each in found] == ["LT609"]
-    lowered = {each.code: each.message for each in judged({scale: made.stored[scale] / 2})}
-    assert f"; scales of `{QUERY}` may only be raised, and only where a merged value did not fit" in lowered["LT605"]
+    larger = {scale: right[scale] * 2, QUERY: stored(right[QUERY].float() / 2)}
+    raised = {each.code: each.message for each in judged(larger)}
+    assert f"; scales of `{QUERY}` may only change with the largest value" in raised["LT605"]
+    assert [each.subject for each in judged({scale: right[scale] / 2})] == [QUERY], "its codes are half of W + ΔW"
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4", "nf4-double"])
@@ -464,3 +466,38 @@ def test_a_merge_into_weights_that_a_loader_rounded_is_no_other_in_float32(
     merged = made.values[QUERY].to(BF16).double() + made.delta(QUERY)
     found = made.judged({QUERY: merged.float(), KEY: made.values[KEY].to(BF16).float()})
     assert {each.code for each in found} == {"LT604"}, found
+
+
+@pytest.mark.parametrize("form", ["fp8-channel", "int8-channel", "bnb-int8"])
+def test_scales_that_another_tool_chose_anew_are_right(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+    made = case(form)
+    right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base"))
+    module, merged = QUERY.removesuffix(".weight"), (made.values[QUERY].double() + made.delta(QUERY)).float()
+    anew, _ = (FORMS | EIGHT_BITS)[form][0](module, merged)
+    scale = next(name for name in anew if name.endswith(("SCB", "weight_scale")))
+    assert (anew[scale].float() < made.stored[scale].float()).any()
+    assert not made.judged({name: anew[name] for name in (QUERY, scale)}, config=made.base, over=right)
+
+
+def test_a_base_that_was_quantised_again_is_not_another(case: Callable[..., Case], tmp_path: Path) -> None:
+    made = case("fp8-channel")
+    right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base"))
+    kept = [
+        name for name in made.values if torch.equal(right[name].view(torch.uint8), made.stored[name].view(torch.uint8))
+    ]
+    codes = {name: (right[name].float() / 2).to(right[name].dtype) for name in kept}
+    scales = {f"{name}_scale": right[f"{name}_scale"] * 2 for name in kept}
+    found = made.judged(codes | scales, config=made.base, over=right)
+    assert {each.code for each in found} == {"LT605"}
+    assert {each.subject for each in found} == {*codes, *scales}
+    assert all("the adapter leaves alone: it was quantised again" in each.message for each in found)
+
+
+def test_the_length_of_a_state_is_no_shape(case: Callable[..., Case], tmp_path: Path) -> None:
+    """A mean is written with the digits that it has, without spaces."""
+    made, state = case("nf4-double"), f"{QUERY}.quant_state.bitsandbytes__nf4"
+    choices = {"store": "as-base", "allow_loss": True}
+    right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", **choices))
+    short = torch.tensor(list(bytes(right[state].tolist()).rstrip()), dtype=torch.uint8)
+    assert len(short) < len(right[state])
+    assert not made.judged({state: short}, config=made.base, over=right)

@@ -111,12 +111,11 @@ def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
         differ = ~((now == before) | (np.isnan(now) & np.isnan(before)))
     tally = Tally(compared=now.size, moved=bool(differ.any()))
     if tally.moved:
-        larger = True if op.part is QuantisedPart.ZEROS else now > before
         if zeros_of(written) is None:
             is_full = _are_full(written, grid, of, files)
         else:
             is_full = _are_spanned(written, grid, of, files, zeros, whole=op.part is QuantisedPart.SCALES)
-        wrong = np.flatnonzero(differ & ~(larger & is_full))
+        wrong = np.flatnonzero(differ & ~is_full)  # the codes tell whether they stand for the values
         tally.outside = tally.wrong = len(wrong)
         tally.first = first * grid.across + int(wrong[0]) if len(wrong) else None
     return tally
@@ -141,16 +140,14 @@ def _scales(tensor: StoredTensor, grid: Grid, of: tuple[int, int], files: Files)
 
 def _are_full(written: Requantisable, grid: Grid, of: tuple[int, int], files: Files) -> Array:
     """Return of each tile of these rows of scales whether it has a code as large as codes get."""
-    least, most = limits(written)
-    if scales_of(written).dtype in (DType.U8, DType.F8_E8M0):
-        least, most = least / 2, most / 2
+    most = limits(written)[1] / (2 if scales_of(written).dtype in (DType.U8, DType.F8_E8M0) else 1)
     first, last = grid.rows_of(*of)
     raw = _codes(written, [(first, last)], files)
     if type_of_codes(written) is DType.F8_E4M3:  # without their signs codes have the order of what they stand for
         largest = small_floats(_of_tiles(np.maximum, raw & 0x7F, grid, of), exponent=4, mantissa=3)
         return np.asarray(largest >= most)
     low, high = (_of_tiles(function, raw.view(np.int8), grid, of) for function in (np.minimum, np.maximum))
-    return np.asarray((low <= least) | (high >= most))
+    return np.asarray((low <= -most) | (high >= most))  # of int8's -128 a scale that was rounded up makes -127
 
 
 def _of_tiles(function: np.ufunc, codes: Array, grid: Grid, of: tuple[int, int]) -> Array:

@@ -89,6 +89,9 @@ class QuantisedBase:
         unless that is to be allowed.
         """
         touched = self._touched(steps)
+        dropped = set(dropped) - {
+            step.out.name for step in steps
+        }  # the copy of an end that is tied no longer is written
         if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: weights that stay quantised keep their dtype and their names",

@@ -15,6 +15,7 @@ from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
+from lora_tool.formats.quantised.bitsandbytes import STATE
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.keys import has_lora_factor
 from lora_tool.report import Severity
@@ -173,7 +174,8 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
         tensor = subject.tensors.get(name)
         if tensor is None:
             continue
-        if tensor.shape != spec.shape or tensor.dtype.is_float != spec.dtype.is_float:
+        as_long = tensor.shape == spec.shape or STATE in name  # JSON, which may have other digits and spaces
+        if not as_long or tensor.dtype.is_float != spec.dtype.is_float:
             found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
             yield Fault(subject=name, message=f"is {found}, expected {wanted}", path=str(tensor.path))
         elif tensor.dtype is not spec.dtype:

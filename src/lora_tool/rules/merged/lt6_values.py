@@ -63,7 +63,7 @@ def _as_part(subject: MergedSubject, found: TensorEvidence) -> str:
     if found.action is TensorAction.RESCALED and found.reason:
         return f"; {found.reason}"
     if found.action is TensorAction.RESCALED:
-        return f"; scales of `{weight}` may only be raised, and only where a merged value did not fit"
+        return f"; scales of `{weight}` may only change with the largest value: no code is the largest there is"
     return f"; it is a part of `{weight}`, which the adapter leaves alone: it was quantised again"
 
 

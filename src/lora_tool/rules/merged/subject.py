@@ -100,10 +100,16 @@ class MergedSubject(ModelSubject):
 
     @property
     def another_base(self) -> bool:
-        """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other."""
+        """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other.
+
+        Where all that is not quantised is the base's, the rest was quantised again.
+        """
         if self.base_name is None:
             return False
         kept = tuple(self.kept())
+        plain = [found for found in kept if found.name not in self.quantised_parts]
+        if len(plain) < len(kept) and plain and all(found.verdict is Verdict.RIGHT for found in plain):
+            return False
         other = sum(found.verdict not in (Verdict.RIGHT, Verdict.MISREAD) for found in kept)
         return other >= _SEVERAL and 2 * other > len(kept)
 
