@@ -63,6 +63,15 @@ def test_one_bit_of_what_only_stands_beside_another_is_found(
     assert found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_pair_is_a_tensor_that_is_missing(kind: str, written: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(written[kind], tmp_path / "copy")
+    table = load_file(weights := copy / "adapter_model.safetensors")
+    lost = min(name for name in table if name.endswith("lora_A.weight"))
+    save_file({name: table[name] for name in table if name != lost}, weights, metadata={"format": "pt"})
+    assert [(each.code, each.subject) for each in verify(copy).report.findings] == [("LT602", lost)]
+
+
 @pytest.mark.parametrize("kind", KINDS[3:])
 def test_a_small_error_in_what_is_kept_is_found_though_more_is_left_out(
     kind: str, written: dict[str, Path], tmp_path: Path

@@ -112,7 +112,7 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
 
     Example: A merge that goes shard by shard stopped after the second of three.
 
-    What to do: Merge again into a new folder.
+    What to do: Write it again, with the command that wrote it, into a new folder.
     """
     for name, spec in (subject.expected or {}).items():
         if name not in subject.tensors and name not in _forgotten_head(subject):
@@ -182,7 +182,7 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
             pair = (str(tensor.dtype), str(spec.dtype))
             casts[pair] = casts.get(pair, 0) + 1
     for (found, wanted), count in casts.items():
-        message = f"{count} tensors are {found}, but base and adapter give {wanted}"
+        message = f"{counted(count, 'tensor')} of type {found}, but base and adapter give {wanted}"
         yield Fault(message=message, severity=Severity.INFO if isinstance(subject, MergedSubject) else None)
 
 
