@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-import lora_tool.cores
+import lora_tool.machine
 from lora_tool.errors import OutputExists
 from lora_tool.execution import in_memory
 from lora_tool.execution.folder import check_output
@@ -330,9 +330,9 @@ def test_a_container_has_the_cores_it_was_given(
     files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given(files, tmp_path)
-    monkeypatch.setattr(lora_tool.cores, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(lora_tool.machine, "CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    assert lora_tool.cores.available_cores() == cores
+    assert lora_tool.machine.available_cores() == cores
 
 
 def given(files: dict[str, str], folder: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.cores import PAGE
 from lora_tool.execution import local_engine, past_cache
 from lora_tool.execution.engine import execute
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.past_cache import PastCache, exceeds_memory
 from lora_tool.formats.room import PageBuffer
+from lora_tool.machine import PAGE
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.bench.models import Sizes, make_adapter, make_base

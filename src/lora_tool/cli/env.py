@@ -9,9 +9,9 @@ from importlib import metadata
 import click
 
 from lora_tool.cli.options import json_option
-from lora_tool.cores import available_cores
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.native.library import FILE, VARIABLE, kernel, loaded
+from lora_tool.machine import available_cores
 from lora_tool.version import __version__
 
 _PACKAGES = (

@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import Any
 
 from lora_tool.batches import batches_of_bytes
-from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
@@ -23,6 +22,7 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
+from lora_tool.machine import available_cores
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.progress import Progress, decided

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from lora_tool.batches import batches_of_bytes
-from lora_tool.cores import available_cores
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.local_engine import LocalEngine, Run, prepared
@@ -24,6 +23,7 @@ from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.shared_reading import MOST_HELD, Block, SharedSources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, Unit, units_of
 from lora_tool.execution.work import Ended, Unfinished, WorkDone
+from lora_tool.machine import available_cores
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision

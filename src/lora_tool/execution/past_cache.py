@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.cores import CONTROL_GROUP, PAGE
+from lora_tool.machine import CONTROL_GROUP, PAGE
 
 MOUNTS = Path("/proc/self/mountinfo")
 _ON_A_DISK = frozenset({"ext4", "xfs"})

@@ -7,7 +7,7 @@ import mmap
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from lora_tool.cores import PAGE
+from lora_tool.machine import PAGE
 
 if TYPE_CHECKING:
     import numpy as np

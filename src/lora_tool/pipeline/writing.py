@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.cluster.spread import HERE, Spread
-from lora_tool.cores import available_cores
 from lora_tool.display import counted, printable, size
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
+from lora_tool.machine import available_cores
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.manifest import is_written
 from lora_tool.plan.core.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from lora_tool.cores import available_cores
+from lora_tool.machine import available_cores
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 

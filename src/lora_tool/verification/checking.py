@@ -13,8 +13,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lora_tool.choices import Choice
-from lora_tool.cores import available_cores
 from lora_tool.float_mode import ieee_arithmetic
+from lora_tool.machine import available_cores
 from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.quantise import Quantise

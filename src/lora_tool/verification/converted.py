@@ -21,9 +21,9 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
-from lora_tool.cores import available_cores
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.keys import WRAPPERS
+from lora_tool.machine import available_cores
 from lora_tool.plan.algebra.terms import Term
 from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.provenance import ConvertInputs

@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lora_tool.actions import TensorAction
-from lora_tool.cores import available_cores
+from lora_tool.machine import available_cores
 from lora_tool.plan.algebra.terms import Factors, Term
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence

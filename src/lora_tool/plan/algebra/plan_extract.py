@@ -13,12 +13,12 @@ from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
-from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
 from lora_tool.keys import PREFIX
+from lora_tool.machine import available_cores
 from lora_tool.plan.algebra.differing import Differing, differing
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.peft_config import PLAIN, rank_fields

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lora_tool.choices import positive
-from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.machine import available_cores
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.batches import batches_of_bytes
-from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular, read_into
+from lora_tool.machine import available_cores
 from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
 
