@@ -55,7 +55,9 @@ CASES = {
         ("refuses the model card", "bad value of license"),
         {"status": 400, "body": b'{"errors":[{"message":"bad value of license"}],"warnings":[]}'},
     ),
-    "an expired link": Case("^PUT /storage", 4, ("storage did not accept", "403"), {"status": 403, "times": ALWAYS}),
+    "an expired link": Case(
+        "^PUT /storage", 7, ("storage did not accept", "403", "probably expired"), {"status": 403, "times": ALWAYS}
+    ),
     # somebody else's change
     "409 on commit": Case(COMMIT, 6, ("was changed while this push ran",), {"status": 409}),
     "412 on commit": Case(COMMIT, 6, ("412 Precondition Failed",), {"status": 412}),

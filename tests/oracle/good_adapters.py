@@ -304,9 +304,6 @@ GOOD: Mapping[str, Good] = {
     ),
     "reward-of-one": Good(model=_one_label, config={"target_modules": QV, "use_rslora": True}, task="SEQ_CLS"),
     "experts-all-linear": Good(model=_mixtral, config={"target_modules": "all-linear"}),
-    "router-elsewhere": Good(
-        model=partial(tiny_model, "longcat_flash", "causal-lm"), config={"target_modules": "all-linear"}
-    ),
     "longformer": Good(
         model=partial(tiny_model, "longformer", "seq-cls"), config={"target_modules": "all-linear"}, task="SEQ_CLS"
     ),
