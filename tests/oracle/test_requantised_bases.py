@@ -206,15 +206,14 @@ def test_what_goes_from_file_to_file_is_the_same(
     passed = []
 
     def counted(*arguments: Any) -> Any:
-        passed.append(len(scales := passed_again(*arguments)))
-        return scales
+        passed.append(made := passed_again(*arguments))
+        return made
 
     passed_again = NativeBackend.passed_again
     monkeypatch.setattr(NativeBackend, "passed_again", counted)
-    monkeypatch.setattr(requantised, "_SAMPLED", 1)
     monkeypatch.setattr(kernels, "CACHE_BLOCK", 1)
     parts = merge_with_ours(base, adapter, tmp_path / "parts", "float32", store="as-base")
-    assert all(passed), "all but the sampled rows of each weight"
+    assert all(made is not None for made in passed)
     assert len(passed) >= len(TARGETS)
     assert not different(saved_tensors(whole), saved_tensors(parts))
 

@@ -15,7 +15,6 @@ from lora_tool.execution.kernels import STORAGE, bytes_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.formats.quantised.arrays import F32
 from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.formats.quantised.requantising import StoredAgain
 from lora_tool.plan.core.ops import Coded, Precision, RowOp, row_ops
@@ -60,14 +59,15 @@ class Numbers:
         return backend.stored_again(_rows_of(name, each, first - top, last - top, DType.F32), encoding, kept)
 
     def passed_again(
-        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, out: int, offset: int
-    ) -> F32 | None:
+        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, kept: int, out: int, offset: int
+    ) -> StoredAgain | None:
         """Write rows of what is stored as codes to the descriptor `out` at `offset`; see `NativeBackend.passed_again`."""
         found = self._by_the_kernel(op, first, last)
         if found is None:
             return None
         backend, each, top = found
-        return backend.passed_again(_rows_of(name, each, first - top, last - top, DType.I8, offset), encoding, out)
+        rows = _rows_of(name, each, first - top, last - top, DType.I8, offset)
+        return backend.passed_again(rows, encoding, kept, out)
 
     def _by_the_kernel(self, op: Coded, first: int, last: int) -> tuple[NativeBackend, RowOp, int] | None:
         """Return the compiled arithmetic of the operation that makes all of these rows, and where its own begin."""

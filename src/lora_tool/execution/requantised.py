@@ -18,6 +18,7 @@ from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes, zeros_of
 from lora_tool.formats.quantised.requantising import (
     Scales,
+    StoredAgain,
     as_stored,
     bytes_of_codes,
     numbers_of,
@@ -31,8 +32,8 @@ from lora_tool.tensors import DType
 
 _AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
 """Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""
-_SAMPLED, _SAMPLED_WEIGHTS = 1 << 18, 1 << 12
-"""Weights that are stored with the first of a unit, and those of them on which is measured what rounding left of the change."""
+_SAMPLED_WEIGHTS = 1 << 12
+"""Weights of a unit on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
 """Weights of a row of tiles that are in memory at once; of a larger one they are computed for its scales, and again."""
 
@@ -53,46 +54,50 @@ class Requantiser:
         grid, is_codes = grid_of(unit.op.encoding), unit.op.part is QuantisedPart.CODES
         with ieee_arithmetic(), np.errstate(all="ignore"):
             while at < unit.last and not self._numbers.stopped():
+                top, bottom = grid.rows_of(at, unit.last)
                 sampled = is_codes and at == unit.first
-                done = self._passed(unit, at, out) if is_codes and not sampled else 0
-                if not done:  # a sample, or what is not passed from file to file, or ended that: here it is named
-                    first, last = next(grid.stretches(at, unit.last, _SAMPLED if sampled else _AT_ONCE))
-                    found, done = self._tiles(unit, (first, last), out, sampled=sampled), last - first
-                    retained = found if sampled else retained
+                some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
+                done, found = self._passed(unit, at, out, some) if is_codes else (0, None)
+                if not done:  # what is not passed from file to file, or ended that: here it is named
+                    first, last = next(grid.stretches(at, unit.last, _AT_ONCE))
+                    done, found = last - first, self._tiles(unit, (first, last), out, some)
+                retained = found if sampled else retained
                 at += done
         return retained
 
-    def _passed(self, unit: RequantiseUnit, first: int, out: int) -> int:
-        """Write rows of tiles from file to file, and their scales; return how many rows of scales were."""
+    def _passed(self, unit: RequantiseUnit, first: int, out: int, some: int) -> tuple[int, DeltaRetention | None]:
+        """Write rows of tiles from file to file, and their scales; return how many rows of scales, and as `run` does."""
         encoding = unit.op.encoding
         top, bottom = grid_of(encoding).rows_of(first, unit.last)
         begin, _ = unit.place(QuantisedPart.CODES, first, unit.last)
-        made = self._numbers.passed_again(unit.out.name, unit.op, top, bottom, encoding, out, begin)
-        if made is None or not len(made):
-            return 0
-        of = first, first + len(made)
-        stored = Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made))
-        self._write_scales(unit, of, stored, out)
-        return len(made)
+        made = self._numbers.passed_again(unit.out.name, unit.op, top, bottom, encoding, some, out, begin)
+        if made is None:
+            return 0, None
+        of = first, first + len(made.scales)
+        scales = self._scales(encoding, of, made)
+        self._write_scales(unit, of, scales, out)
+        return len(made.scales), _sample(encoding, made, scales, (top, first)) if some else None
 
-    def _tiles(self, unit: RequantiseUnit, of: tuple[int, int], out: int, *, sampled: bool) -> DeltaRetention | None:
-        """Write what belongs to these rows of scales."""
+    def _tiles(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
+        """Write what belongs to these rows of scales; sample so many rows."""
         encoding = unit.op.encoding
         grid = grid_of(encoding)
         top, bottom = grid.rows_of(*of)
-        some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
+        some = min(some, bottom - top)
         made = self._numbers.stored_again(unit.out.name, unit.op, top, bottom, encoding, some)
         if made is None:
             retained = None
             for each in grid.stretches(*of, _BLOCK_WEIGHTS):
                 retained = self._in_steps(unit, each, out, some if each[0] == of[0] else 0) or retained
             return retained
-        stored = Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales))
-        if not self._write_scales(unit, of, stored, out):
+        scales = self._scales(encoding, of, made)
+        if not self._write_scales(unit, of, scales, out):
             return None
         self._numbers.write(unit.op, bytes_of_codes(encoding, made.codes), out, unit.place(unit.op.part, *of)[0])
-        codes = made.codes[:some].view(STORED[type_of_codes(encoding)])
-        return _retention(encoding, made.before, made.meant, codes, stored, (top, of[0])) if some else None
+        return _sample(encoding, made, scales, (top, of[0])) if some else None
+
+    def _scales(self, encoding: Requantisable, of: tuple[int, int], made: StoredAgain) -> Scales:
+        return Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales))
 
     def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Scales, out: int) -> bool:
         """Write scales and zero points where they belong to the unit; return whether codes do."""
@@ -133,6 +138,12 @@ class Requantiser:
 
     def _rows(self, unit: RequantiseUnit, first: int, last: int) -> Array:
         return self._numbers.rows(unit.out.name, unit.op, first, last, DType.F32)
+
+
+def _sample(encoding: Requantisable, made: StoredAgain, scales: Scales, at: tuple[int, int]) -> DeltaRetention:
+    """Return how much of the change its first rows keep; `at` as in `_retention`."""
+    codes = made.codes[: len(made.meant)].view(STORED[type_of_codes(encoding)])
+    return _retention(encoding, made.before, made.meant, codes, scales, at)
 
 
 def _retention(

@@ -216,7 +216,7 @@ def _requantised(
         return
     grid, own = grid_of(op.encoding), stored_parts(op.encoding)
     beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together) if is_codes else ()
-    for first, last in grid.stretches(0, grid.down, 2 * UNIT_WEIGHTS):
+    for first, last in grid.stretches(0, grid.down, 4 * UNIT_WEIGHTS):
         yield RequantiseUnit(out=out, op=op, first=first, last=last, at=at, beside=beside)
 
 

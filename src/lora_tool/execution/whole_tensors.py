@@ -11,7 +11,7 @@ from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Shard, Step
 
-WORTH_BYTES = 256 << 20
+WORTH_BYTES = 128 << 20
 """Bytes that are worth reading back together."""
 
 _Range = tuple[int, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -209,36 +210,43 @@ class NativeBackend(NativeFactors):
             fine = rows.write(slice(len(made.before)), made.before, DType.F32)
             return made if fine and rows.write_again(storing, made.codes, terms) else None
 
-    def passed_again(self, unit: ComputeUnit, encoding: Requantisable, out: int) -> F32:
-        """Write rows of what `stored_again` returns from file to file, without the interpreter lock; return their scales.
+    def passed_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int, out: int) -> StoredAgain | None:
+        """Write what `stored_again` returns from file to file, without the interpreter lock; return it without most codes.
 
-        These are fewer rows of scales than the unit's, or none, where a call of its own is better or another way is needed.
+        Its scales are fewer than the unit's where the rest is better done in a call of its own, or in another way; None
+        where all of it is. Of the codes the first `kept` rows are returned.
         """
         from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.formats.quantised.requantising import StoredAgain  # noqa: PLC0415 - see above
 
-        grid, op, nothing = grid_of(encoding), unit.op, np.empty((0, 0), np.float32)
+        grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)
         if panel is None or not isinstance(op, LoraDelta) or isinstance(out, PastCache):
-            return nothing
+            return None
         rows = rows_in_file(self._sources, op.source, unit.first, unit.last)
         if rows is None or rows.coded is None or rows.coded.above:
-            return nothing
+            return None
         count = max(1, kernels.CACHE_BLOCK // (panel.rows * grid.width)) * panel.rows
         read = self._room.of("codes", (count, grid.width), np.dtype(np.uint8))
         memory = Memory(rows=count, read=read, made=read)
         part = rows.part(unit.first, self._last_of_call(unit, unit.first, memory))
         scales = np.empty(rows.coded.scales.shape, np.float32)
+        before, meant = (np.empty((min(kept, count), grid.width), np.float32) for _ in range(2))
         target = Target(
             descriptor=out,
             begin=unit.begin,
             dtype=unit.out.dtype,
             at_once=WRITE_BYTES,
-            storing=storing_of(encoding, panel, scales, self._scratch(panel), nothing),
+            storing=storing_of(encoding, panel, scales, self._scratch(panel), meant),
         )
         with self._ready_for(unit), self._sources.descriptor(rows.path) as source:
+            self._weight(op.source, unit.first, unit.first + len(before)).write(slice(None), before, DType.F32)
             terms = self._terms(op, part.first, part.last, panel.rows)
             done = passed_on(self._kernel, part, source, target, memory, terms)
-        return scales[: -(-done // grid.tile[0])]
+        if not done:
+            return None
+        codes = np.frombuffer(os.pread(out, before.size, unit.begin), np.uint8).reshape(before.shape)
+        return StoredAgain(codes=codes, scales=scales[: -(-done // grid.tile[0])], before=before, meant=meant)
 
     def _scratch(self, panel: Panel) -> F32:
         return self._room.of("scratch", (panel.rows, panel.columns), np.dtype(np.float32))

@@ -41,7 +41,8 @@ struct passage {
 };
 
 /* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Where codes are
- * stored again, a block is whole rows of tiles, and its results are written over what was read. Return how many rows were
+ * stored again, a block is whole rows of tiles, the first has all rows that are kept as numbers, and results are written
+ * over what was read. Return how many rows were
  * written before the system refused, or a result was NaN or infinite. */
 EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const struct term *terms, int64_t count) {
     const struct words *words = words_of(level);
@@ -80,6 +81,7 @@ EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const st
             const int64_t scales = rows / codes.tall * codes.apart;
             codes.scales += scales;
             storing.raised += scales;
+            storing.kept = 0;
         } else {
             largest = count           ? merged(words, &weight, passage->made, out, rows, done, terms, count)
                       : passage->codes ? decoded(words, &codes, passage->made, out, rows, columns)

@@ -235,6 +235,10 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
         return (), f"{file.name} cannot be loaded: {error}"
     if version != VERSION:
         return (), f"{file.name} has version {version}, but version {VERSION} is needed"
+    if _is_stale(file):  # what it is called with may lie elsewhere for it
+        return (), (
+            f"{file.name} was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
+        )
     levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
     found = tuple(
         Kernel(
@@ -249,17 +253,17 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
     )
     wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
     if wrong:
-        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; {_why_wrong(file)}"
+        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; its compiler may be faulty"
     return found, None
 
 
-def _why_wrong(file: Path) -> str:
-    """Return the cause that the library's own account of its sources points at."""
+def _is_stale(file: Path) -> bool:
+    """Return whether the library's own account of its sources is not of those that lie beside it."""
     beside = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
     with contextlib.suppress(OSError, AttributeError):
-        if beside and sources_of(file) != hashlib.sha256(b"".join(path.read_bytes() for path in beside)).hexdigest():
-            return "it was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
-    return "its compiler may be faulty"
+        sources = hashlib.sha256(b"".join(path.read_bytes() for path in beside))
+        return bool(beside) and sources_of(file) != sources.hexdigest()
+    return False
 
 
 def sources_of(file: Path) -> str:
