@@ -103,6 +103,7 @@ def facts(shapes: Mapping[str, tuple[int, ...]], **more: Any) -> ModelFacts:
         "transposed": frozenset(),
         "tied": {},
         "output": "lm_head",
+        "tokens_of_both": None,
         "head": None,
         "unsaved": frozenset(),
         "keep_in_fp32": frozenset(),
