@@ -3,12 +3,11 @@
 combine, resize and prepare beside a synced copy of their inputs, of 128 MB to 1.66 GB, the decomposition that
 PEFT's `svd` calls beside ours, the residual of extract beside the best that there is, and its memory at the widths of 8 B.
 
-The larger the adapter, the nearer to `cp`: 0.4 s pass before the first byte, mostly imports. On two quiet cores
-`combine --rank 64` and `resize --rank 16` took 3.9 and 3.3 × at 671 MB (aim 3: missed), 2.1 and 2.2 × at 1.66 GB (met);
-`prepare` for vLLM 2.1 and 1.6 ×, for MLX-LM, which has every factor transposed, 2.8 and 2.1 × (aim 1.3: missed at both).
-The line through its two times, 0.41 s + 0.65 s a GB beside 0.69 s a GB of `cp`, would meet 1.3 for vLLM from 2 GB on,
-which was not measured; that for MLX-LM, 0.48 s + 0.95 s a GB, at no size. Since then `prepare --for mlx` takes 6 to 14 %
-less CPU, because the kernel turns matrices round in squares.
+The larger the adapter, the nearer to `cp`: 0.4 s pass before the first byte, mostly imports. On two quiet cores, in
+three hours of a shared machine, `combine --rank 64` took 3.2 to 3.9 × at 671 MB and 3.6 to 4.6 × at 1.66 GB (once 2.1,
+beside a slow copy; aim 3: missed), `resize --rank 16` 3.0 to 3.3 and 2.2 to 2.5 × (met by the larger); `prepare` for
+vLLM 2.1 to 2.2 and 1.5 to 1.6 ×, for MLX-LM, which has every factor transposed, 2.4 to 2.8 and 2.1 to 2.2 × (aim 1.3:
+missed by both).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Shard, Step
 
-WORTH_BYTES = 128 << 20
-"""Bytes that are worth reading back together."""
+WORTH_BYTES, _MOST_TIMES = 128 << 20, 8
+"""Bytes that are worth reading back together, and how often a file is read back: each time its header is, too."""
 
 _Range = tuple[int, int]
 
@@ -26,19 +26,22 @@ class WholeTensors:
         self._written: list[_Range] = []
         self._untold: dict[str, Step] | None = None
         self._since = 0
+        self._worth = max(WORTH_BYTES, shard.data_bytes // _MOST_TIMES)
 
     def add(self, units: Iterable[Unit]) -> bool:
-        """Note that the units are written; return whether that is much since the last `take`."""
+        """Note that the units are written; return whether much was since this last said so, which is worth a `take`."""
         ranges = [place for unit in units for place in places_of(unit)]
         self._written += ranges
         self._since += sum(end - begin for begin, end in ranges)
-        return self._since >= WORTH_BYTES
+        if self._since < self._worth:
+            return False
+        self._since = 0
+        return True
 
     def take(self, *, all_of_them: bool) -> tuple[Step, ...]:
         """Return the steps whose bytes are written and were not returned before; `all_of_them` without asking."""
         if self._untold is None:
             self._untold = {step.out.name: step for step in self._shard.steps}
-        self._since = 0
         names = set(self._untold if all_of_them else self._whole())
         found = tuple(step for name, step in self._untold.items() if name in names)
         self._untold = {name: step for name, step in self._untold.items() if name not in names}
