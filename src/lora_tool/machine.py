@@ -9,7 +9,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_M_ARENA_MAX = -8
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+FACTOR_WORKERS = 2
+"""How many threads make factors of factors, unless somebody asks for more: each takes 3 to 5 MB, and commands on adapters
+promise to take 60 MB on whatever machine.
+"""
 
 PAGE = max(4096, mmap.PAGESIZE)
 """Bytes of what is written past the page cache, in the file and in memory, are a multiple of this."""
@@ -19,6 +25,18 @@ def available_cores() -> int:
     """Return how many cores this process may use, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(share) for share in _quotas())]))
+
+
+def one_arena() -> None:
+    """Have all threads of this process take memory from one place, where the C library is glibc; nothing elsewhere.
+
+    It keeps a place for each thread, and there megabytes that the thread has freed (mallopt(3), M_ARENA_MAX). For commands
+    that promise to take little: it holds for everything in the process.
+    """
+    import ctypes  # noqa: PLC0415 - for these commands alone
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _quotas() -> Iterator[float]:

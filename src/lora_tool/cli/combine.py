@@ -13,6 +13,7 @@ from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
+from lora_tool.machine import one_arena
 from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
@@ -52,6 +53,7 @@ def command(
     the best approximation of its rank, and --dry-run shows how much that keeps. The adapters may differ in ranks,
     alphas, rsLoRA and data types. ΔW is never formed, and neither torch nor the base model is needed.
     """
+    one_arena()
     names, weights = all_weighted(adapters, None)
     opened = tuple(map(opened_adapter, names))
     check_output(output, overwrite=overwrite or resume, inputs=tuple(each.root for each in opened))

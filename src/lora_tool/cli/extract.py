@@ -13,6 +13,7 @@ from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
+from lora_tool.machine import one_arena
 from lora_tool.sources import opened_model
 from lora_tool.tensors import DType
 
@@ -55,6 +56,7 @@ def command(
         raise click.UsageError("missing option --base: give the model that MODEL was trained from")
     if (rank is None) == (keep is None):
         raise click.UsageError("give either --rank or --keep")
+    one_arena()
     tuned, first = opened_model(model, download=True), opened_model(base, download=True)
     check_output(output, overwrite=overwrite, inputs=(tuned.root, first.root))
     from lora_tool.pipeline.algebra import extraction  # noqa: PLC0415 - after the options

@@ -154,7 +154,9 @@ def _comma_list(value: str) -> tuple[str, ...]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-jobs_option = click.option("--jobs", type=click.IntRange(min=1), help="Number of workers.  [default: one per core]")
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(min=1), help="Number of workers.  [default: one per core; 2 for factors]"
+)
 config_option = click.option(
     "--config",
     "config_file",

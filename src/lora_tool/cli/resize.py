@@ -12,6 +12,7 @@ from lora_tool.cli.options import FolderOrId, ignore_option
 from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
+from lora_tool.machine import one_arena
 from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
@@ -42,6 +43,7 @@ def command(
     """
     if (rank is None) == (keep is None):
         raise click.UsageError("give either --rank or --keep")
+    one_arena()
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
     read_ahead(opened)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_tool.batches import batches_of_bytes
 from lora_tool.display import counted
-from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
+from lora_tool.execution.backends.choosing import ChooseBackend, backend_for, makes_factors
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.hashing import hash_of
 from lora_tool.execution.output import ShardFile, most_open
@@ -22,8 +22,9 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.machine import available_cores
+from lora_tool.machine import FACTOR_WORKERS, available_cores
 from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
@@ -43,7 +44,7 @@ class LocalEngine:
     """Threads of this process, which share the open inputs; memory is a few blocks for each."""
 
     jobs: int | None = None
-    """How many; by default one per available core."""
+    """How many; see `workers_for`."""
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
     written: Written | None = None
@@ -56,13 +57,19 @@ class LocalEngine:
         batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
         units = (unit for _, some in batches for batch in some for unit in batch)
         # an init's decomposition has other bits with other numbers of threads, and PEFT has them all
-        jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
+        jobs = 1 if plan.recomputes_inits else workers_for(plan, self.jobs)
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
             cached = not exceeds_memory(plan.data_bytes)
             done = Run(self.choose, work, sources, finished, progress, cached, self.written).all(batches, jobs)
             sources.check_unchanged()
         return done
+
+
+def workers_for(plan: Plan, jobs: int | None) -> int:
+    """Return how many threads work on a plan: `jobs`, by default one per available core, a few where factors are made."""
+    cores = available_cores()
+    return jobs or (min(FACTOR_WORKERS, cores) if makes_factors(plan) else cores)
 
 
 @contextlib.contextmanager

@@ -160,8 +160,10 @@ def write(
     run wrote from the same stays as it is. Raises as `execute` does, and `VerificationFailed`.
     """
     from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it
+    from lora_tool.execution.local_engine import workers_for  # noqa: PLC0415 - see above
 
-    read_back = ReadBack(plan=plan, out=Path(out), jobs=jobs, found=found, while_flushed=spread.cluster is None)
+    workers = workers_for(plan, jobs)
+    read_back = ReadBack(plan=plan, out=Path(out), jobs=workers, found=found, while_flushed=spread.cluster is None)
     if resume and is_written(plan, Path(out)):
         return replace(read_back.written(), finished_before=True)
     with watch(*work_of((plan,))) as progress:

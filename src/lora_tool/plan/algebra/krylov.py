@@ -92,7 +92,48 @@ def nearest_to(
     `name` is what a message calls it; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
     """
     height, width = shape
+    basis, norm = _basis_and_norm(blocks, shape, name, min(rank + _MORE, width, height))
+    thin, at = np.empty((height, basis.shape[1])), 0
+    for difference in blocks():
+        np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
+        at += len(difference)
+    eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
+    squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
+    chosen = min(rank, int(np.count_nonzero(squares > squares[0] * width * np.finfo(np.float32).eps ** 2)) or 1)
+    if keep is not None:
+        shares = np.cumsum(squares[:chosen]) / max(norm - noise**2, np.finfo(np.float64).tiny)
+        chosen = min(chosen, int(np.searchsorted(np.minimum(shares, 1.0), keep)) + 1)
+    sizes = squares[:chosen] ** 0.25
+    inverse = np.divide(1.0, sizes, out=np.zeros(chosen), where=sizes > 0)
+    b, a = np.empty((height, chosen), np.float32), np.empty((chosen, width), np.float32)
+    for rows in _rows_of(thin):
+        b[rows] = thin[rows] @ (turned[:, :chosen] * inverse)
+    for rows in _rows_of(basis):
+        a[:, rows] = (basis[rows] @ (turned[:, :chosen] * sizes)).T
+    left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
+    return LowRank(
+        b=b,
+        a=a,
+        norm=math.sqrt(norm),
+        residual=math.sqrt(left),
+        noise=noise,
+        largest=math.sqrt(float(squares[0])),
+        enough=_enough(squares, norm),
+    )
+
+
+def memory_of(shape: Sequence[int], rank: int) -> int:
+    """Return about how many bytes `nearest` takes for a matrix of this shape."""
+    height, width = shape
     count = min(rank + _MORE, width, height)
+    return 8 * (height + width) * _PASSES * count + 4 * 3 * width * count + 16 * _BLOCK
+
+
+def _basis_and_norm(
+    blocks: Callable[[], Iterator[Array]], shape: Sequence[int], name: str, count: int
+) -> tuple[Array, float]:
+    """Return an orthonormal basis of what three passes from so many random vectors reach, and ‖D‖². Raises as `nearest_to`."""
+    width = shape[1]
     chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
     block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
     # in float64, for what is left of ‖D‖ is the difference of two sums of squares
@@ -113,34 +154,7 @@ def nearest_to(
             )
         block = np.linalg.qr(applied).Q
         kept[:, number * count : (number + 1) * count] = block
-    basis = _orthonormal(kept)
-    thin, at = np.empty((height, basis.shape[1])), 0
-    for difference in blocks():
-        np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
-        at += len(difference)
-    eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
-    squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
-    chosen = min(rank, int(np.count_nonzero(squares > squares[0] * width * np.finfo(np.float32).eps ** 2)) or 1)
-    if keep is not None:
-        shares = np.cumsum(squares[:chosen]) / max(norm - noise**2, np.finfo(np.float64).tiny)
-        chosen = min(chosen, int(np.searchsorted(np.minimum(shares, 1.0), keep)) + 1)
-    sizes = squares[:chosen] ** 0.25
-    inverse = np.divide(1.0, sizes, out=np.zeros(chosen), where=sizes > 0)
-    b, right = np.empty((height, chosen), np.float32), turned[:, :chosen] * inverse
-    for at in range(0, height, _BLOCK // thin.shape[1]):
-        rows = slice(at, at + _BLOCK // thin.shape[1])
-        b[rows] = thin[rows] @ right
-    a = ((turned[:, :chosen] * sizes).T @ basis.T).astype(np.float32)
-    left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
-    return LowRank(
-        b=b,
-        a=np.ascontiguousarray(a),
-        norm=math.sqrt(norm),
-        residual=math.sqrt(left),
-        noise=noise,
-        largest=math.sqrt(float(squares[0])),
-        enough=_enough(squares, norm),
-    )
+    return _orthonormal(kept), norm
 
 
 def _orthonormal(columns: Array) -> Array:
@@ -148,16 +162,20 @@ def _orthonormal(columns: Array) -> Array:
 
     By eigenvalues of their Gram matrix, twice: the first time leaves what rounding does to directions that are short.
     """
-    step = max(1, _BLOCK // max(1, columns.shape[1]))
     for _ in range(2):
         eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
         long = eigenvalues > _SHORT * eigenvalues[-1]
         turn = vectors[:, long] / np.sqrt(eigenvalues[long])
-        for at in range(0, len(columns), step):
-            rows = columns[at : at + step]
-            rows[:, : turn.shape[1]] = rows @ turn
+        for rows in _rows_of(columns):
+            columns[rows, : turn.shape[1]] = columns[rows] @ turn
         columns = columns[:, : turn.shape[1]]
     return columns
+
+
+def _rows_of(matrix: Array) -> Iterator[slice]:
+    """Yield its rows, some at a time, so that what is computed of them is a block."""
+    step = max(1, _BLOCK // max(1, matrix.shape[1]))
+    return (slice(at, at + step) for at in range(0, len(matrix), step))
 
 
 def _enough(squares: Array, norm: float) -> int | None:

@@ -38,6 +38,8 @@ from lora_tool.tensors import DType, StoredTensor, TensorSpec, float_type
 
 _LARGEST = (32, 128, 512)
 """Ranks that are tried, one after the other, where the user gives a share and no rank."""
+_MEMORY = 128 << 20
+"""Of the modules that are worked on at a time: two of Llama 8B's widest at rank 64, in 200 MB for the whole process."""
 _LITTLE = 0.5
 """A module that keeps less than this share is hardly of low rank."""
 
@@ -172,10 +174,10 @@ def _require_names(base: ModelDir, found: Differing) -> None:
 
 
 def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool) -> Iterator[Made]:
-    """Yield each module's figures and factors, computed by one worker per core; only a few lie in memory at a time."""
+    """Yield each module's figures and factors, computed by one worker per core, as far as memory goes."""
     from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
 
-    from lora_tool.plan.algebra.krylov import nearest  # noqa: PLC0415
+    from lora_tool.plan.algebra.krylov import memory_of, nearest  # noqa: PLC0415
 
     def one(module: str) -> Made:
         ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
@@ -202,7 +204,11 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, sp
         a, b = (near.b.T, near.a.T) if module in found.transposed else (near.a, near.b)
         return figures, (spool.add(f"{module}.lora_A", a), spool.add(f"{module}.lora_B", b))
 
-    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:
+    largest = max(
+        memory_of(tuned.tensors[f"{each}.weight"].shape, asked.rank or _LARGEST[1]) for each in found.low_rank
+    )
+    count = min(available_cores(), max(1, _MEMORY // largest))
+    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(count) as workers:
         yield from workers.map(one, found.low_rank)
 
 

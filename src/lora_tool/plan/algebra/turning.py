@@ -13,7 +13,7 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.machine import available_cores
+from lora_tool.machine import FACTOR_WORKERS, available_cores
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors
@@ -57,7 +57,7 @@ class Turned:
 def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
     """Return the small matrices that take the modules to the requested ranks; none where nothing is left out.
 
-    All factors are read once, by one worker per core. Raises as `compressed`.
+    All factors are read once, by a few workers. Raises as `compressed`.
     """
     if asked.exact or not sums:
         return Turned()
@@ -78,7 +78,7 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
     with (
         OpenFiles(opened_regular) as files,
         threadpool_limits(limits=1, user_api="blas"),
-        ThreadPoolExecutor(available_cores()) as workers,
+        ThreadPoolExecutor(min(FACTOR_WORKERS, available_cores())) as workers,
     ):
         chosen = list(workers.map(partial(one, rank=asked.rank), sums))
         raised = equal_for_experts({each.module: each.rank for each in chosen})
