@@ -70,6 +70,15 @@ def has_tensors(model_type: str, names: Collection[str]) -> bool:
     return row is not None and row["tensors"].keys() >= set(names)
 
 
+def may_have(model_type: str, name: str) -> bool | None:
+    """Return whether a class of the model type may have a tensor of that name; None if no table knows the type."""
+    row = _row(model_type)
+    if row is None:
+        return None
+    paths = {name, *(f"@{name.removeprefix(f'{prefix}.')}" for prefix in prefixes_of(model_type).values())}
+    return not row["tensors"].keys().isdisjoint(paths)
+
+
 def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
     """Return the names of what a class may have beside its base model, a head and an output layer; None if no table
     knows it.
