@@ -1,6 +1,7 @@
 """Compile lora-tool's C: a hook of the build, which falls back to numpy, and a command for a working copy.
 
-There are two libraries, which share nothing: the kernel that merges, and the comparison of `verify`.
+There are three libraries, which share nothing: the kernel that merges, the comparison of `verify`, and the scan of weights
+that the rules ask for.
 `python src/build_kernel.py` compiles them in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
 says what happens without a compiler: `auto` builds without them, `require` fails, `off` never compiles them.
 """
@@ -24,6 +25,9 @@ NATIVE = PACKAGE / "execution" / "native"
 LIBRARY = NATIVE / "kernel.so"
 COMPARING = PACKAGE / "verification" / "native"
 COMPARISON = COMPARING / "compare.so"
+SCANNING = PACKAGE / "rules" / "engine" / "native"
+SCAN = SCANNING / "scan.so"
+LIBRARIES = (LIBRARY, COMPARISON, SCAN)
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two
 FLAGS = ("-std=c11", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
@@ -49,6 +53,11 @@ def compile_comparison(library: Path = COMPARISON, *flags: str) -> None:
     _compile(COMPARING / "compare.c", library, "-O3", *flags)
 
 
+def compile_scan(library: Path = SCAN, *flags: str) -> None:
+    """Write the scan, whole or not at all. Raises `CannotCompileError`."""
+    _compile(SCANNING / "scan.c", library, "-O3", *flags)
+
+
 def _compile(source: Path, library: Path, *flags: str) -> None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -64,23 +73,28 @@ def _compile(source: Path, library: Path, *flags: str) -> None:
 
 
 def build(asked: str) -> str | None:
-    """Compile or remove both libraries as LORA_TOOL_KERNEL asks; return why there are none, None if they were compiled.
+    """Compile or remove the libraries as LORA_TOOL_KERNEL asks; return why there are none, None if they were compiled.
 
     Raises `CannotCompileError` where they are required.
     """
-    LIBRARY.unlink(missing_ok=True)
-    COMPARISON.unlink(missing_ok=True)
+    _remove()
     if asked == "off":
         return "LORA_TOOL_KERNEL=off"
     try:
         compile_kernel()
         compile_comparison()
+        compile_scan()
     except CannotCompileError as error:
         if asked == "require":
             raise CannotCompileError(f"LORA_TOOL_KERNEL=require, but the kernel cannot be compiled: {error}") from error
-        LIBRARY.unlink(missing_ok=True)
+        _remove()
         return str(error)
     return None
+
+
+def _remove() -> None:
+    for library in LIBRARIES:
+        library.unlink(missing_ok=True)
 
 
 def wheel_tag() -> str:
@@ -113,7 +127,7 @@ else:
                 return
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
-            build_data["artifacts"] += [str(made.relative_to(Path(self.root))) for made in (LIBRARY, COMPARISON)]
+            build_data["artifacts"] += [str(made.relative_to(Path(self.root))) for made in LIBRARIES]
 
 
 if __name__ == "__main__":

@@ -6,17 +6,19 @@ import dataclasses
 import inspect
 import re
 import typing
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, configuration_utils
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -30,17 +32,31 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_tool.adapter.experts import STACKED_BY_PEFT
-from lora_tool.architectures import architecture_of
-from lora_tool.formats.model_config import NOT_NULL, NUMBERS
+from lora_tool.architectures.config_fields import TABLE, TypedConfig
+from lora_tool.checkpoint import open_model
+from lora_tool.formats.model_config import NOT_NULL, NUMBERS, read_model_config
 from lora_tool.names.conversion import Conversion, by_template
 from lora_tool.names.model import RowMapping
 from lora_tool.names.order import in_natural_order
 from lora_tool.rules.adapter.lt2_weights import READ_PAST_LORA
-from lora_tool.rules.model.lt3_functions import ACTIVATIONS, NEVER_NULL, ROPE_KEYS, ROPE_TYPES, TYPED
-from tests.oracle.tiny import Task, tiny_model
+from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.model.lt3_functions import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    LAYERS,
+    OWN_ACTIVATION,
+    OWN_ROPES,
+    ROPE_KEYS,
+    ROPE_TYPES,
+)
+from tests.mutations import FIXTURES
+from tests.oracle.tiny import Task, buildable, tiny_model
+from tests.tensor_tables.config_fields import table
 
 TESTED = "5.23"
 """The release that the oracle tests ran with; another is a reason to run them again and to change this line."""
@@ -101,14 +117,73 @@ def test_these_keys_are_what_a_rope_type_requires(kind: str) -> None:
             LlamaConfig(rope_parameters={name: value for name, value in whole.items() if name != key})
 
 
-def test_the_known_classes_take_fields_of_one_type() -> None:
-    others: dict[type, object] = {str: ["silu"], float: 1, bool: 1, dict: "linear"}
-    for config in (config for kind, config in CONFIG_MAPPING.items() if architecture_of(kind) is not None):
-        fields = {field.name for field in dataclasses.fields(config)}
-        for name, kind in TYPED.items():
-            for value in (others[kind], *([None] if name in NEVER_NULL else [])) if name in fields else ():
-                with pytest.raises(StrictDataclassFieldValidationError):
-                    config(**{name: value})
+def test_the_table_of_fields_is_transformers_own() -> None:
+    assert TABLE.read_text() == table()
+
+
+def test_configs_take_what_the_table_says(tmp_path: Path) -> None:
+    base = open_model(FIXTURES / "causal-llama/base")
+    values: list[object] = [1, 0.5, True, "silu", None, {}, [1], ["a"], [0.5], [[1]], [None]]
+    wrong: list[tuple[object, ...]] = []
+    refused = 0
+    for model_type, config in CONFIG_MAPPING.items():
+        try:
+            made = config()
+        except Exception:  # noqa: BLE001 - a config that must be given more
+            continue
+        made.to_json_file(tmp_path / "config.json", use_diff=False)
+        subject = ModelSubject(checkpoint=replace(base, config=read_model_config(tmp_path / "config.json")))
+        wrong += [(model_type, fault.subject, fault.message) for fault in RULES["LT324"].check(subject)]
+        for field in dataclasses.fields(config):
+            for value in values:
+                told = list(TypedConfig(context="", model_type=model_type, table={field.name: value}).misfits())
+                refused += bool(told)
+                if bool(told) != _is_refused(made, field.name, value):
+                    wrong.append((model_type, field.name, value, told))
+    assert not wrong, wrong[:20]
+    assert refused > 100_000
+
+
+def _is_refused(config: PreTrainedConfig, name: str, value: object) -> bool:
+    try:
+        setattr(config, name, value)
+    except StrictDataclassFieldValidationError:
+        return True
+    return False
+
+
+def test_these_are_the_kinds_of_layers_and_attention() -> None:
+    legacy = set(configuration_utils._LEGACY_LAYER_TYPE_REMAP)
+    assert {*configuration_utils.ALLOWED_ATTN_LAYER_TYPES, *legacy} == LAYERS["layer_types"]
+    assert set(configuration_utils.ALLOWED_MLP_LAYER_TYPES) == LAYERS["mlp_layer_types"]
+    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    assert {"eager", *known} - {"paged|eager"} == ATTENTIONS
+
+
+def test_classes_look_up_what_the_config_names() -> None:
+    """But for those that are named apart, which load a model whatever stands there."""
+    wrong: dict[str, list[str]] = {"activation": [], "rope": [], "attention": []}
+    for model_type in buildable("causal-lm"):
+        names = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+        acts: dict[str, Any] = {
+            name: "swilu" for name in ("hidden_act", "hidden_activation", "activation_function") if name in names
+        }
+        ropes: dict[str, Any] = (
+            {"rope_parameters": {"rope_type": "yarm", "rope_theta": 1e4}} if "rope_parameters" in names else {}
+        )
+        apart = {"activation": OWN_ACTIVATION, "rope": OWN_ROPES, "attention": frozenset[str]()}
+        for kind, change in (("activation", acts), ("rope", ropes), ("attention", {"attn_implementation": "flasch"})):
+            if change and _is_built(model_type, change) != (model_type in apart[kind]):
+                wrong[kind].append(model_type)
+    assert not any(wrong.values()), wrong
+
+
+def _is_built(model_type: str, change: dict[str, Any]) -> bool:
+    try:
+        tiny_model(model_type, "causal-lm", device="meta", **change)
+    except (KeyError, ValueError, StrictDataclassError):
+        return False
+    return True
 
 
 def test_peft_stacks_the_experts_of_these_model_types() -> None:

@@ -30,3 +30,21 @@ def _rope_without_its_factor(folder: Path) -> None:
 def _null_epsilon(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config["rms_norm_eps"] = None
+
+
+@breaks("LT324 null", SHARDED)
+def _null_tie(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["tie_word_embeddings"] = None
+
+
+@breaks("LT324 layers", MODEL)
+def _unknown_layers(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["layer_types"] = ["full_atention"] * config["num_hidden_layers"]
+
+
+@breaks("LT324 attention", MODEL)
+def _unknown_attention(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["_attn_implementation"] = "flash_atention_2"

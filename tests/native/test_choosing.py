@@ -18,7 +18,7 @@ import build_kernel
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, WrongValue
 from lora_tool.execution import kernels, units
-from lora_tool.execution.backends import native_factors, numpy_backend
+from lora_tool.execution.backends import native_backend, numpy_backend
 from lora_tool.execution.backends.choosing import arithmetic_of, backend_for
 from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
@@ -150,7 +150,7 @@ def test_every_operation_has_the_same_bytes_at_every_level_however_it_is_cut(
             # the norms of columns are sums over blocks: those of one size have one order
             with (
                 cut_at(cut if at == len(kernels) else 7, 12),
-                mock.patch.object(native_factors, "kernel", return_value=kernel),
+                mock.patch.object(native_backend, "kernel", return_value=kernel),
             ):
                 out = execute(plan, Path(folder) / str(at), engine=LocalEngine(jobs=1 + at % 2, choose=native))
             seen.add((out / "model.safetensors").read_bytes())

@@ -153,8 +153,8 @@ class AdapterDir(_WithWeights):
     config: AdapterConfig | None
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-    scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
-    """Tensor name → statistics of its values, once the rules have read them: they read each adapter only once."""
+    scans: list[Any] = field(default_factory=list, init=False, compare=False)
+    """Its `rules.engine.scan.Scans`, once somebody has asked for it: the rules read each adapter only once."""
     views: list[Any] = field(default_factory=list, init=False, compare=False)
     """Its `adapter.view.AdapterView`, once somebody has asked for it: of a hundred thousand tensors it takes a while."""
 

@@ -12,6 +12,7 @@ from lora_tool.cli.options import FolderOrId, ignore_option
 from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
+from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
 
@@ -43,6 +44,7 @@ def command(
         raise click.UsageError("give either --rank or --keep")
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
+    read_ahead(opened)
     from lora_tool.plan.algebra.plan_combine import plan_resize  # noqa: PLC0415 - after the options
 
     plan = plan_resize(opened, rank=rank, keep=keep, dtype=dtype, ignore=ignore)

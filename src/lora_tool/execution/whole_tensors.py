@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.execution.units import Unit, places_of
 from lora_tool.formats.quantised.encodings import parts
-from lora_tool.plan.core.factor_ops import FactorOp
+from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Shard, Step
@@ -58,8 +58,8 @@ class WholeTensors:
                 whole.add(step.out.name)
             at += step.out.nbytes
         for step in self._shard.steps:
-            # factors wait for the end: comparing them takes as much memory as writing them
-            if not isinstance(step.op, FactorOp) and _compared_with(step) <= whole:
+            # products wait for the end: comparing them takes as much memory as writing them
+            if not isinstance(step.op, Mix) and _compared_with(step) <= whole:
                 yield step.out.name
 
 

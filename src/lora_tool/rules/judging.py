@@ -28,7 +28,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
-from lora_tool.rules.engine.scan import Scans
+from lora_tool.rules.engine.scan import scans_of
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
@@ -162,7 +162,7 @@ class Judge:
         match = None if self.base is None else match_base(self.base, view.config, modules)
         return AdapterSubject(
             checkpoint=adapter,
-            scans=Scans(found=adapter.scans),
+            scans=scans_of(adapter),
             view=view,
             base=self.base,
             stored_base=None if self.base is None else ModelSubject(checkpoint=self.base),

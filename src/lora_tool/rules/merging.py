@@ -47,7 +47,7 @@ class MergeJudge:
         where less than all of them counts. Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
         if sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
-            import numpy  # noqa: F401, ICN001, PLC0415 - what is planned is computed with it; with it values are read faster, too
+            import numpy  # noqa: F401, ICN001, PLC0415 - what is planned is computed with it; values are read meanwhile
 
         def judged(judge: Judge) -> Report:
             files = map(judge.unreadable, adapters) if judge.ignored else ()

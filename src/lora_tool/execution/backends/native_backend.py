@@ -6,19 +6,19 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.native_factors import NativeFactors
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.kernels import bytes_of
-from lora_tool.execution.native.library import TYPES, Level
-from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file
+from lora_tool.execution.native.library import TYPES, Level, kernel
+from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file, write_array
 from lora_tool.execution.native.rows import PlainRows
 from lora_tool.execution.native.structures import Term, packed_floats
-from lora_tool.execution.output import WRITE_BYTES, write_exactly
+from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
@@ -44,11 +44,18 @@ _LEAST_COLUMNS = 1 << 11
 """Of rows whose packed factors fit in the cache together."""
 
 
-class NativeBackend(NativeFactors):
+class NativeBackend(NumpyBackend):
     """See `Backend`. Numpy computes what the kernel cannot, and computes again what it flags, to name what is wrong."""
+
+    factor_blocks: ClassVar[int] = 2
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         super().__init__(sources, precision, stopped)
+        found = kernel()
+        if found is None:
+            raise AssertionError("no kernel: `backend_for` should have chosen another backend")
+        self._kernel = found
+        self._compiled_factors = NativeFactors(found, sources, self._read, self._room, stopped)
         self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
 
     def _block_weights(self, op: RowOp) -> int:
@@ -61,7 +68,8 @@ class NativeBackend(NativeFactors):
         passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES and not isinstance(out, PastCache)
         rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
         if rows is None:
-            super()._write(unit, out)
+            if not self._compiled_factors.write(unit, out):
+                super()._write(unit, out)
             return
         self._like = None
         memory = self._memory(rows, unit)
@@ -112,7 +120,7 @@ class NativeBackend(NativeFactors):
     def _computed(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array | None:
         """Return the rows, flat; None where the kernel does not compute them, or one is not finite."""
         if isinstance(unit.op, FactorOp):
-            return self._factor(unit, unit.op, first, last)
+            return self._compiled_factors.rows(unit, unit.op, first, last)
         if unit.out.dtype is DType.F64:  # it is computed in float32
             single = self._computed(replace(unit, out=replace(unit.out, dtype=DType.F32)), first, last, sampled=sampled)
             return None if single is None else self._wider(single)
@@ -130,12 +138,8 @@ class NativeBackend(NativeFactors):
         return wide
 
     def write(self, result: Array, out: int, offset: int) -> None:
-        """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
-        done = 0
-        if not isinstance(out, PastCache):
-            done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
-        if done < result.nbytes:
-            write_exactly(out, bytes_of(result)[done:], offset + done)
+        """See `NumpyBackend`."""
+        write_array(self._kernel, result, out, offset)
 
     def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
         """Return rows of the source in the type of the output, flat; None where one is not finite."""

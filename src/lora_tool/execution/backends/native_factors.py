@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 from lora_tool.execution import kernels
-from lora_tool.execution.backends.numpy_backend import NumpyBackend
+from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import WIDE_TYPES, kernel
+from lora_tool.execution.native.library import WIDE_TYPES, Kernel
+from lora_tool.execution.native.passing import write_array
 from lora_tool.execution.native.products import mix, turn
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.factor_rows import as_in_the_file, pieces
+from lora_tool.formats.room import Room
 from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
-from lora_tool.plan.core.ops import Cast, Precision, RowOp
+from lora_tool.plan.core.ops import Cast, RowOp
 from lora_tool.tensors import DType
 
 _TURNED_BYTES = 4 << 20
@@ -24,30 +25,26 @@ _TURNED_BYTES = 4 << 20
 _MATRIX = 2
 
 
-class NativeFactors(NumpyBackend):
-    """The part of `NativeBackend` that computes factors."""
+class NativeFactors:
+    """Rows of factors, in the worker's `room`. What is not finite is left to numpy, which names it."""
 
-    factor_blocks: ClassVar[int] = 2
+    def __init__(
+        self, kernel: Kernel, sources: Sources, read: StoredRows, room: Room, stopped: Callable[[], bool]
+    ) -> None:
+        self._kernel = kernel
+        self._sources = sources
+        self._read = read
+        self._room = room
+        self._stopped = stopped
 
-    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
-        super().__init__(sources, precision, stopped)
-        found = kernel()
-        if found is None:
-            raise AssertionError("no kernel: `backend_for` should have chosen another backend")
-        self._kernel = found
-
-    def _write(self, unit: ComputeUnit, out: int) -> None:
-        """See `NumpyBackend`."""
-        turned = _turned(unit.op)
-        fine = False
+    def write(self, unit: ComputeUnit, out: int) -> bool:
+        """Write the unit where it is a product, or a matrix that is turned round; return whether all of it was written."""
         if isinstance(unit.op, Mix):
-            fine = self._write_mix(unit, unit.op, out)
-        elif turned is not None:
-            fine = self._write_turned(unit, turned, out)
-        if not fine:
-            super()._write(unit, out)
+            return self._write_mix(unit, unit.op, out)
+        turned = _turned(unit.op)
+        return turned is not None and self._write_turned(unit, turned, out)
 
-    def _factor(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
+    def rows(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
         match op:
             case Beside():
@@ -55,7 +52,7 @@ class NativeFactors(NumpyBackend):
                 fine = self._write_beside(op, out, unit.out.dtype, first, last)
                 return out.reshape(-1) if fine else None
             case Mix():
-                return None  # see `_write`: what it leaves is computed again, which names what is not finite
+                return None  # see `write`: what it leaves is computed again, which names what is not finite
             case _:
                 return assert_never(op)
 
@@ -98,12 +95,12 @@ class NativeFactors(NumpyBackend):
             if not mix(self._kernel, stored, matrix, made, dtype, self._room, below=op.below):
                 return False
             if not op.below:
-                self.write(made, out, unit.at + first * unit.row_bytes)
+                write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
             elif count == op.shape[1]:
-                self.write(made, out, unit.at)
+                write_array(self._kernel, made, out, unit.at)
             else:
                 for row, values in enumerate(made):
-                    self.write(values, out, unit.at + row * unit.row_bytes + first * made.itemsize)
+                    write_array(self._kernel, values, out, unit.at + row * unit.row_bytes + first * made.itemsize)
         return True
 
     def _write_turned(self, unit: ComputeUnit, part: Columns, out: int) -> bool:
@@ -123,7 +120,7 @@ class NativeFactors(NumpyBackend):
                 place = made[:, at : at + len(some)]
                 if not turn(self._kernel, some[:, rows], part.tensor.dtype, place, unit.out.dtype, part.scale):
                     return False
-            self.write(made, out, unit.at + first * unit.row_bytes)
+            write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
         return True
 
 

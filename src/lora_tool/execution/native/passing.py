@@ -1,4 +1,4 @@
-"""Rows of W that the compiled kernel takes from file to file: read, changed and written in one call."""
+"""Rows of W that the compiled kernel takes from file to file: read, changed and written in one call; and from memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
 from lora_tool.execution.native.structures import Codes, Storing
+from lora_tool.execution.output import WRITE_BYTES, write_exactly
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.tensors import DType, StoredTensor
 
@@ -141,3 +144,15 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
         codes.above += rows.above
         passage.codes = ctypes.pointer(codes)
     return kernel.pass_on(ctypes.addressof(passage), terms)
+
+
+def write_array(kernel: Kernel, array: Array, out: int, offset: int) -> None:
+    """Write an array, whose elements lie one after the other, to the descriptor `out` at `offset`.
+
+    All in one call, which needs the interpreter lock once, not for every few bytes. Raises as `write_exactly`.
+    """
+    done = 0
+    if not isinstance(out, PastCache):
+        done = kernel.write(out, array.ctypes.data, array.nbytes, offset, WRITE_BYTES)
+    if done < array.nbytes:
+        write_exactly(out, bytes_of(array)[done:], offset + done)

@@ -1,7 +1,8 @@
 """Looking at every value of a tensor: NaN and infinities, whether all are zero or all the same, how large they are.
 
-numpy costs 100 ms to import, more than the scan of a usual adapter takes, so that small ones are looked at without it:
-the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
+What is large is scanned by the compiled loop, which can begin before anybody asks (`read_ahead`). numpy costs 100 ms to
+import, more than the scan of a usual adapter takes, so that where nothing is compiled, small ones are looked at without
+it: the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
 F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there is one,
 and for everything large, `scan_numpy` counts.
 """
@@ -13,11 +14,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TYPE_CHECKING
 
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.machine import available_cores
 from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import Span, StoredTensor, TensorTable
+
+if TYPE_CHECKING:
+    from lora_tool.rules.engine.scan_compiled import CompiledScanning
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
@@ -25,7 +32,11 @@ CHUNK_BYTES = 1 << 20
 NUMPY_BYTES = 128 << 20
 """From this size on, numpy's import is soon won back."""
 _LITTLE = 1 << 20
-"""Up to this size, what is imported already is not worth its threads."""
+"""Up to this size, what is imported or compiled already is not worth its threads."""
+_AHEAD = 16 << 20
+"""From this size on, reading takes long enough to begin with it before the rules ask."""
+_WORKERS = 4
+"""Reading from the disk and looking overlap; the cores of a small machine are enough to keep up with its disk."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -37,6 +48,12 @@ class Scans:
 
     progress: Callable[[int], None] | None = None
     found: dict[str, WeightScan] = field(default_factory=dict)
+    _begun: CompiledScanning | None = None
+
+    def begin(self, tensors: TensorTable) -> None:
+        """Begin to scan large tensors in the background, if nobody has: until `of` is called, other work can be done."""
+        if not self.found and self._begun is None and _nbytes(tensors) >= _AHEAD:
+            self._begun = _scanning(tensors, threads=1)
 
     def of(self, tensor: StoredTensor, among: TensorTable) -> WeightScan:
         """Return the scan of one of the tensors `among`, which are all scanned at the first call.
@@ -49,12 +66,46 @@ class Scans:
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
+        nbytes = _nbytes(tensors)
+        begun, self._begun = self._begun, None
+        if begun is None and nbytes >= _LITTLE:
+            begun = _scanning(tensors, threads=min(_WORKERS, available_cores()) - 1)
+        if begun is not None:
+            found = begun.results(self.progress)
+            return {name: found.get(name) or scan(tensor, opened) for name, tensor in tensors.items()}
         least = min(_LITTLE, NUMPY_BYTES) if "numpy" in sys.modules else NUMPY_BYTES
-        if sum(tensor.nbytes for tensor in tensors.values()) < least:
+        if nbytes < least:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
         from lora_tool.rules.engine.scan_numpy import scan_all  # noqa: PLC0415 - slow to import
 
         return scan_all(tensors, opened, progress=self.progress)
+
+
+def scans_of(adapter: AdapterDir) -> Scans:
+    """Return the adapter's scans, which it keeps."""
+    if not adapter.scans:
+        adapter.scans.append(Scans())
+    scans: Scans = adapter.scans[0]
+    return scans
+
+
+def read_ahead(*adapters: AdapterDir) -> None:
+    """Begin to read the values of adapters that the rules will judge, while what plans with them is imported."""
+    for adapter in adapters:
+        scans_of(adapter).begin(adapter.tensors)
+
+
+def _nbytes(tensors: TensorTable) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _scanning(tensors: TensorTable, *, threads: int) -> CompiledScanning | None:
+    """Return the scan that has begun in so many threads, None where it is not compiled."""
+    from lora_tool.rules.engine.native.library import compiled_scan  # noqa: PLC0415 - ctypes, for what is large
+    from lora_tool.rules.engine.scan_compiled import CompiledScanning  # noqa: PLC0415
+
+    compiled = compiled_scan()
+    return None if compiled is None else CompiledScanning(compiled, tensors, threads=threads)
 
 
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:

@@ -50,6 +50,12 @@ class Layout:
         """The bits of `LARGE`; those of every larger magnitude are larger."""
         return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
 
+    def number(self, bits: int) -> float:
+        """Return what the bits of a normal magnitude mean."""
+        exponent, fraction = bits >> self.fraction, bits & ((1 << self.fraction) - 1)
+        bias = (1 << (self.exponent - 1)) - 1
+        return math.ldexp((1 << self.fraction) + fraction, exponent - bias - self.fraction)
+
 
 LAYOUTS = {
     DType.F64: Layout(8, 11, 52),

@@ -95,7 +95,7 @@ def _scan_floats(tensor: StoredTensor, layout: Layout, blocks: Iterator[Bits]) -
         first=first,
         all_zero=zero,
         constant=constant and not zero and not nonfinite,
-        largest=_value(largest, layout) if largest >= layout.large else 0.0,
+        largest=layout.number(largest) if largest >= layout.large else 0.0,
     )
 
 
@@ -104,13 +104,6 @@ def _top(block: Bits, sign: int) -> int:
     positive = int(block.view(f"<i{block.itemsize}").max())
     either = int(block.max())
     return max(positive, either - sign if either >= sign else 0)
-
-
-def _value(bits: int, layout: Layout) -> float:
-    """Return the number that the bits of a normal magnitude mean."""
-    exponent, fraction = bits >> layout.fraction, bits & ((1 << layout.fraction) - 1)
-    bias = (1 << (layout.exponent - 1)) - 1
-    return float(np.ldexp(float((1 << layout.fraction) + fraction), exponent - bias - layout.fraction))
 
 
 def _blocks(

@@ -1,0 +1,1 @@
+"""The scan of weights in C, and what loads it."""
