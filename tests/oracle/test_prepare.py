@@ -75,7 +75,7 @@ def test_lora_on_some_of_the_modules_of_a_name_stays_on_those(where: dict[str, A
     base, (adapter,) = adapters_of(tmp_path, "llama", QV | where)
     out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
     assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
-    assert not validate(out, base=base, servers=["vllm"]).findings
+    assert not validate(out, base=base, servers=[Server.VLLM]).findings
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "up_proj"])
