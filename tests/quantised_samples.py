@@ -1,9 +1,10 @@
 """Small quantised weights as the libraries of their formats store them, and what those libraries make of them.
 
 They are kept in `quantised_samples.safetensors`, so that the tests need none of the libraries. `python -m
-tests.quantised_samples` makes the file again, with bitsandbytes 0.50.2, compressed-tensors 0.20.0, gptqmodel 7.7.0 (GPTQ
-and AWQ), nvidia-modelopt 0.47.0 and torchao 0.18.0 installed; `python -m tests.quantised_samples in_order` those in the
-order of activations, which compressed-tensors knew until 0.13.0.
+tests.quantised_samples` makes the file again, with auto-round 0.16.1, bitsandbytes 0.50.2, compressed-tensors 0.20.0,
+gptqmodel 7.7.0 (GPTQ and AWQ), nvidia-modelopt 0.47.0 and torchao 0.18.0 installed; `python -m tests.quantised_samples
+NAME` the samples of one function alone: `auto_round`, or `in_order`, those in the order of activations, which
+compressed-tensors knew until 0.13.0.
 Every sample is called `NAME|TENSOR`; `NAME|expected` is the dequantised weight, and the file's metadata have `NAME|WEIGHT`
 as torchao writes it for WEIGHT.
 """
@@ -53,6 +54,19 @@ _COLUMNS: dict[str, dict[str, Any]] = {
     "awq-4": {"quant_method": "awq", "bits": 4, "version": "gemm"},
 }
 """What the configs of GPTQ and AWQ say."""
+_AUTO_ROUND: dict[str, dict[str, Any]] = {
+    "auto-round-gptq": {"packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True},
+    "auto-round-gptq-8-asymmetric": {"packing_format": "auto_round:auto_gptq", "bits": 8, "sym": False},
+    "auto-round-asymmetric": {"packing_format": "auto_round", "bits": 4, "sym": False},
+    "auto-round-2-asymmetric": {"packing_format": "auto_round:gptqmodel", "bits": 2, "sym": False},
+    "auto-round-awq": {"packing_format": "auto_round:auto_awq", "bits": 4, "sym": False},
+    "auto-round-mxfp4": {"packing_format": "auto_round:llm_compressor", "bits": 4, "data_type": "mx_fp", "act_bits": 4},
+    "auto-round-mxfp8": {"packing_format": "auto_round:llm_compressor", "bits": 8, "data_type": "mx_fp", "act_bits": 8},
+    "auto-round-nvfp4": {"packing_format": "auto_round:llm_compressor", "bits": 4, "data_type": "nv_fp", "act_bits": 4},
+}
+"""What the configs of AutoRound say."""
+for _said in _AUTO_ROUND.values():
+    _said |= {"quant_method": "auto-round", "group_size": 16 if _said.get("data_type") == "nv_fp" else _GROUP}
 _FORMATS = dict.fromkeys(("int8-channel", "int8-asymmetric"), "int-quantized")
 _FORMATS |= {"fp8-channel": "float-quantized", "fp8-tensor": "float-quantized"}
 _FORMATS |= {"fp8-block": "float-quantized", "nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
@@ -62,8 +76,8 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the quantization_config that a model with this sample has."""
     if name.startswith("bnb"):
         return {"quant_method": "bitsandbytes", "load_in_8bit": name == "bnb-int8", "load_in_4bit": name != "bnb-int8"}
-    if name in _COLUMNS:
-        return {**_COLUMNS[name], "group_size": _GROUP}
+    if name in _COLUMNS.keys() | _AUTO_ROUND.keys():
+        return {"group_size": _GROUP, **(_COLUMNS | _AUTO_ROUND)[name]}
     if name.startswith(("modelopt", "torchao-nvfp4")):
         return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     if name.startswith("torchao-own"):
@@ -99,7 +113,7 @@ def make() -> Tensors:
         found |= _compressed(name, torch.randn(shape, dtype=torch.bfloat16))
     found |= _compressed("int4-group@float32", torch.randn((20, 96)))
     found |= _compressed("int4-group-asymmetric@float16", torch.randn((20, 96), dtype=torch.float16))
-    return found | uneven() | columns_and_modelopt() | torchao() | torchao_own()[0]
+    return found | uneven() | columns_and_modelopt() | auto_round() | torchao() | torchao_own()[0]
 
 
 def uneven() -> Tensors:
@@ -165,6 +179,70 @@ def _awq(name: str, weight: Any) -> Tensors:
     expected = dequantize_gemm(*packed, scales, 4, _GROUP).T
     stored = dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True))
     return {**{f"{name}|m.{key}": part for key, part in stored.items()}, f"{name}|expected": expected}
+
+
+def auto_round() -> Tensors:
+    """Return the samples of AutoRound, packed by its exporters, and what its layers compute of an identity."""
+    import torch
+    from auto_round.export.export_to_autoround.export import dynamic_import_quant_linear_for_packing
+
+    torch.manual_seed(17)
+    found: Tensors = {}
+    for name, said in _AUTO_ROUND.items():
+        if "data_type" in said:
+            found |= _auto_round_floats(name, torch.randn((20, 3 * _GROUP), dtype=torch.bfloat16), config_of(name))
+            continue
+        linear, bits = torch.nn.Linear(3 * _GROUP, 64, bias=False), said["bits"]
+        top = (1 << bits) - 1
+        zeros = torch.full((64, 3), (top + 1) / 2) if said["sym"] else torch.randint(0, top + 1, (64, 3)).float()
+        scales = linear.weight.detach().abs().amax() / top * (1 + torch.rand(64, 3))
+        kind = dynamic_import_quant_linear_for_packing(said["packing_format"], bits, _GROUP, said["sym"])
+        if "awq" in said["packing_format"]:
+            module = kind.from_linear(linear, bits, _GROUP, scales=scales.T, zeros=zeros.T)
+        else:
+            module = kind(bits, _GROUP, 3 * _GROUP, 64, bias=False)
+            module.device = "cpu"
+            module.pack(linear, scales, int(zeros[0, 0]) if said["sym"] else zeros, None, device="cpu")
+        parts = {key: part.clone() for key, part in module.state_dict().items()}
+        expected = module(torch.eye(3 * _GROUP, dtype=torch.float16)).T.detach()
+        found |= {**{f"{name}|m.{key}": part for key, part in parts.items()}, f"{name}|expected": expected}
+    return found
+
+
+def _auto_round_floats(name: str, weight: Any, said: dict[str, Any]) -> Tensors:
+    import torch
+    from auto_round.data_type import mxfp, nvfp
+    from auto_round.experimental.qmodules import mx, nvfp4
+    from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
+    from auto_round.schemes import QuantizationScheme
+
+    bits, group = said["bits"], said["group_size"]
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    linear.weight.data = weight
+    how = {"data_type": f"{said['data_type']}{bits}", "act_bits": said["act_bits"]}
+    module = QuantLinear(bits, group, weight.shape[1], weight.shape[0], bias=False, **how)
+    if said["data_type"] == "nv_fp":
+        overall = nvfp.calculate_gparam(weight, group)
+        _, scales, _ = nvfp.nv_fp4(weight, bits=4, group_size=group, global_scale=overall)
+        module.pack(
+            linear,
+            scales.reshape(len(weight), -1),
+            global_scale=overall,
+            input_global_scale=torch.ones(1),
+            device="cpu",
+        )
+        loaded = nvfp4.NVFP4QuantLinear
+    else:
+        _, scales, _ = mxfp.quant_mx(
+            weight, bits=bits, group_size=group, data_type="mx_fp4e2m1" if bits == 4 else "mx_fp8e4m3"
+        )
+        module.pack(linear, scales.reshape(len(weight), -1), device="cpu")
+        loaded = mx.MXFP4QuantLinear if bits == 4 else mx.MXFP8QuantLinear
+    parts = {key: part.clone() for key, part in module.state_dict().items()}
+    reader = loaded.from_original(QuantizationScheme.from_dict({**said, "act_group_size": group}), linear)
+    reader.load_state_dict(parts, strict=False)
+    expected = reader.dequant_weight_online().to(weight.dtype)
+    return {**{f"{name}|m.{key}": part for key, part in parts.items()}, f"{name}|expected": expected}
 
 
 def _modelopt(name: str, weight: Any) -> Tensors:
@@ -393,8 +471,9 @@ if __name__ == "__main__":
 
     with safe_open(KEPT, framework="pt") as file:
         said = file.metadata() or {}
-    if "in_order" in sys.argv:
-        parts = {KEPT: load_file(KEPT) | in_order()}
+    alone = next((each for each in (auto_round, in_order) if each.__name__ in sys.argv), None)
+    if alone is not None:
+        parts = {KEPT: load_file(KEPT) | alone()}
     else:
         said = torchao_own()[1]
         parts = {KEPT: load_file(KEPT) | make(), ROUNDED: make_rounded(), FRESH: make_fresh()}

@@ -275,6 +275,25 @@ def test_gptq_names_the_plain_modules_for_each_of_its_loaders(
     assert not verify(merged).report.findings
 
 
+def test_auto_round_names_the_plain_modules_one_by_one(
+    plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", "gptq", is_linear)
+    config = json.loads((base / "config.json").read_text())
+    extra = {".*self_attn.*": {"bits": 4}, "lm_head": {"bits": 16, "data_type": "float"}}
+    table = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {**table, "extra_config": extra}}))
+    merged = merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", store="touched-16bit")
+    found = json.loads((merged / "config.json").read_text())["quantization_config"]
+    freed = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
+    assert found == {**table, "extra_config": {**extra, **{each: {"bits": 16, "act_bits": 16} for each in freed}}}
+    assert {name.removesuffix(".qweight") for name in saved_tensors(merged) if name.endswith(".qweight")} == {
+        name.removesuffix(".weight") for name in values
+    } - freed
+    assert not validate(merged).findings
+    assert not verify(merged).report.findings
+
+
 EXPERTS: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

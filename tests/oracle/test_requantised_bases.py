@@ -301,7 +301,7 @@ def test_an_outlier_that_makes_all_codes_coarser_is_seen_before_anything_is_writ
         ("int4", {}, {}, r"stored as int4 in groups of 32: rounding to four bits"),
         ("nvfp4", {}, {}, r"stored as nvfp4: rounding to four bits"),
         ("fp8-block", {}, {"original": "plain"}, r"only the formats of bitsandbytes are quantised afresh"),
-        ("gptq", {}, {}, r"stored as gptq int4 in groups of 30: its codes were calibrated"),
+        ("gptq", {}, {}, r"stored as gptq int4 in groups of 32: its codes were calibrated"),
         ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
         ("fp8-block", {"modules_to_save": ["up_proj"]}, {}, r"up_proj.weight` cannot be quantised again as fp8 e4m3"),

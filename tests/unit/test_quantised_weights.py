@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from lora_tool.formats.quantised.arrays import widened
 from lora_tool.formats.quantised.bitsandbytes import state_bytes, with_mean
-from lora_tool.formats.quantised.encodings import BnbInt8, Encoding, NestedScales, dequantised
+from lora_tool.formats.quantised.encodings import BnbInt8, ColumnIntegers, Encoding, NestedScales, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.fresh import codes_of, quantised_scales, scales_of_blocks
 from lora_tool.formats.quantised.grids import Blockwise, is_requantisable
@@ -263,6 +263,39 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "desc_act": True})
     with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which lora-tool does not read"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 3})
+
+
+def test_groups_of_columns_are_those_of_the_config(tmp_path: Path) -> None:
+    in_columns(tmp_path, "gptq", 4, ordered=True)
+    tensors = scan_file(tmp_path / "w.safetensors").tensors
+    for said, group in (({"group_size": 48}, 48), ({"group_size": 16, "dynamic": {"m": {"group_size": 32}}}, 32)):
+        found = read_quantised(tensors, {"quant_method": "gptq", "bits": 4, **said}).weights["m.weight"]
+        assert isinstance(found, ColumnIntegers)
+        assert found.group == group
+    with pytest.raises(LayoutError, match=r"`m.scales` has 2 groups of 64 inputs, but the config says .* are of 128"):
+        read_quantised(tensors, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"packing_format": "auto_round:mlx"}, "is packed as auto_round:mlx, which"),
+        ({"packing_format": "auto_round:llm_compressor", "data_type": "mx_int"}, "with values of mx_int, which"),
+        (
+            {"packing_format": "auto_round", "extra_config": {"m": {"data_type": "mx_fp"}}},
+            "with values of mx_fp, which",
+        ),
+        ({"act_bits": 8}, "rounded again for inputs of 8 bits"),
+        ({"rotation_config": {"hadamard_type": "hadamard"}}, "layers rotate their inputs"),
+        ({"bits": 3}, "has codes of 3 bits, which"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-e5m3-pack-quantized"}, "packed as nvfp4-e5m3"),
+    ],
+)
+def test_what_auto_round_writes_otherwise_is_refused_by_name(said: dict[str, Any], words: str) -> None:
+    table = {"quant_method": "auto-round", "bits": 4, "group_size": 32, **said}
+    with pytest.raises(LayoutError, match=words) as raised:
+        read_quantised(stored("auto-round-gptq"), table)
+    assert not raised.value.is_fault
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F8_E8M0", "U8"])

@@ -47,30 +47,46 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
             f"is {list(codes.shape)}, with scales of {list(scales.shape)} and zeros of {list(zeros.shape)}; expected "
             f"[groups, {outputs}] and [groups, {-(-outputs // each)}]",
         )
+    group = _group(table, inside, count)
+    if group is None:
+        raise LayoutError(
+            scales,
+            f"has {count} groups of {inside} inputs, but the config says that groups are of {table.get('group_size')}",
+        )
     if table.get("desc_act") is True and count > 1 and f"{module}.g_idx" not in parts.tensors:
         raise LayoutError(codes, f"has no `{module}.g_idx`, but the config says `desc_act`: its groups are in no order")
     return ColumnIntegers(
         spec=TensorSpec(name=f"{module}.weight", dtype=scales.dtype, shape=(outputs, inside)),
         codes=codes,
-        label=f"{'awq' if is_awq else 'gptq'} int{bits} in groups of {-(-inside // count)}",
+        label=f"{'awq' if is_awq else 'gptq'} int{bits} in groups of {group}",
         scales=scales,
         zeros=zeros,
         bits=bits,
-        group=-(-inside // count),
+        group=group,
         groups=groups_of_inputs(parts, f"{module}.g_idx", codes, inside, count),
         across=is_awq,
         added=0 if is_awq else _ADDED[kind] * sum(1 << at for at in range(0, _WORD, bits)),
     )
 
 
+def _group(table: Mapping[str, Any], inside: int, count: int) -> int | None:
+    """Return how many inputs share a scale, the last of a weight's groups cut off: as the config says for all or some
+    modules, where there are as many groups; None where it says otherwise.
+    """
+    said = [each for each in (table.get("group_size"), *_of_some(table, "group_size")) if type(each) is int]
+    sizes = (inside if each == -1 else each for each in said)
+    found = next((each for each in sizes if each > 0 and -(-inside // each) == count), None)
+    return -(-inside // count) if found is None and not said else found
+
+
+def _of_some(table: Mapping[str, Any], key: str) -> list[Any]:
+    """Return what GPTQModel's `dynamic` gives some modules."""
+    dynamic = table.get("dynamic")
+    return [each.get(key) for each in dynamic.values() if isinstance(each, dict)] if isinstance(dynamic, dict) else []
+
+
 def _bits(table: Mapping[str, Any], outputs: tuple[int, ...], words: tuple[int, ...]) -> object:
     """Return the width of codes: the config's, or one that GPTQModel's `dynamic` gives some modules, where zeros fit it."""
     said = table.get("bits", _AWQ_BITS)
-    dynamic = table.get("dynamic")
-    others = (
-        [each.get("bits") for each in dynamic.values() if isinstance(each, dict)] if isinstance(dynamic, dict) else []
-    )
-    fitting = (
-        n for n in (said, *others) if type(n) is int and words == tuple(-(-size * n // _WORD) for size in outputs)
-    )
-    return next(fitting, said)
+    known = (each for each in (said, *_of_some(table, "bits")) if type(each) is int)
+    return next((n for n in known if words == tuple(-(-size * n // _WORD) for size in outputs)), said)

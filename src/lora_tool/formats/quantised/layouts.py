@@ -13,6 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lora_tool.formats.quantised.auto_round import in_known_words, not_read
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
 from lora_tool.formats.quantised.columns import columns
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
@@ -107,6 +108,7 @@ def read_quantised(
     Reads headers, and a few bytes where a format keeps shapes as tensors. Raises `LayoutError`, OSError.
     """
     _require_whole(tensors, table)
+    table = in_known_words(table)
     found = {each.spec.name: each for each in _Layouts(tensors, table, metadata).found()}
     used = {part.name for each in found.values() for part in parts(each)}
     calibrated = tuple(name for name in tensors if name not in used and name.endswith(_CALIBRATED))
@@ -131,10 +133,15 @@ def _require_whole(tensors: TensorTable, table: Mapping[str, Any]) -> None:
     if beside is not None:
         why = next(why for end, why in _BESIDE.items() if beside.name.endswith(end))
         raise LayoutError(beside, why, is_fault=False)
+    otherwise = not_read(table)
     transforms = table.get("transform_config")
-    if tensors and isinstance(transforms, dict) and transforms.get("config_groups"):
-        why = "is in a model whose layers transform their inputs (`transform_config`), which lora-tool does not read"
-        raise LayoutError(next(iter(tensors.values())), why, is_fault=False)
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        otherwise = (
+            "is in a model whose layers transform their inputs (`transform_config`), which lora-tool does not read"
+        )
+    if tensors and otherwise is not None:
+        first = next(filter(is_sign, tensors.values()), next(iter(tensors.values())))
+        raise LayoutError(first, otherwise, is_fault=False)
 
 
 def measured_for(name: str) -> str:

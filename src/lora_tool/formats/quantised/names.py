@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.quantised.auto_round import METHODS as AUTO_ROUND
 from lora_tool.hub_names import hub_id_of
 
 _BITS = (
@@ -16,7 +17,7 @@ _BITS = (
 """The parts of a name that mean quantised weights, as those who publish them write it."""
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
-READ_METHODS = frozenset(
+READ_METHODS = AUTO_ROUND | frozenset(
     {
         None,
         "awq",

@@ -16,6 +16,7 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import quantisation_table, with_table
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.quantised.auto_round import METHODS as AUTO_ROUND
 from lora_tool.formats.quantised.encodings import encoding_of
 
 _LISTS = {
@@ -52,6 +53,11 @@ def with_plain_modules(
     method = str(table.get("quant_method"))
     if method == "gptq" and table:
         return with_table(config, {**table, **_of_gptq(table, plain, names, parameter_of)})
+    if method in AUTO_ROUND:
+        plain_layer = {"bits": 16, "act_bits": 16}
+        left = dict.fromkeys((_module(name) for name in _both(sorted(names), parameter_of)), plain_layer)
+        extra = table.get("extra_config")
+        return with_table(config, {**table, "extra_config": {**(extra if isinstance(extra, dict) else {}), **left}})
     keys = _LISTS.get(method)
     if keys is None or not table:
         raise UnsupportedAdapter(
