@@ -34,7 +34,7 @@ from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.rules.serving.forms import FORMS, ServingForm, in_the_way
-from lora_tool.rules.serving.left_out import outside_language
+from lora_tool.rules.serving.left_out import TOWERS, outside_language
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
@@ -211,6 +211,6 @@ def _notes(
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     outside = outside_language(view.layers)
     if form is FORMS[Server.VLLM] and outside:
-        yield f"vLLM reads LoRA on {named(outside, 3)} only with --enable-tower-connector-lora, which some of its models support"
+        yield f"vLLM reads LoRA on {named(outside, 3)} only with {TOWERS}, which some of its models support"
     if form is FORMS[Server.VLLM] and view.saved:
         yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

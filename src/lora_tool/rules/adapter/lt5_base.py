@@ -316,7 +316,8 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bo
         return False
     from lora_tool.architectures.model_tensors import may_have  # noqa: PLC0415 - for what the base does not have
 
-    if may_have(match.arch.model_type, name) is False:
+    of_class = (match.arch.model_type, match.arch.sequence_classification or "")
+    if subject.is_reward() and may_have(*of_class, name) is False:
         return False
     stem = ".".join(match.name(name.rpartition(".")[0]).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
