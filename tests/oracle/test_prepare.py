@@ -61,6 +61,23 @@ def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_pa
         assert not any("." in name for name in config["target_modules"])
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"layers_to_transform": [1]},
+        {"exclude_modules": r".*\.0\.self_attn\.q_proj"},
+        {"target_modules": r".*\.0\..*_proj|.*\.1\.mlp\.up_proj"},
+        {"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"]},
+    ],
+)
+def test_lora_on_some_of_the_modules_of_a_name_stays_on_those(where: dict[str, Any], tmp_path: Path) -> None:
+    """Servers know a module by the last part of its name alone, and take whatever tensors there are."""
+    base, (adapter,) = adapters_of(tmp_path, "llama", QV | where)
+    out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
+    assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
+    assert not validate(out, base=base, servers=[Server.VLLM]).findings
+
+
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "up_proj"])
 def test_what_sglang_reads_only_together_gets_lora_of_zeros(name: str, tmp_path: Path) -> None:
     base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"target_modules": [name, "down_proj"]})

@@ -21,7 +21,7 @@ from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.idle import Idle, idle_modules
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
 from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
-from lora_tool.plan.algebra.peft_config import config_of_sum
+from lora_tool.plan.algebra.peft_config import all_but, config_of_sum, is_narrowed
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.spool import OpenSpool
@@ -175,7 +175,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
         "target_parameters": experts or None,
-        "exclude_modules": None,
+        "exclude_modules": all_but(targets) if is_narrowed(view.config) else None,
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": heads or None,
