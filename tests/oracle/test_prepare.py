@@ -129,7 +129,7 @@ def test_lora_on_a_head_is_refused_where_there_is_none(server: Server, tmp_path:
     base = save_base(tmp_path / "base", "llama", "seq-cls", torch.float32)
     lora = LoraConfig(**QV | {"target_modules": ["q_proj", "v_proj", "score"], "init_lora_weights": False})
     adapter = tmp_path / "adapter"
-    get_peft_model(load_model(base, "seq-cls"), lora).save_pretrained(adapter)
+    get_peft_model(load_model(base, "seq-cls"), lora).save_pretrained(str(adapter))
     with pytest.raises(UnsupportedAdapter, match="LoRA on `score`, a head that .* does not have"):
         plan_prepare(adapter, server, base=base)
     found = validate(adapter, base=base, servers=[server]).findings
