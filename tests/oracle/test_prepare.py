@@ -116,6 +116,26 @@ def test_trained_tokens_are_lora_on_an_embedding_of_any_name(tmp_path: Path) -> 
     }
 
 
+def test_a_head_that_peft_did_not_save_is_not_promised(tmp_path: Path) -> None:
+    """PEFT names `classifier` and `score` in every config of a classifier; BART has neither."""
+    base = save_base(tmp_path / "base", "bart", "seq-cls", torch.float32)
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", QV)
+    out = prepare(adapter, "sglang", base=base, out=tmp_path / "out").path
+    assert "LT801" not in {finding.code for finding in validate(out, servers=[Server.SGLANG]).findings}
+
+
+@pytest.mark.parametrize("server", [Server.SGLANG, Server.LLAMA_CPP, Server.MLX])
+def test_lora_on_a_head_is_refused_where_there_is_none(server: Server, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "seq-cls", torch.float32)
+    lora = LoraConfig(**QV | {"target_modules": ["q_proj", "v_proj", "score"], "init_lora_weights": False})
+    adapter = tmp_path / "adapter"
+    get_peft_model(load_model(base, "seq-cls"), lora).save_pretrained(str(adapter))
+    with pytest.raises(UnsupportedAdapter, match="LoRA on `score`, a head that .* does not have"):
+        plan_prepare(adapter, server, base=base)
+    found = validate(adapter, base=base, servers=[server]).findings
+    assert ("LT801", "score") in {(finding.code, finding.subject) for finding in found}
+
+
 def test_lora_of_zeros_beside_computed_factors_is_verified(tmp_path: Path) -> None:
     lora = QV | {"target_modules": ["q_proj"], "use_dora": True}
     base, (adapter,) = adapters_of(tmp_path, "llama", lora)

@@ -167,7 +167,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
     rank, paths = served.one_rank, [stack.path for stack in served.fused.values()]
     parameters = view.config.target_parameters or ()
     experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
-    heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
+    heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": rank,
         "lora_alpha": rank,
