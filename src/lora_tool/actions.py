@@ -24,4 +24,5 @@ class TensorAction(TextEnum):
 
 
 NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED, TensorAction.COMPUTED})
-"""Actions that write values the base does not have; the writer checks each of them for NaN and overflow."""
+"""Actions that write values the base does not have; the writer checks each of them for NaN and overflow, and
+what it dequantises."""

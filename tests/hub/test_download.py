@@ -182,14 +182,16 @@ def test_each_fault_is_said_in_time(
     monkeypatch.setattr(downloading, "PATIENCE", 1)
     case.prepare(offered, monkeypatch)
     said = []
+    slept: list[float] = []  # not the time that passed, which is also the machine's
+    monkeypatch.setattr(time, "sleep", slept.append)
     for command in (("merge",), ("validate",), ("validate", "--json")):
         offered.faults.clear()
         shutil.rmtree(tmp_path / "hub-cache", ignore_errors=True)
         if case.fault is not None:
             offered.fault(case.on, times=case.times, **case.fault)
-        begun = time.monotonic()
         called = call(*command, case.reference)
-        assert time.monotonic() - begun < 5
+        assert sum(slept) < 60
+        slept.clear()
         assert called.code == case.code, called.err
         said.append([line for line in called.err.splitlines() if line.startswith(("error:", "hint:"))])
         if "--json" in command:

@@ -44,6 +44,18 @@ def _unknown_layers(folder: Path) -> None:
         config["layer_types"] = ["full_atention"] * config["num_hidden_layers"]
 
 
+@breaks("LT324 number of layers", MODEL)
+def _layers_for_another_depth(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["layer_types"] = ["full_attention"] * (config["num_hidden_layers"] + 1)
+
+
+@breaks("LT324 code", MODEL)
+def _null_code(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["auto_map"] = None
+
+
 @breaks("LT324 attention", MODEL)
 def _unknown_attention(folder: Path) -> None:
     with fields(folder, "config.json") as config:

@@ -15,6 +15,14 @@ def _config_of_what_was_dequantised(folder: Path) -> None:
         config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
+@breaks("LT322 compressed-tensors", SHARDED)
+def _config_of_what_was_decompressed(folder: Path) -> None:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
+    said = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    with fields(folder, "config.json") as config:
+        config["quantization_config"] = said
+
+
 @breaks("LT322 the scales are lost", SHARDED)
 def _scales_lost(folder: Path) -> None:
     with weights(folder) as table:

@@ -72,21 +72,6 @@ def _layer_beyond_the_config(folder: Path) -> None:
         config["num_hidden_layers"] = 1
 
 
-@breaks("LT505", CAUSAL, with_base=True)
-def _layer_lost(folder: Path) -> None:
-    with tensors(folder) as table:
-        for name in [name for name in table if "layers.1.mlp.down_proj" in name]:
-            del table[name]
-
-
-@breaks("LT505 saved in part", CAUSAL, with_base=True)
-def _one_norm_lost(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}model.layers.0.input_layernorm.weight"] = raw(16)
-    with fields(folder) as config:
-        config["modules_to_save"] = ["input_layernorm"]
-
-
 @breaks("LT506", CAUSAL, with_base=True)
 def _saved_of_other_shape(folder: Path) -> None:
     with tensors(folder) as table:
@@ -117,14 +102,6 @@ def _output_layer_beside_the_head(folder: Path) -> None:
         table[f"{PREFIX}lm_head.weight"] = raw(304, 16, dtype="BF16")
     with fields(folder) as config:
         config["modules_to_save"] = ["score", "lm_head"]
-
-
-@breaks("LT505 output layer", CAUSAL, with_base=True)
-def _output_layer_without_its_lora(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
-    with fields(folder) as config:
-        config["target_modules"] = [*config["target_modules"], "lm_head"]
 
 
 @breaks("LT506 output bias", CAUSAL, with_base=True)

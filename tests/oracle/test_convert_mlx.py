@@ -21,6 +21,8 @@ from tests.oracle.peft_merge import different, load_model, saved_tensors
 from tests.oracle.test_combine import EMBEDDINGS, EXACT, QV, adapters_of, deltas, farthest
 from tests.oracle.test_convert_experts import FUSED
 from tests.oracle.test_prepare import in_mlx
+from tests.oracle.test_text_on_multimodal import save_adapter, save_whole
+from tests.oracle.tiny import AUTO
 
 RSLORA = QV | {"use_rslora": True, "r": 4}
 SOME_LAYERS = QV | {"layers_to_transform": [1]}
@@ -47,6 +49,15 @@ def test_values_keep_their_bits_there_and_back(
     save_file(table, theirs / "adapters.safetensors")
     (finding,) = verify(theirs).report.findings
     assert finding.code == "LT626"
+
+
+def test_the_text_of_a_multimodal_model_comes_back_where_peft_finds_it(call: Caller, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen2_vl")
+    adapter = save_adapter(AUTO["image-text-to-text"].from_pretrained(base), tmp_path / "adapter", **QV)
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    assert call("convert", adapter, "--to", "mlx", "--base", base, "-o", theirs).code == 0
+    assert call("convert", theirs, "--to", "peft", "--base", base, "-o", back).code == 0
+    assert different(saved_tensors(back), saved_tensors(adapter)) == []
 
 
 def test_factors_that_a_torch_file_holds_transposed(call: Caller, tmp_path: Path) -> None:

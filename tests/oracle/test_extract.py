@@ -279,6 +279,7 @@ HARD_TO_PLACE = {
     "out_proj of Mamba": ("mamba", r"in_proj\.weight|out_proj"),
     "a shared expert": ("qwen3_next", r"layers\.0\..*(k_proj|shared_expert\.gate_proj|experts\.1\.gate_proj)"),
     "experts alone, down": ("olmoe", r"layers\.1\..*experts\.2\.down_proj"),
+    "a router and its buffer": ("glm4_moe", r"mlp\.gate\.|q_proj"),
     "tied ends of a mixture": ("olmoe", r"embed_tokens|layers\.0\..*q_proj"),
 }
 

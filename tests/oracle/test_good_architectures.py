@@ -59,6 +59,17 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base", task=task)) == []
 
 
+def test_a_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:
+    tiny_model("distilbert", "feature-extraction").save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    saved = ["pre_classifier", "classifier"]
+    config = LoraConfig(r=4, target_modules=["q_lin"], modules_to_save=saved, task_type="SEQ_CLS")
+    adapted = get_peft_model(model, config)
+    train_a_little(adapted)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    assert lines(judge(tmp_path / "adapter", base=tmp_path / "base")) == []
+
+
 def test_a_router_that_is_read_past_its_lora_is_named(tmp_path: Path) -> None:
     save_adapter("longcat_flash", "causal-lm", tmp_path)
     assert {finding.code for finding in judge(tmp_path / "adapter").findings} == {"LT228"}

@@ -61,6 +61,23 @@ def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_pa
         assert not any("." in name for name in config["target_modules"])
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"layers_to_transform": [1]},
+        {"exclude_modules": r".*\.0\.self_attn\.q_proj"},
+        {"target_modules": r".*\.0\..*_proj|.*\.1\.mlp\.up_proj"},
+        {"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"]},
+    ],
+)
+def test_lora_on_some_of_the_modules_of_a_name_stays_on_those(where: dict[str, Any], tmp_path: Path) -> None:
+    """Servers know a module by the last part of its name alone, and take whatever tensors there are."""
+    base, (adapter,) = adapters_of(tmp_path, "llama", QV | where)
+    out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
+    assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
+    assert not validate(out, base=base, servers=[Server.VLLM]).findings
+
+
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "up_proj"])
 def test_what_sglang_reads_only_together_gets_lora_of_zeros(name: str, tmp_path: Path) -> None:
     base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"target_modules": [name, "down_proj"]})
@@ -97,6 +114,26 @@ def test_trained_tokens_are_lora_on_an_embedding_of_any_name(tmp_path: Path) -> 
         "lora_embedding_A",
         "lora_embedding_B",
     }
+
+
+def test_a_head_that_peft_did_not_save_is_not_promised(tmp_path: Path) -> None:
+    """PEFT names `classifier` and `score` in every config of a classifier; BART has neither."""
+    base = save_base(tmp_path / "base", "bart", "seq-cls", torch.float32)
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", QV)
+    out = prepare(adapter, "sglang", base=base, out=tmp_path / "out").path
+    assert "LT801" not in {finding.code for finding in validate(out, servers=[Server.SGLANG]).findings}
+
+
+@pytest.mark.parametrize("server", [Server.SGLANG, Server.LLAMA_CPP, Server.MLX])
+def test_lora_on_a_head_is_refused_where_there_is_none(server: Server, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "seq-cls", torch.float32)
+    lora = LoraConfig(**QV | {"target_modules": ["q_proj", "v_proj", "score"], "init_lora_weights": False})
+    adapter = tmp_path / "adapter"
+    get_peft_model(load_model(base, "seq-cls"), lora).save_pretrained(str(adapter))
+    with pytest.raises(UnsupportedAdapter, match="LoRA on `score`, a head that .* does not have"):
+        plan_prepare(adapter, server, base=base)
+    found = validate(adapter, base=base, servers=[server]).findings
+    assert ("LT801", "score") in {(finding.code, finding.subject) for finding in found}
 
 
 def test_lora_of_zeros_beside_computed_factors_is_verified(tmp_path: Path) -> None:

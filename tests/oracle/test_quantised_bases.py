@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool.checkpoint import open_model
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.formats import stored
@@ -582,3 +582,20 @@ def test_experts_of_which_one_is_not_quantised_are_left_as_they_are(tmp_path: Pa
         UnsupportedAdapter, match=r"changes `\S+experts.down_proj`, .* some are quantised and some are not"
     ):
         plan_merge(base, on_them)
+
+
+@pytest.mark.parametrize(("form", "part"), [("fp8-block", "weight"), ("fp8-powers", "weight_scale_inv")])
+def test_a_weight_that_is_only_dequantised_has_to_be_finite(
+    form: str, part: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    (path,) = {each.path for each in open_model(base).tensors.values() if each.name == name}
+    table = load_file(path)
+    table[name].view(torch.uint8)[0, 0] = 0x7F if part == "weight" else 0xFF  # the NaN of E4M3, and of E8M0
+    save_file(table, path, {"format": "pt"})
+    with pytest.raises(ExecutionError, match=r"`model.layers.1.mlp.up_proj.weight` would hold NaN or infinity"):
+        merge_with_ours(base, adapter(ATTENTION), tmp_path / "merged", "float32", store="all-16bit")
+    assert not (tmp_path / "merged").exists()
+    merged = merge_with_ours(base, adapter(ATTENTION), tmp_path / "kept", "float32", store="touched-16bit")
+    assert not verify(merged).report.findings

@@ -65,6 +65,8 @@ MUTANTS: dict[str, list[tuple[str, Mutant]]] = {
         ("", swapped("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")),
         ("scales B·A by", field(lora_alpha=9)),
         ("scales B·A by", field(alpha_pattern={"v_proj": 9})),
+        ("`use_dora` is True", field(use_dora=True)),
+        ("`exclude_modules` is ['v_proj']", field(exclude_modules=["v_proj"])),
         ("", one_bit("lora_A")),
     ],
     "peft-experts": [

@@ -41,8 +41,15 @@ def _row(model_type: str, config: type[PreTrainedConfig]) -> dict[str, Any]:
     }
     inner = {name: _inner(spec) for name, spec in config.sub_configs_defaults.items()}
     layered = config.validate_layer_type is PreTrainedConfig.validate_layer_type
-    further = {"inner": inner, "own_layers": not layered}
+    further = {"inner": inner, "depth": _depth(config), "own_layers": not layered}
     return row | {name: value for name, value in further.items() if value}
+
+
+def _depth(config: type[PreTrainedConfig]) -> list[str | int] | None:
+    """Return what the class calls its number of layers, and how many it has without a word."""
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    field = next((field for field in dataclasses.fields(config) if field.name == name), None)
+    return None if field is None or type(field.default) is not int else [name, field.default]
 
 
 def _inner(spec: Any) -> list[str | bool | None]:

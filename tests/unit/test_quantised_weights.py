@@ -174,6 +174,7 @@ def changed(sample: str, **changes: Any) -> dict[str, StoredTensor]:
         ("int4-group", {"m__weight_packed": (DType.F32, (20, 12))}, r"is F32; expected I32 or U8"),
         ("nvfp4", {"m__weight_scale": (DType.F8_E4M3, (20, 3))}, r"expected one scale for each 16 values"),
         ("mxfp4", {"m__weight_scale": (DType.F32, (20, 3))}, r"is F32; expected F8_E8M0 or U8"),
+        ("int8-channel", {"m__weight_scale": None}, r"`m.weight` is I8, but has no scale"),
         ("int8-asymmetric", {"m__weight_zero_point": None}, r"`m.weight` has no `m.weight_zero_point`, but the config"),
         ("int4-group-asymmetric", {"m__weight_zero_point": None}, r"has no `m.weight_zero_point`, but the config says"),
         ("int4-order", {"m__weight_g_idx": None}, r"`m.weight_packed` has no `m.weight_g_idx`, but the config says"),

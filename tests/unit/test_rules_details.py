@@ -235,11 +235,11 @@ def test_a_class_whose_tensors_are_not_known_is_told(change: str | None, why: se
     assert not codes(judge(folder)) & {"LT317", "LT318", "LT319"}
 
 
-def test_a_new_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:
+def test_a_layer_beside_the_head_that_no_class_of_the_base_has_is_named(tmp_path: Path) -> None:
     folder = copy_of(REWARD, tmp_path)
     with tensors(folder) as table:
         table[f"{PREFIX}pre_classifier.weight"] = raw(16, 16)
-    assert lines(judge(folder, base=folder.parent / "base")) == []
+    assert codes(judge(folder, base=folder.parent / "base")) == {"LT506"}
 
 
 def test_a_base_without_the_first_component_is_matched(tmp_path: Path) -> None:

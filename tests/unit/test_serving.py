@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from lora_tool.checkpoint import AdapterDir, open_checkpoint
+from lora_tool.pipeline.writing import Written
+from lora_tool.plan.algebra.plan_prepare import plan_prepare
 from lora_tool.report import Severity
+from lora_tool.rules.engine.subjects import Server
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, REWARD, copy_of
@@ -57,6 +61,25 @@ def test_the_flag_for_the_rank_is_named(rank: int, flag: str | None, tmp_path: P
         config["r"] = rank
     found = [finding for finding in judge(folder, servers=["vllm"]).findings if finding.code == "LT803"]
     assert (f"--max-lora-rank {flag} " in str(found[0].hint)) if flag else found == []
+
+
+def test_lora_outside_of_the_language_model_names_what_vllm_is_started_with(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    with edit.tensors(folder) as table:
+        held = {name.replace(".layers.", ".vision_tower.layers."): tensor for name, tensor in table.items()}
+        table.clear()
+        table.update(held)
+    with edit.fields(folder) as config:
+        config["rank_pattern"] = {"q_proj": 64}
+    (found,) = [finding for finding in judge(folder, servers=["vllm"]).findings if finding.code == "LT803"]
+    assert "vllm serve BASE --enable-lora --enable-tower-connector-lora --max-lora-rank 64" in str(found.hint)
+    with edit.fields(folder) as config:
+        config["rank_pattern"] = {}
+    adapter = open_checkpoint(folder)
+    assert isinstance(adapter, AdapterDir)
+    written = Written(path=tmp_path / "out", plan=plan_prepare(adapter, Server.VLLM, ignore=("LT8",)), fidelity=None)
+    assert " --enable-lora --enable-tower-connector-lora --max-lora-rank " in str(written)
 
 
 def test_other_modules_than_heads_are_refused_by_vllm(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 
+_TEXT, _TEXT_IN_MLX = "language_model.", "language_model.model."
+"""What comes before the layers of a multimodal model's text in transformers, and in MLX-LM."""
 _BARE = "FEATURE_EXTRACTION"
 """The task type of an adapter for the base model's own class, without a head."""
 
@@ -56,6 +58,7 @@ class Readings:
             for add in dict.fromkeys(("", prefix))
             if not strip or strip != add
         ]
+        tried.append(Reading(strip=_TEXT_IN_MLX, add=f"{prefix}{_TEXT}"))
         return [reading for reading in tried if any(self._fits(reading, held) for held in classes)]
 
     def _fits(self, reading: Reading, held: frozenset[str]) -> bool:

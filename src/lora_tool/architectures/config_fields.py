@@ -57,9 +57,15 @@ class TypedConfig:
         return any(name in names.split() for names in _row(self.model_type)["fields"].values())
 
     @property
-    def checks_layers(self) -> bool:
-        """Whether the class checks `layer_types` as nearly all do."""
-        return "own_layers" not in _row(self.model_type)
+    def depth(self) -> tuple[str, object] | None:
+        """The field that says how many layers there are, and its value, the class's own where the config has none; None
+        where the class does not check `layer_types` by it.
+        """
+        row = _row(self.model_type)
+        if "depth" not in row or "own_layers" in row:
+            return None
+        name, usual = row["depth"]
+        return name, self.table.get(name, usual)
 
 
 def typed_configs(table: Mapping[str, Any]) -> Iterator[TypedConfig]:

@@ -11,11 +11,19 @@ from lora_tool.architectures.table import Architecture
 from lora_tool.checkpoint import ModelDir
 from lora_tool.tensors import StoredTensor
 
-INPUTS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "embeddings"})
-"""What input embeddings are called."""
+INPUTS = frozenset(
+    """
+    embed_in embed_tokens embeddings input_embedding shared tok_embeddings token_embedding tokens_embed word_embedding
+    word_embeddings wte
+    """.split()  # noqa: SIM905 - a table
+)
+"""What input embeddings are called (`tests/contract/test_architectures.py` asks every class of transformers)."""
 
-OUTPUTS = frozenset({"lm_head", "embed_out", "proj_out", "output_projection"})
+OUTPUTS = frozenset({"embed_out", "generator_lm_head", "lm_head", "lm_loss", "output_projection", "proj_out"})
 """What output layers are called."""
+
+_OUTPUT_PATHS = frozenset({"decoder", "head", "output", "pred_layer.proj"})
+"""Whole paths of others, whose last words are also what other modules are called."""
 
 MATRIX = 2
 """Dimensions of a matrix; the factors of a convolution have more."""
@@ -28,7 +36,7 @@ def is_input(path: str) -> bool:
 
 def is_output(path: str) -> bool:
     """Return whether a module path is, by its name, an output layer."""
-    return path.rpartition(".")[2] in OUTPUTS
+    return path.rpartition(".")[2] in OUTPUTS or path in _OUTPUT_PATHS
 
 
 def is_end(path: str) -> bool:

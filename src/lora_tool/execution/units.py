@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.actions import NEW
+from lora_tool.actions import NEW, TensorAction
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
 from lora_tool.formats.quantised.grids import block_of, blocks_of, bytes_before, grid_of, scales_of
 from lora_tool.plan.core.factor_ops import FactorOp
@@ -229,7 +229,7 @@ def _quantised(out: TensorSpec, op: Quantise[Computed], at: int) -> Iterator[Qua
 
 
 def _units_of_rows(step: Step, made: Op, at: int, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
-    is_new = step.action in NEW
+    is_new = step.action in NEW or step.action is TensorAction.DEQUANTISED  # of which a broken scale is not seen before
     for op in _matrices(made):
         # a stack of experts is worked on row by row
         out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)

@@ -24,6 +24,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+from lora_tool.rules.serving.left_out import TOWERS, is_outside
 
 if TYPE_CHECKING:
     from lora_tool.execution.work import Unfinished
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import TensorEvidence
 
 _SERVED = {
-    "vllm": "vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules name={path}",
+    "vllm": "vllm serve BASE --enable-lora{towers} --max-lora-rank {rank} --lora-modules name={path}",
     "sglang": "python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths name={path}",
     "llama.cpp": "python convert_lora_to_gguf.py --base BASE {path}",
     "mlx": "mlx_lm.generate --model BASE --adapter-path {path}",
@@ -91,7 +92,8 @@ class Written:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""
         if (server := self.plan.manifest.get("for")) in _SERVED:
             rank = self.plan.manifest["served_rank"]
-            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank)
+            towers = f" {TOWERS}" if any(is_outside(step.out.name) for step in self.plan.steps) else ""
+            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank, towers=towers)
         by_file = {file.filename: file for file in self.plan.side_files}
         if adapter_config.FILE_NAME in by_file:
             return f"lora-tool merge {shlex.quote(str(self.path))}"

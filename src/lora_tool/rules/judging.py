@@ -25,6 +25,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_base,
     lt5_hazards,
     lt5_model,
+    lt5_untrained,
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
@@ -44,7 +45,7 @@ from lora_tool.rules.model import (  # noqa: F401
 )
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
-from lora_tool.rules.shared.base_match import match_base
+from lora_tool.rules.shared.base_match import match_base, same_names
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
@@ -160,6 +161,8 @@ class Judge:
         view = view_of(adapter)
         modules = [layer.target for layer in view.layers]
         match = None if self.base is None else match_base(self.base, view.config, modules)
+        untold = self.base if isinstance(match, str) else None
+        adapted = (*modules, *view.tokens, *(name.rpartition(".")[0] for name in view.saved))
         return AdapterSubject(
             checkpoint=adapter,
             scans=scans_of(adapter),
@@ -167,6 +170,7 @@ class Judge:
             base=self.base,
             stored_base=None if self.base is None else ModelSubject(checkpoint=self.base),
             match=match,
+            same_names=None if untold is None else same_names(untold, view.config, adapted),
             num_labels=self.labels,
             task=self.task,
             servers=self.servers,
@@ -223,7 +227,8 @@ class Judge:
             if reason is None and Need.LORA in rule.needs:
                 reason = _why_not_lora(checkpoint.config)
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
-                no_match = subject.why_no_match if Need.BASE in rule.needs else None
+                told = Need.BASE not in rule.needs or (Need.SAME_NAMES in rule.needs and subject.same_names is not None)
+                no_match = None if told else subject.why_no_match
                 reason = self.why_no_base if subject.base is None else no_match
             if reason is None and isinstance(subject, MergedSubject):
                 reason = subject.why_not(rule.needs)
@@ -241,6 +246,8 @@ def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
 
 def _why_in_part(rule: Rule, subject: Subject) -> str | None:
     """Return why a rule that ran could not look at everything; None if it did."""
+    if isinstance(subject, AdapterSubject) and Need.SAME_NAMES in rule.needs and subject.why_no_match:
+        return f"{subject.why_no_match}: only what has the same name in both was compared"
     return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
 
 

@@ -41,6 +41,8 @@ ReadRanges = Callable[[StoredTensor, Sequence[tuple[int, int]], int], NDArray[np
 """Gives the bytes of ranges of rows, of so many bytes each, one after the other."""
 
 _MX_BIAS = 127
+_NO_POWER = 255
+"""The power of two that is NaN."""
 
 
 def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, strips: Strips | None = None) -> Array:
@@ -103,7 +105,7 @@ def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
     """Return what the bits of a tensor's elements stand for, float64."""
     size = tensor.dtype.bits // 8
     if tensor.dtype in (DType.U8, DType.F8_E8M0):
-        return np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS)
+        return np.where(bits == _NO_POWER, np.nan, np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS))
     if tensor.dtype is DType.F8_E4M3:
         return small_floats(bits, exponent=4, mantissa=3)
     if tensor.dtype is DType.BF16:

@@ -11,7 +11,7 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.ops import Dequantise, Precision
 from lora_tool.tensors import DType
 
 
@@ -38,6 +38,11 @@ class Backend(Protocol):
 
 def refuse_nonfinite(unit: ComputeUnit) -> NoReturn:
     """Raise `ExecutionError`: the unit's output would hold NaN or infinity."""
+    if isinstance(unit.op, Dequantise):
+        raise ExecutionError(
+            f"`{unit.out.name}` would hold NaN or infinity: codes or scales of it in {unit.op.source.path} are no finite numbers",
+            hint='download or copy the base again; `store="touched-16bit"` keeps the bytes of what the adapter leaves alone',
+        )
     names = ", ".join(tensor.name for tensor in unit.op.inputs)
     folders = shlex.join(dict.fromkeys(str(tensor.path.parent) for tensor in unit.op.inputs))
     raise ExecutionError(

@@ -115,8 +115,8 @@ def read_quantised(
     used.update(calibrated)
     lone = [tensor for name, tensor in tensors.items() if name not in used]
     for tensor in lone:
-        if _is_narrow(tensor):
-            if tensor.dtype in _READ:
+        if _is_narrow(tensor) or _is_integer_weight(tensor):
+            if tensor.dtype in (*_READ, DType.I8):
                 raise LayoutError(tensor, f"is {tensor.dtype}, but has no scale")
             raise LayoutError(
                 tensor, f"is {tensor.dtype}, and lora-tool does not read codes of that dtype", is_fault=False
@@ -158,7 +158,12 @@ def is_of_cache(name: str) -> bool:
 
 def is_sign(tensor: StoredTensor) -> bool:
     """Return whether a tensor shows that a model is quantised, whatever its config says."""
-    return _is_narrow(tensor) or STATE in tensor.name or tensor.name.endswith(_SIGNS)
+    return _is_narrow(tensor) or _is_integer_weight(tensor) or STATE in tensor.name or tensor.name.endswith(_SIGNS)
+
+
+def _is_integer_weight(tensor: StoredTensor) -> bool:
+    """Return whether a matrix is called as a layer's weight, but holds integers of eight bits: without scales it is nothing."""
+    return tensor.dtype is DType.I8 and len(tensor.shape) == MATRIX and tensor.name.endswith(".weight")
 
 
 def _is_narrow(tensor: StoredTensor) -> bool:

@@ -40,6 +40,11 @@ def _schemes(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each | {"format": group["format"]} for group, each in named if isinstance(each, dict)]
 
 
+def is_compressed(table: Mapping[str, Any]) -> bool:
+    """Return whether a table of compressed-tensors says that weights are stored as codes, and not only caches or inputs."""
+    return table.get("quantization_status") == "compressed" and bool(_schemes(table))
+
+
 def least_bits(table: Mapping[str, Any]) -> int:
     """Return the width of the narrowest integers that a config has in bytes: W4A8 leaves half of each of them empty."""
     in_bytes = [each for each in _schemes(table) if each["format"] != "pack-quantized" and each.get("type") != "float"]

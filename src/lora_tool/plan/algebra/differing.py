@@ -90,10 +90,9 @@ def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differin
             if leaf == "bias" and head_of(module) is None and not EXPERT.fullmatch(module)
         }
     for module in modules:
-        whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
         _require_own(module, tuned)
-    # PEFT loads all of such a module, or nothing
-    whole |= {name: name for name in tuned.tensors if _is_in(saved, name)}
+    # PEFT loads all of such a module, or nothing: buffers of a router, too
+    whole |= {name: name for name in tuned.tensors if _is_in({*modules, *saved}, name)}
     tied = _tied(tuned, arch, modules)
     stacked = dict(missing_experts(linear, (name.removesuffix(".weight") for name in base.tensors)))
     return Differing(
@@ -143,7 +142,7 @@ def _require_place(tensor: StoredTensor, known: StoredTensor, tuned: ModelDir, b
             "16 bits or more, no quantised weights",
             hint="give both models as they were before they were quantised",
         )
-    if leaf not in ("weight", "bias") or not module:
+    if not module or (leaf not in ("weight", "bias") and f"{module}.weight" not in tuned.tensors):
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` differs from the base, but no module has it as its weight: an adapter has no "
             "place for it",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_tool.adapter.targeting import is_all_linear
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
@@ -93,6 +94,39 @@ def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
     if not _found(ranks, usual, others):  # one path is the end of another
         others = {f"^{re.escape(module)}": rank for module, rank in others.items()}
     return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": dict(others)}
+
+
+def is_narrowed(config: AdapterConfig) -> bool:
+    """Return whether the config may keep LoRA off a module whose name, the last part of its path, others with LoRA have."""
+    by_pattern = isinstance(config.target_modules, str) and not is_all_linear(config)
+    by_path = any("." in name for name in config.target_names)
+    return by_pattern or by_path or bool(config.exclude_modules or config.layers_to_transform)
+
+
+def all_but(modules: Iterable[str]) -> str:
+    """Return the pattern for `exclude_modules` that matches every path except these."""
+    return f"(?!{exactly(modules)}$).*"
+
+
+def exactly(modules: Iterable[str]) -> str:
+    """Return a pattern that matches these paths alone; those of layers that have the same are written once."""
+    layers: dict[tuple[str, str], set[str]] = {}
+    for module in modules:
+        before, index, after = [*re.split(r"(?<=\.)(\d+)(?=\.)", module, maxsplit=1), "", ""][:3]
+        layers.setdefault((before, index), set()).add(after)
+    alike: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for (before, index), within in layers.items():
+        alike.setdefault((before, frozenset(within)), []).append(index)
+    paths = [
+        re.escape(before) + _one_of(indices) + _one_of(map(re.escape, within))
+        for (before, within), indices in alike.items()
+    ]
+    return _one_of(paths)
+
+
+def _one_of(patterns: Iterable[str]) -> str:
+    listed = sorted(patterns)
+    return listed[0] if len(listed) == 1 else f"(?:{'|'.join(listed)})"
 
 
 def _found(ranks: Mapping[str, int], usual: int, patterns: Mapping[str, int]) -> bool:

@@ -21,7 +21,7 @@ from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.idle import Idle, idle_modules
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
 from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
-from lora_tool.plan.algebra.peft_config import config_of_sum
+from lora_tool.plan.algebra.peft_config import all_but, config_of_sum, is_narrowed
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.spool import OpenSpool
@@ -34,7 +34,7 @@ from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.rules.serving.forms import FORMS, ServingForm, in_the_way
-from lora_tool.rules.serving.left_out import outside_language
+from lora_tool.rules.serving.left_out import TOWERS, outside_language
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
@@ -167,7 +167,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
     rank, paths = served.one_rank, [stack.path for stack in served.fused.values()]
     parameters = view.config.target_parameters or ()
     experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
-    heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
+    heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": rank,
         "lora_alpha": rank,
@@ -175,7 +175,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
         "target_parameters": experts or None,
-        "exclude_modules": None,
+        "exclude_modules": all_but(targets) if is_narrowed(view.config) else None,
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": heads or None,
@@ -211,6 +211,6 @@ def _notes(
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     outside = outside_language(view.layers)
     if form is FORMS[Server.VLLM] and outside:
-        yield f"vLLM reads LoRA on {named(outside, 3)} only with --enable-tower-connector-lora, which some of its models support"
+        yield f"vLLM reads LoRA on {named(outside, 3)} only with {TOWERS}, which some of its models support"
     if form is FORMS[Server.VLLM] and view.saved:
         yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

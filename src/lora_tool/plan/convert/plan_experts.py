@@ -14,7 +14,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout
 from lora_tool.formats.files import json_bytes, read_json
-from lora_tool.plan.algebra.peft_config import base_of
+from lora_tool.plan.algebra.peft_config import base_of, exactly
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.convert.experts import Converted, to_each_expert, to_fused
@@ -81,11 +81,15 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
     if to is AdapterForm.PEFT_FUSED:
         if isinstance(listed, list):
             raw["target_modules"] = [name for name in listed if any(f".{each}".endswith(f".{name}") for each in left)]
+        elif isinstance(listed, str):  # a pattern that still matched experts would have PEFT fuse them again
+            modules = [layer.target for layer in others if layer.path == layer.target]
+            raw["target_modules"] = exactly(modules) if modules else []
         raw["target_parameters"] = [*parameters, *found.targets]
         if view.config.by_unsloth:
             raw["lora_B_layout"] = ExpertLayout.RANK_MAJOR.value
     else:
-        experts = rf".*\.experts\.\d+\.(?:{'|'.join(found.targets)})"
+        # without a number too: so PEFT asks for them on transformers 5, where it fuses them while it loads
+        experts = rf".*\.experts\.(?:\d+\.)?(?:{'|'.join(found.targets)})"
         names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""
         before = rf"(?:.*\.)?(?:{names})" if names else listed if isinstance(listed, str) else ""
         raw["target_modules"] = f"{before}|{experts}" if before else experts

@@ -13,7 +13,7 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, computed_from
 from lora_tool.errors import BrokenFile
 from lora_tool.formats.adapter_config import FILE_NAME as CONFIG_NAME
-from lora_tool.formats.files import json_records
+from lora_tool.formats.files import json_records, read_json
 from lora_tool.formats.manifest import FILE_NAME, SCHEMA_VERSION, read_manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.delta_retention import DeltaRetention, advice, summary
@@ -122,8 +122,10 @@ def manifest_bytes(
 
 
 def _values(file: SideFile) -> dict[str, Any]:
-    """Return what an adapter's config says, if it is written here: verify asks whether it still does."""
-    return {"config": json.loads(file.content)} if file.content is not None and file.filename == CONFIG_NAME else {}
+    """Return what an adapter's config says, copied or written here: verify asks whether it still does."""
+    if file.filename != CONFIG_NAME:
+        return {}
+    return {"config": read_json(file.source) if file.source else json.loads(file.content or b"{}")}
 
 
 def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, is_end
-from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.architectures.layers import is_beyond
 from lora_tool.choices import closest
-from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -22,6 +20,7 @@ from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
 from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
+_SAME = _ALL | {Need.SAME_NAMES}
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
 """Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
 _WIDTHS = (
@@ -35,8 +34,9 @@ _WIDTHS = (
     "pooler_hidden_size",
 )
 _FROM_ONE_PLACE = "copy the base's config.json and its weights again, from one place"
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_TRUNK = re.compile(r"model\.layers\.\d+\..+|lm_head")
+"""Modules that the causal LMs of transformers have as a whole, or not at all, under the names on disk."""
 
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
@@ -109,7 +109,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
 
 
-@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_SAME, unmergeable=True)
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that differ from the base's.
 
@@ -163,7 +163,8 @@ def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer)
     rows_only = rows_only and needed[1:] == weight.shape[1:]
     # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
     comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
-    if comparable and needed != weight.shape and not rows_only:
+    as_stored = (weight.shape, weight.shape[::-1]) if match.in_part else (weight.shape,)
+    if comparable and needed not in as_stored and not rows_only:
         whose = "the base's" if weight is held else "the adapter's own"
         message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
         yield Fault(subject=pair[0].name, message=message)
@@ -196,12 +197,12 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
     raw = match.base.config.raw if match.base.config else {}
     nested = raw.get("text_config")
     table = nested if isinstance(nested, dict) else raw
-    widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
+    widths = set() if match.in_part else {table[name] for name in _WIDTHS if type(table.get(name)) is int}
     for tensor, module, leaf in whole_tensors(subject):
-        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not widths:
-            continue
         known = match.tensor(module)  # the base may have a head of its own, of whatever width
         allowed = set(known.shape[1:]) if known is not None and len(known.shape) == MATRIX else widths
+        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not allowed:
+            continue
         listed = " or ".join(map(str, sorted(allowed)))
         if len(tensor.shape) != MATRIX:
             message = f"has shape {list(tensor.shape)}, expected a row of {listed} for each label"
@@ -227,7 +228,7 @@ def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
             yield tensor, module
 
 
-@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_SAME, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer number beyond the base's last layer.
 
@@ -245,6 +246,7 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
         if beyond:
             yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
     yield from _without_a_place(subject)
+    yield from _past_the_config(subject)
 
 
 def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
@@ -261,86 +263,18 @@ def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
 
 
-@rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
-def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
-    """A targeted module of the base has no LoRA.
-
-    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for targets without tensors;
-    also for modules of `modules_to_save`, and biases that `"bias": "all"` trains, of which the file has only a part.
-
-    Why it matters: Tensors were lost. PEFT still creates LoRA there, with B = 0 and only a warning.
-
-    Example: `q_proj` has LoRA in only 31 of the 32 layers.
-
-    What to do: Save the adapter again from the training state, or take an earlier checkpoint.
-    """
-    match, config = subject.matched, subject.config
-    yield from _parameters_not_trained(subject, match)
-    yield from _saved_in_part(subject, match)
-    for name in subject.view.frozen:
-        module = name.rpartition(".")[0]
-        ours = config.targets(module) and may_be_absent(subject, module)
-        if ours and not any(layer.target == module for layer in subject.layers):
-            yield Fault(subject=module, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
-    if not subject.layers:
-        return
-    every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
-    adapted = {match.name(layer.target) for layer in subject.layers}
-    unknown = None if match.facts else match.base.config  # of its class, which may not have all that is on disk
-    if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
-        return
-    for name, tensor in match.trained():
-        path, _, leaf = name.rpartition(".")
-        if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
-            continue
-        named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if not named or may_be_absent(subject, path) or (unknown is not None and is_beyond(unknown, path)):
-            continue
-        if _is_of_every_class(subject, path):
-            yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
+def _past_the_config(subject: AdapterSubject) -> Iterator[Fault]:
+    """Where no table tells, look for adapted layers that the base has, but not under its config."""
+    match = subject.matched
+    config = match.base.config
+    for module, name in _adapted(subject).items() if match.in_part and config is not None else ():
+        held = match.tensor(module)
+        if config is not None and held is not None and _TRUNK.fullmatch(module) and is_beyond(config, module):
+            message = f"adapts `{held.name}`, for which {config.path} has no place: transformers ignores it"
+            yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
 
 
-def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
-    """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
-    if not subject.config.target_parameters:
-        return
-    paths = (name for name, _ in match.trained())
-    counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
-    held = {layer.module for layer in subject.layers}
-    for module, count in counts.items():
-        found = sum(module + ".base_layer" * depth in held for depth in range(count))
-        if found < count:
-            which = f"{counted(count, 'parameter')} of it in {match.base.root}, but LoRA is on {found}"
-            yield Fault(subject=module, message=f"`target_parameters` names {which}")
-
-
-def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
-    """Look for weights and biases of the base whose like is in the file: PEFT would keep the base's without a word."""
-    there = {**subject.view.saved, **subject.view.frozen}
-    modules = {name.rpartition(".")[0] for name in there} - {layer.target for layer in subject.layers}
-    added = ADDED_BY_PEFT.get(subject.config.task_type or "", ())
-    found = {
-        entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
-    }
-    biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
-    for name, _ in match.trained() if found or biases else ():
-        module, _, leaf = name.rpartition(".")
-        named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
-        wanted = named or (biases and leaf == "bias")
-        if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
-            what = "`modules_to_save` names it" if named else '`"bias": "all"` trains it'
-            yield Fault(
-                subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, but the file does not have it"
-            )
-
-
-def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
-    """Whether a module of the base is in every class made of it: a pooler is not, a module of a layer is."""
-    own = subject.config.task_type == "CAUSAL_LM" and "pooler" not in path.split(".")
-    return own or split_layer(path)[0] is not None
-
-
-@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_SAME, unmergeable=True)
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base does not have.
 
@@ -359,12 +293,16 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
         base = match.tensor(module, leaf)
         if of_other := of_causal_lm(subject, module):
             yield Fault(subject=tensor.name, message=f"belongs to `{module}.{leaf}`, which a {of_other} does not have")
+        elif base is None and match.in_part:
+            if leaf == "bias" and match.tensor(module) is not None and _TRUNK.fullmatch(module):
+                message = f"belongs to `{module}.bias`, which {match.base.root} does not have"
+                yield Fault(subject=tensor.name, message=message)
         elif base is None:
             named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
             absent = f"{match.name(module)}.{leaf}" in match.arch.causal_only or head_of(module) or leaf == "weight"
             lost = (named or leaf == "bias") and not (absent and may_be_absent(subject, module))
             lost = lost and not is_decoder(module)
-            if lost and not _belongs_to_head(subject, match, module):
+            if lost and not _belongs_to_head(subject, match, f"{module}.{leaf}"):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
         elif tensor.spec.numel and not is_last_layer(module) and not _fits(match, tensor, base, module):
@@ -372,11 +310,16 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=tensor.name, message=message)
 
 
-def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
+def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bool:
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
-    if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+    if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
         return False
-    stem = ".".join(match.name(module).split(".")[:2])
+    from lora_tool.architectures.model_tensors import may_have  # noqa: PLC0415 - for what the base does not have
+
+    of_class = (match.arch.model_type, match.arch.sequence_classification or "")
+    if subject.is_reward() and may_have(*of_class, name) is False:
+        return False
+    stem = ".".join(match.name(name.rpartition(".")[0]).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
 
 

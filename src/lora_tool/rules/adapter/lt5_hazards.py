@@ -193,7 +193,7 @@ def _is_tied(match: BaseMatch) -> bool:
     return absent or (config is not None and bool(config.tie_word_embeddings))
 
 
-@rule("LT509", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT509", Severity.ERROR, on=AdapterSubject, needs=_ALL | {Need.SAME_NAMES}, unmergeable=True)
 def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A trained token that the base does not have.
 
@@ -206,9 +206,7 @@ def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Give a base with the added tokens: call `model.resize_token_embeddings(ROWS)` and save it.
     """
-    match = subject.match
-    if not isinstance(match, BaseMatch):
-        return
+    match = subject.matched
     for module, tokens in subject.view.tokens.items():
         held = subject.view.frozen.get(f"{module}.weight") or match.tensor(module)
         largest = max(tokens.indices, default=-1)

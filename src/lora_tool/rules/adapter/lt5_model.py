@@ -39,7 +39,7 @@ def _by_base_names(match: BaseMatch, whole: Mapping[str, StoredTensor]) -> dict[
     return {match.name(name): tensor for name, tensor in whole.items()}
 
 
-@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL | {Need.SAME_NAMES}, unmergeable=True)
 def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """A different vocabulary from the base's.
 
@@ -70,6 +70,8 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
         if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} vocabulary rows, but the base's `{base.name}` has {base.shape[0]:,}"
             lost = torn or (module in adapted and f"{module}.weight" not in carried)
+            if match.in_part and not lost and not (left in match.arch.causal_only and subject.has_output_layer):
+                continue  # which other ends the model has is not known
             lost = lost or vocabulary is None or base.name not in vocabulary.names
             if left is not None and not lost:
                 message += f", and the adapter has no new rows for `{left}`"

@@ -35,6 +35,9 @@ class Need(str, enum.Enum):
     """The adapter is not of another kind, as far as its config says."""
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
+    SAME_NAMES = "same names"
+    """With `BASE`: where its names may mean something else, the rule looks at modules that it has under the same name, and
+    that it could not at more is said."""
     NAMES = "names"
     """A base model, whatever its names mean in memory."""
     CLASS = "class"

@@ -202,6 +202,8 @@ class BaseMatch:
     """What transformers says of the class of the merged model, where a merge asked it."""
     missing: frozenset[str] = frozenset()
     """Parameters of that class that the base on disk has nothing for."""
+    in_part: bool = False
+    """Whether a module that it does not name may be there all the same, under another name."""
     outside: frozenset[str] = frozenset()
     """What the class that the adapter was trained on does not have: beside a text model the vision of the whole one."""
 
@@ -247,6 +249,8 @@ class AdapterSubject(LoraSubject):
     """The base as it is on disk, as the rules about models look at it."""
     match: BaseMatch | str | None = None
     """How the base names the modules; a sentence where names cannot tell; None without a base."""
+    same_names: BaseMatch | None = None
+    """Where they cannot: the base, if some modules are there under the adapter's names."""
     num_labels: int | None = None
     task: str | None = None
     servers: frozenset[Server] = frozenset()
@@ -274,10 +278,11 @@ class AdapterSubject(LoraSubject):
 
     @property
     def matched(self) -> BaseMatch:
-        """The base, for rules that need one: they run only where names can tell."""
-        if not isinstance(self.match, BaseMatch):
+        """The base, for rules that need one: they run only where names can tell, at least of some modules."""
+        match = self.match if isinstance(self.match, BaseMatch) else self.same_names
+        if match is None:
             raise TypeError("rules that need a base run only with one that matches")
-        return self.match
+        return match
 
     @property
     def text_class(self) -> TextClass | None:

@@ -74,7 +74,7 @@ def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
         return
     for each in typed_configs(config.raw):
         faults = (_of_another_type(each), _unknown_names(each), _rope_faults(each), _layer_faults(each))
-        for name, message in (*(fault for some in faults for fault in some), *_attention_faults(each)):
+        for name, message in (*(fault for some in faults for fault in some), *_outer_faults(each)):
             yield Fault(subject=f"{each.context}{name}", message=message, path=str(config.path))
 
 
@@ -108,26 +108,29 @@ def _rope_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
 
 def _layer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
     """Yield the kinds of layers that transformers does not know, and lists that are not as long as the model is deep."""
-    depth = config.table.get("num_hidden_layers")
-    for name, known in LAYERS.items() if config.checks_layers else ():
+    field, depth = config.depth or ("", None)
+    for name, known in LAYERS.items() if field else ():
         kinds = config.table.get(name)
-        if not isinstance(kinds, list) or not config.has("num_hidden_layers"):
+        if kinds is not None and not isinstance(kinds, list) and not config.has(name):
+            yield name, f"expected a list, found {shown(kinds)}: transformers does not load the model"
+        if not isinstance(kinds, list):
             return  # transformers stops here, too
         for kind in dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in known):
             yield name, _no_such(kind, known)
         if type(depth) is int and depth != len(kinds):
-            yield (
-                name,
-                f"has {len(kinds)} entries beside `num_hidden_layers` {depth}: transformers does not load the model",
-            )
+            yield name, f"has {len(kinds)} entries beside `{field}` {depth}: transformers does not load the model"
 
 
-def _attention_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the kinds of attention that transformers does not have; it asks the outermost config alone."""
+def _outer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong in the outermost config alone: attention that transformers does not have, code by no name."""
     for name in ("attn_implementation", "_attn_implementation") if not config.context else ():
         value = config.table.get(name)
-        if isinstance(value, str) and "/" not in value and value.removeprefix("paged|") not in ATTENTIONS:
+        if value is not None and not isinstance(value, str | dict):
+            yield name, f"expected a string, found {shown(value)}: transformers does not load the model"
+        elif isinstance(value, str) and "/" not in value and value.removeprefix("paged|") not in ATTENTIONS:
             yield name, _no_such(value, ATTENTIONS)
+    if not config.context and config.table.get("auto_map", {}) is None:
+        yield "auto_map", "expected an object or no such field, found null: transformers does not load the model"
 
 
 def _named(config: TypedConfig) -> Iterator[tuple[str, object, frozenset[str]]]:

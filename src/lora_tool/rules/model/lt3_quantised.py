@@ -10,13 +10,14 @@ from lora_tool.checkpoint.quantised import quantisation_table, quantised_weights
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.names import READ_METHODS
 from lora_tool.formats.quantised.parts import LayoutError
+from lora_tool.formats.quantised.schemes import is_compressed
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 
 _ELSEWHERE = "hf_quant_config.json"
 """Where modelopt says what others say in config.json."""
-_EVERY_LINEAR = frozenset({"bitsandbytes", "fbgemm_fp8", "fp8", "mxfp4", "mxfp8"})
+_EVERY_LINEAR = frozenset({"awq", "bitsandbytes", "fbgemm_fp8", "fp8", "gptq", "mxfp4", "mxfp8"})
 """Methods whose config means that weights are quantised, whatever else it says."""
 _REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8"})
 """Methods of which vLLM loads layers that it fuses only where all of them are quantised, or none."""
@@ -57,7 +58,7 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
         if error.is_fault:
             yield Fault(subject=error.tensor, message=error.why, path=str(error.path))
         return
-    if not found.weights and config.quantization in _EVERY_LINEAR:
+    if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(quantisation_table(config))):
         message = f"says that the weights are quantised ({config.quantization}), but none is"
         yield Fault(subject="quantization_config", message=message, path=str(config.path))
 

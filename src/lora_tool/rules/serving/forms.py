@@ -145,6 +145,9 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
     if alone := lacking(modules):
         yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
+    heads = sorted({layer.target for layer in view.layers if head_of(layer.target)})
+    if heads and not form.heads:
+        yield Obstacle(text=f"LoRA on {named(heads, 3)}, a head that {form.name} does not have")
     outside = outside_language(view.layers)
     if form.language_alone and outside:
         yield Obstacle(text=f"LoRA on {named(outside, 3)}, outside of the language model, which {form.name} leaves out")

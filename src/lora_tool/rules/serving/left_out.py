@@ -19,9 +19,18 @@ _OUTSIDE = re.compile(
 """What transformers' multimodal models call all that is not the language model: encoders, and what leads from them."""
 
 
+TOWERS = "--enable-tower-connector-lora"
+"""What vLLM is started with to have LoRA outside of the language model."""
+
+
+def is_outside(name: str) -> bool:
+    """Return whether a module or a tensor, by its name, is outside of a multimodal model's language model."""
+    return _OUTSIDE.search(f"{name}.") is not None
+
+
 def outside_language(layers: Sequence[LoraLayer]) -> list[str]:
     """Return the modules outside of a multimodal model's language model."""
-    return [layer.target for layer in layers if _OUTSIDE.search(f"{layer.target}.")]
+    return [layer.target for layer in layers if is_outside(layer.target)]
 
 
 def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:

@@ -37,7 +37,7 @@ _WHOLE_MODULES = {
 def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules saved whole, which servers do not load from an adapter.
 
-    What it does: Looks at `modules_to_save` and at tensors other than LoRA. vLLM refuses them, except for the heads
+    What it does: Looks at `modules_to_save`, at tensors other than LoRA and at LoRA on a head. vLLM refuses them, except for the heads
     `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply them. The
     converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
 
@@ -50,6 +50,10 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     it needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER
     --base BASE -o OUT`.
     """
+    heads = sorted({layer.target for layer in subject.layers if head_of(layer.target)})
+    for server in asked(subject, *SERVERS) if heads else ():
+        if server is not Server.VLLM:
+            yield fault(subject, heads[0], f"{NAMES[server]} has no head for the LoRA on it", hint=merged(subject))
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return

@@ -15,7 +15,7 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text
-from lora_tool.rules.serving.left_out import outside_language, packed_queries
+from lora_tool.rules.serving.left_out import TOWERS, outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
     NEEDS,
@@ -62,7 +62,8 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
             needed = next(known for known in _VLLM_RANKS if known >= rank)
             path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
             lower = command(subject, Server.VLLM, f"--max-rank {_DEFAULT_MAX_RANK}", "--approximate")
-            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}"
+            towers = f" {TOWERS}" if outside_language(subject.layers) else ""
+            hint = f"vllm serve BASE --enable-lora{towers} --max-lora-rank {needed} --lora-modules {path}"
             hint = hint if lower is None else f"{hint}, or {lower}"
             message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
             yield fault(subject, "r", message, hint=hint)
@@ -325,7 +326,7 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     for server in asked(subject, *SERVERS):
         if outside:
             message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"
-            start = "start vLLM with --enable-tower-connector-lora, which some of its models support; or "
+            start = f"start vLLM with {TOWERS}, which some of its models support; or "
             hint = f"{start if server is Server.VLLM else ''}{merged(subject)}"
             yield fault(subject, outside[0], message, hint=hint)
         if packed and server is Server.VLLM:

@@ -17,10 +17,11 @@ def may_be_absent(subject: AdapterSubject, module: str) -> bool:
     tied to the embeddings, or embeddings that are tied to others. In the names of memory everything is there.
     """
     match = subject.matched
+    by_name = () if subject.is_reward() else _BY_NAME
     if match.facts is None and _is_tied_to_another(match, module):
         return True
     if match.facts is not None or head_of(module) is None:
-        return match.facts is None and (module in {*_BY_NAME, *_outputs(match)} or _is_tied_decoder(match, module))
+        return match.facts is None and (module in {*by_name, *_outputs(match)} or _is_tied_decoder(match, module))
     said = subject.task or trained_for(subject.config)
     return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
 

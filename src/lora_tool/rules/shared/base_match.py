@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from lora_tool.architectures import architecture_of
+from lora_tool.architectures import Architecture, architecture_of
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.checkpoint import ModelDir
@@ -16,6 +16,8 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.rules.engine.subjects import BaseMatch
 
+_OUTPUT = "lm_head.weight"
+"""What every class of transformers that has it on disk has in memory, too."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -43,6 +45,31 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
         return BaseMatch(base=base, arch=arch)
     candidates = [BaseMatch(base=base, arch=arch, strip=strip, add=add) for strip, add in _shifts(wanted[0], held)]
     return max(candidates, key=lambda match: sum(match.name(module) in held for module in wanted))
+
+
+def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | None:
+    """Return a match of the modules that the base has under the same names, whatever its other names mean; None if it
+    has none of them.
+
+    transformers renames, fuses and splits what it reads, but gives nothing the name that another tensor has on disk.
+    """
+    if base.config is None or any(problem.fatal for problem in base.problems) or "layer_replication" in adapter.refused:
+        return None
+    try:
+        plain = in_full_precision(base)
+    except UnsupportedAdapter:
+        return None
+    if not any(f"{module}.weight" in plain.tensors for module in modules):
+        return None
+    row = Architecture(
+        model_type=base.config.model_type or "",
+        causal_lm=None,
+        sequence_classification=None,
+        head=None,
+        causal_only=(_OUTPUT,) if _OUTPUT in plain.tensors else (),
+        conv1d=frozenset(),
+    )
+    return BaseMatch(base=plain, arch=row, in_part=True)
 
 
 def _why_names_cannot_tell(config: ModelConfig, adapter: AdapterConfig) -> str | None:
