@@ -25,6 +25,7 @@ from lora_tool.names.meta import DTYPES, default_dtype, facts_of, text_class
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.known_names import KNOWN_NAMES, SWITCH, names_digest
 from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.model.lt3_vocabulary import MORE_ROWS, embedding_rows
 from lora_tool.rules.shared.absent_modules import is_decoder
 from lora_tool.tensors import DType
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_config, tiny_model
@@ -144,11 +145,15 @@ def saved_names(row: Architecture, task: Task, **switches: bool) -> str | None:
 
 def test_the_ends_of_every_class_are_known_by_their_names() -> None:
     """But for CTRL's `w`, and for output layers of BERT's kin and T5Gemma's, which `absent_modules` knows."""
-    unknown = set()
+    unknown, more_rows = set(), set()
     for task in AUTO:
         for model_type in buildable(task):
             with contextlib.suppress(Exception):  # a config that must be given more, a class without ends
                 model = tiny_model(model_type, task, device="meta")
+                held: Any = model.state_dict()
+                rows = embedding_rows(held)
+                if rows and getattr(model.config.get_text_config(), "vocab_size", None) not in {None, *rows.values()}:
+                    more_rows.add(model_type)
                 paths = {id(module): path for path, module in model.named_modules()}
                 first, last = model.get_input_embeddings(), model.get_output_embeddings()
                 if isinstance(first, nn.Embedding) and not is_input(paths[id(first)]):
@@ -157,6 +162,7 @@ def test_the_ends_of_every_class_are_known_by_their_names() -> None:
                     unknown.add(paths[id(last)])
     others = {path for path in unknown if not is_decoder(path)}
     assert others == {"transformer.w", "w", "lm_head.out_proj"}
+    assert more_rows == MORE_ROWS - {"mllama_text_model"}
 
 
 def test_the_names_that_each_class_saves_are_known() -> None:

@@ -114,7 +114,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that differ from the base's.
 
     What it does: Compares the shapes of lora_B·lora_A and of trained token rows with the base's weight, including
-    stacked experts, and the width of a new head with the base's hidden states.
+    stacked experts, and the width of a new head with the base's hidden states. For model types whose names in memory no
+    header tells, it compares what has the same name on disk.
 
     Why it matters: The adapter was trained on a different model, so loading fails with a size mismatch.
 

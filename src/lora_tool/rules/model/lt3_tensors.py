@@ -85,9 +85,10 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
     """Return the shapes of what is as wide as the hidden states: the embeddings, where none of them is, and the score
     head that transformers gives every decoder.
     """
-    config, inputs = subject.plain.config, embedding_rows(subject.matrices)
+    config = subject.plain.config
     if config is None or config.custom_code or config.quantization:
         return {}
+    inputs = embedding_rows(subject.matrices) if config.vocab_size is not None else {}  # else of numbers over time
     text = config.raw.get("text_config")
     table = text if isinstance(text, dict) else config.raw
     width = next((table[name] for name in _WIDTHS if type(table.get(name)) is int), None)

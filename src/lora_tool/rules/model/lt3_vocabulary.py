@@ -19,10 +19,10 @@ from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subjec
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_SHARED_LAYERS = frozenset({"albert"})
-"""Model types that use the weights of one layer for several."""
-_MORE_ROWS = frozenset({"mllama", "mllama_text_model"})
-"""Model types that have rows for images, too, which `vocab_size` does not count."""
+_FEWER_LAYERS = frozenset({"albert", "efficientnet"})
+"""Model types that use the weights of one layer for several, or count the parts of a layer."""
+MORE_ROWS = frozenset({"cpmant", "mllama", "mllama_text_model", "molmo2_text"})
+"""Model types that have rows for images or prompts, too, which `vocab_size` does not count."""
 _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 
@@ -107,9 +107,9 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
         return
     path = str(config.path)
     known = architecture_of(config.model_type or "") is not None or not config.custom_code
-    if known and config.model_type not in _SHARED_LAYERS:
+    if known and config.model_type not in _FEWER_LAYERS:
         yield from _lost_layers(subject, config)
-    found = vocabulary_without_rows(subject) if known and config.model_type not in _MORE_ROWS else None
+    found = vocabulary_without_rows(subject) if known and config.model_type not in MORE_ROWS else None
     if found is not None:
         name, count = found
         message = f"is {config.vocab_size:,}, but `{name}` has {count:,} rows"
