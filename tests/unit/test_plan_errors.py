@@ -121,6 +121,8 @@ def three_dimensions(case: Case) -> None:
     name = f"{P}{Q0}.lora_B.weight"
     case.tensors[name] = case.tensors[name][:, :, None]
     case.model["model_type"] = "our_own"
+    with edit.tensors(case.root / "base", "model-00001-of-00002.safetensors") as table:
+        table |= {name: edit.raw(16, 16, 1) for name in table if name.endswith("q_proj.weight")}
 
 
 @refusal("LT207", r"q_proj.lora_A.weight`: no entry of `target_modules` matches its module")
