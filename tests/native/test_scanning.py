@@ -26,7 +26,7 @@ from lora_tool.rules.engine.scan_compiled import CompiledScanning
 from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.rules.judging import Judge
 from lora_tool.tensors import DType
-from tests.unit.test_weights_scan import KINDS, SPECIAL, expected, stored
+from tests.unit.test_weights_scan import BYTES, KINDS, SPECIAL, expected, expected_of_bytes, stored
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -65,6 +65,18 @@ def test_it_sees_what_numpy_sees(
     found = CompiledScanning(compiled, {"x": tensor}, threads=0).results()["x"]
     wanted = expected(values) if dtype in KINDS else WeightScan(all_zero=values.size > 0 and not values.any())
     assert found == (None if wanted.nonfinite else wanted)
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize("dtype", BYTES)
+def test_it_sees_the_nan_of_eight_bits(compiled: CompiledScan, dtype: DType, tmp_path: Path) -> None:
+    every = np.arange(256, dtype=np.uint8)
+    below = [every[:0x7C], every[1:0x7C], np.zeros(100, np.uint8)]
+    for values in (*below, every, every[::-1].copy(), np.full(100, 0x80, np.uint8)):
+        tensor, wanted = stored(tmp_path / "x", values, dtype), expected_of_bytes(values, BYTES[dtype])
+        found = CompiledScanning(compiled, {"x": tensor}, threads=0).results()["x"]
+        assert found == wanted if values.max() < 0x7C else found in {None, wanted}
+        assert Scans().of(tensor, {"x": tensor}) == wanted
 
 
 @pytest.mark.usefixtures("used")
@@ -120,10 +132,10 @@ def test_the_rules_judge_by_what_was_read_ahead(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("#define VERSION 1", "#define VERSION 99"),
+        ("#define VERSION 2", "#define VERSION 99"),
         ("differing |= values[at] ^ first;", "differing |= values[at];"),
         ("magnitude > largest ? magnitude : largest", "magnitude"),
-        ("INT16_MAX)", "0xFF)"),
+        ("mask = (BITS)piece->magnitude;", "mask = (BITS)(piece->magnitude >> 1);"),
         ("return 0;", "return 1;"),
     ],
     ids=["another version", "other bits", "the last one", "half of it", "does not see the end"],

@@ -65,6 +65,44 @@ def test_a_sum_that_cancels_is_warned_of(noise: float, figure: str | None, rank:
     assert not said or re.search(f"proj {figure}", said[0])
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Return an adapter whose factors are a hundred times smaller than trained ones."""
+    folder = shutil.copytree(ADAPTER, tmp_path / "small")
+    weights = folder / "adapter_model.safetensors"
+    save_file({name: values * np.float32(0.01) for name, values in load_file(weights).items()}, weights)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(
+    ("weight", "dtype", "warned"),
+    [(1, "float16", False), (1e-4, "float16", True), (1e-4, "bfloat16", False), (1e-30, "float32", False)],
+)
+def test_a_type_without_such_small_numbers_is_warned_of(
+    weight: float, dtype: str, warned: bool, rank: int | None, small: Path, tmp_path: Path
+) -> None:
+    """The figure is what rounding takes of the factors, compared with those in float64; of lower ranks no less."""
+    made = {
+        kind: combine(small, weights=[weight], base=BASE, rank=rank, dtype=kind, out=tmp_path / kind)
+        for kind in (dtype, "float64")
+    }
+    said = [text for text in made[dtype].plan.warnings if "has no numbers between 0 and 6e-08" in text]
+    assert bool(said) == warned
+    if warned:
+        held, exact = (load_file(each.path / "adapter_model.safetensors") for each in made.values())
+        taken = max(np.linalg.norm(held[name] - exact[name]) / np.linalg.norm(exact[name]) for name in exact)
+        figure = int(re.findall(r"by (\d+)% in", said[0])[0]) / 100
+        assert 0.9 * taken < figure < (1.1 if rank is None else 3) * taken
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(("weight", "dtype"), [(1e-9, "float16"), (1e-44, "float32")])
+def test_a_sum_that_would_be_rounded_away_is_refused(weight: float, dtype: str, rank: int | None, small: Path) -> None:
+    with pytest.raises(WrongValue, match=rf"{dtype} has no numbers between 0 and .*: in \d of 6 modules"):
+        plan_combine(small, weights=[weight], base=BASE, rank=rank, dtype=dtype)
+
+
 def test_no_computed_adapter_is_merged_into_a_model_that_has_its_parts(tmp_path: Path) -> None:
     other = other_adapter(tmp_path / "other")
     merged = merge(ADAPTER, out=tmp_path / "merged").path

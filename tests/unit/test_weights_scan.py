@@ -111,7 +111,40 @@ def test_the_same_value_everywhere(dtype: DType, value: float, tmp_path: Path, m
             assert both(stored(tmp_path / "x", values, dtype)) == expected(values)
 
 
-@pytest.mark.parametrize("dtype", [DType.I8, DType.F8_E4M3, DType.I64])
+BYTES = {
+    DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
+    DType.F8_E5M2: ml_dtypes.float8_e5m2,
+    DType.F8_E8M0: ml_dtypes.float8_e8m0fnu,
+    DType.F8_E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+    DType.F8_E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+}
+
+
+def expected_of_bytes(values: NDArray[Any], kind: type) -> WeightScan:
+    """Say by ml_dtypes' arithmetic what a scan must say by codes; the power 0 of a scale is not zero."""
+    wide = values.view(kind).astype(np.float32)
+    bad = ~np.isfinite(wide)
+    zeros = values == 0 if kind is ml_dtypes.float8_e8m0fnu else wide == 0
+    return WeightScan(
+        nonfinite=int(bad.sum()), first=int(bad.argmax()) if bad.any() else None, all_zero=bool(zeros.all())
+    )
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+def test_floats_of_eight_bits_have_nan_looked_for(
+    dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
+    every = np.arange(256, dtype=np.uint8)
+    same = [np.full(100, code, np.uint8) for code in (0, 0x80, 0x7E, 0x7F, 0xFF)]
+    for values in (every, every[:0x7C], every[::-1], np.tile(every, 3)[::7], *same):
+        held = np.ascontiguousarray(values)
+        tensor = stored(tmp_path / "x", held, dtype, cuts=(len(held) // 3,))
+        assert both(tensor) == expected_of_bytes(held, BYTES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [DType.I8, DType.F4, DType.I64])
 def test_other_types_have_zeros_looked_for(dtype: DType, tmp_path: Path) -> None:
     for value in (0, 1, 0x80, 0xFF):
         tensor = stored(tmp_path / "x", np.full(64, value, np.uint8), DType.U8)

@@ -18,6 +18,7 @@ from lora_tool.plan.algebra.fit import require_one_base, require_sums
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.serving_steps import padded_steps
+from lora_tool.plan.algebra.small_numbers import small_warnings
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
 from lora_tool.plan.algebra.turning import Ranks, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
@@ -126,7 +127,7 @@ def _planned(
         findings=report.findings,
         notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
         ranks=turned.ranks,
-        warnings=cancel_warnings(sums),
+        warnings=(*cancel_warnings(sums), *small_warnings(sums, out, turned.ranks)),
         manifest={
             "operation": operation,
             "rank": asked.rank,

@@ -24,6 +24,7 @@ from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
 from lora_tool.plan.algebra.peft_config import all_but, config_of_sum, is_narrowed
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
+from lora_tool.plan.algebra.small_numbers import small_warnings
 from lora_tool.plan.algebra.spool import OpenSpool
 from lora_tool.plan.algebra.terms import factors_of_sum
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
@@ -104,6 +105,7 @@ def plan_prepare(
         findings=report.findings,
         notes=_notes(view, form, served, ranks, model, idle),
         ranks=ranks,
+        warnings=small_warnings(served.sums, out, served.turned.ranks),
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
         computed=changes.spooled,

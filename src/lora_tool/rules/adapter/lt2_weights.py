@@ -152,7 +152,7 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
 def not_finite(subject: Subject) -> Iterator[Fault]:
     """NaN or infinity in the weights.
 
-    What it does: Reads every value of the F16, BF16, F32 and F64 tensors.
+    What it does: Reads every value of the F16, BF16, F32 and F64 tensors, and every code and scale of 8-bit floats.
 
     Why it matters: NaN spreads to every output; or worse, it does not: under SDPA one NaN in a `q_proj` gave a finite,
     wrong score. PEFT and transformers load and merge it silently.

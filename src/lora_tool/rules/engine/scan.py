@@ -20,7 +20,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.machine import available_cores
-from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, has_sign, shorter
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 if TYPE_CHECKING:
@@ -109,23 +109,37 @@ def _scanning(tensors: TensorTable, *, threads: int) -> CompiledScanning | None:
 
 
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
-    """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
+    """Return what the tensor's values are like; types that are no floats have only zeros looked for, those of 8 bits NaN, too.
 
     `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not
     all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
-    width = layout.nbytes if layout else 1
-    zero, constant, element = tensor.nbytes > 0, tensor.nbytes > width and layout is not None, b""
+    if layout is None:
+        return _scan_bytes(tensor, opened)
+    width = layout.nbytes
+    zero, constant, element = tensor.nbytes > 0, tensor.nbytes > width, b""
     for data in _chunks(tensor, opened):
         element = element or data[:width]
-        zero = zero and _is_zero(data, width, signed=layout is not None)
+        zero = zero and _is_zero(data, width)
         constant = constant and _repeats(data, element)
-        if layout is not None and not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
+        if not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
             from lora_tool.rules.engine.scan_numpy import scan_exactly  # noqa: PLC0415 - slow to import
 
             return scan_exactly(tensor, opened)
     return WeightScan(all_zero=zero, constant=constant and not zero)
+
+
+def _scan_bytes(tensor: StoredTensor, opened: Opener) -> WeightScan:
+    codes, zeros = NOT_FINITE.get(tensor.dtype, b""), b"\x00\x80" if has_sign(tensor.dtype) else b"\x00"
+    nonfinite, first, zero, done = 0, None, tensor.nbytes > 0, 0
+    for data in _chunks(tensor, opened):
+        zero = zero and not data.strip(zeros)
+        if found := [data.index(code) for code in codes if code in data]:
+            nonfinite += len(data) - len(data.translate(None, codes))
+            first = done + min(found) if first is None else first
+        done += len(data)
+    return WeightScan(nonfinite=nonfinite, first=first, all_zero=zero)
 
 
 @cache
@@ -142,11 +156,11 @@ def _repeats(data: bytes, element: bytes) -> bool:
     return data == element * (len(data) // len(element))
 
 
-def _is_zero(data: bytes, nbytes: int, *, signed: bool) -> bool:
+def _is_zero(data: bytes, nbytes: int) -> bool:
     """Whether every element is 0.0 or -0.0."""
     if data == _ZEROS[: len(data)]:
         return True
-    if not signed or data.strip(_SIGN_ONLY):
+    if data.strip(_SIGN_ONLY):
         return False
     # only 00 and 80 bytes: zeros if every 80 is a sign, in the last byte of its element
     return data.count(0x80) == data[nbytes - 1 :: nbytes].count(0x80)

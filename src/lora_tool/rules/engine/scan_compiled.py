@@ -19,7 +19,7 @@ from lora_tool.errors import LoraToolError
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.rules.engine.native.library import CompiledScan, Piece
-from lora_tool.rules.engine.scan_model import LAYOUTS, WeightScan
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, WeightScan, magnitude
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 256 << 10
@@ -100,11 +100,12 @@ class _Named(NamedTuple):
 
 def _pieces(tensors: Sequence[StoredTensor]) -> Iterator[_Named]:
     for tensor in tensors:
-        layout = LAYOUTS.get(tensor.dtype)
+        layout, mask = LAYOUTS.get(tensor.dtype), magnitude(tensor.dtype)
         for span in tensor.spans:
             for at in range(0, span.nbytes, _CALL_BYTES):
                 nbytes = min(_CALL_BYTES, span.nbytes - at)
-                piece = Piece(offset=span.offset + at, nbytes=nbytes, width=layout.nbytes if layout else 1)
+                width = layout.nbytes if layout else 1
+                piece = Piece(offset=span.offset + at, nbytes=nbytes, width=width, magnitude=mask)
                 yield _Named(tensor.name, span.path, piece)
 
 
@@ -113,7 +114,9 @@ def _scan_of(tensor: StoredTensor, pieces: Sequence[Piece]) -> WeightScan | None
         return None
     layout, largest = LAYOUTS.get(tensor.dtype), max((piece.largest for piece in pieces), default=0)
     if layout is None:
-        return WeightScan(all_zero=tensor.nbytes > 0 and largest == 0)
+        code = min(NOT_FINITE.get(tensor.dtype, b""), default=None)
+        finite = code is None or largest < code
+        return WeightScan(all_zero=tensor.nbytes > 0 and largest == 0) if finite else None
     if largest >= layout.infinity:
         return None
     zero = tensor.spec.numel > 0 and largest == 0

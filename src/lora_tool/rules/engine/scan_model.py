@@ -65,6 +65,27 @@ LAYOUTS = {
 }
 
 
+NOT_FINITE = {
+    DType.F8_E4M3: b"\x7f\xff",
+    DType.F8_E5M2: b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff",
+    DType.F8_E8M0: b"\xff",
+    DType.F8_E4M3FNUZ: b"\x80",
+    DType.F8_E5M2FNUZ: b"\x80",
+}
+"""The codes of one byte that are NaN or infinite (OCP 8-bit Floating Point 1.0 and Microscaling 1.0, ONNX's float8)."""
+
+
+def has_sign(dtype: DType) -> bool:
+    """Return whether the first bit of an element is its sign, and zero may have one."""
+    return dtype in LAYOUTS or len(NOT_FINITE.get(dtype, b"")) > 1
+
+
+def magnitude(dtype: DType) -> int:
+    """Return the bits of an element, or of its bytes if it has no float type, that are not the sign."""
+    layout = LAYOUTS.get(dtype)
+    return (1 << 8 * (layout.nbytes if layout else 1) - has_sign(dtype)) - 1
+
+
 def shorter(span: Span) -> SourceChanged:
     """Return the error that a span is not all there any more."""
     return SourceChanged(f"{span.path} was truncated while it was read")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lora_tool.batches import batches_of_bytes
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.machine import available_cores
-from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, magnitude, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
@@ -60,7 +60,7 @@ def scan_exactly(
     stopped: threading.Event | None = None,
     buffer: NDArray[np.uint8] | None = None,
 ) -> WeightScan:
-    """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
+    """Return what the tensor's values are like; types that are no floats have only zeros looked for, those of 8 bits NaN, too.
 
     Nothing more is read once `stopped` is set; blocks are read into the `buffer`, if there is one. Raises `CorruptFile`
     or `SourceChanged` if its file went away.
@@ -69,8 +69,21 @@ def scan_exactly(
     buffer = np.empty(_BLOCK_BYTES, np.uint8) if buffer is None else buffer
     blocks = _blocks(tensor, np.dtype(f"<u{layout.nbytes}" if layout else np.uint8), opened, stopped, buffer)
     if layout is None:
-        return WeightScan(all_zero=tensor.nbytes > 0 and not any(block.any() for block in blocks))
+        return _scan_bytes(tensor, blocks)
     return _scan_floats(tensor, layout, blocks)
+
+
+def _scan_bytes(tensor: StoredTensor, blocks: Iterator[Bits]) -> WeightScan:
+    codes, mask = np.frombuffer(NOT_FINITE.get(tensor.dtype, b""), np.uint8), magnitude(tensor.dtype)
+    nonfinite, first, zero, done = 0, None, tensor.nbytes > 0, 0
+    for block in blocks:
+        zero = zero and not np.any(block & np.uint8(mask))
+        bad = np.isin(block, codes) if codes.size else codes
+        if bad.any():
+            nonfinite += int(np.count_nonzero(bad))
+            first = done + int(bad.argmax()) if first is None else first
+        done += block.size
+    return WeightScan(nonfinite=nonfinite, first=first, all_zero=zero)
 
 
 def _scan_floats(tensor: StoredTensor, layout: Layout, blocks: Iterator[Bits]) -> WeightScan:

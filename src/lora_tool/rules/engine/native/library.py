@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 FILE = Path(__file__).with_name("scan.so")
 """What `build_kernel.py` makes of `scan.c`."""
-VERSION = 1
+VERSION = 2
 """Of the functions in `scan.c`."""
 _TRIAL, _VARIED = 8 * 37, 96
 """Bytes that it is tried with, no whole number of vectors of anything, and how many different ones are among them."""
@@ -25,12 +25,16 @@ _LETTERS: tuple[tuple[int, Literal["B", "H", "I", "Q"]], ...] = ((1, "B"), (2, "
 
 
 class Piece(ctypes.Structure):
-    """Elements of `width` bytes that lie in one piece in a file, and what a call saw of them: see `scan.c`."""
+    """Elements of `width` bytes that lie in one piece in a file, and what a call saw of them: see `scan.c`.
+
+    The bits `magnitude` are those that are not the sign.
+    """
 
     _fields_ = (
         ("offset", ctypes.c_int64),
         ("nbytes", ctypes.c_int64),
         ("width", ctypes.c_int64),
+        ("magnitude", ctypes.c_uint64),
         ("first", ctypes.c_uint64),
         ("largest", ctypes.c_uint64),
         ("differing", ctypes.c_uint64),
@@ -38,6 +42,7 @@ class Piece(ctypes.Structure):
     offset: int
     nbytes: int
     width: int
+    magnitude: int
     first: int
     largest: int
     differing: int
@@ -87,7 +92,7 @@ def _tells_apart(found: CompiledScan, file: Path) -> bool:
             values = memoryview(data[at : at + _TRIAL // 8 * width]).cast(letter)
             magnitude = (1 << 8 * width - (width > 1)) - 1
             places = ((at, width), (at, values.nbytes), (len(data), 8))
-            looked = found.look(opened.fileno(), [Piece(*place, width) for place in places], block)
+            looked = found.look(opened.fileno(), [Piece(*place, width, magnitude) for place in places], block)
             seen = [(piece.first, piece.largest, piece.differing) for piece in looked]
             differing = functools.reduce(operator.or_, (value ^ values[0] for value in values))
             largest = max(value & magnitude for value in values)

@@ -14,25 +14,26 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 1 /* of the functions below; native/library.py asks for it */
+#define VERSION 2 /* of the functions below; native/library.py asks for it */
 
 /* Elements that lie in one piece in a file, and what is seen of them. */
 struct piece {
     int64_t offset, bytes;
     int64_t width;      /* bytes of an element: 1 of what has no float type */
+    uint64_t magnitude; /* the bits that are not the sign, in bytes without a sign all of them */
     uint64_t first;     /* the bits of the first element */
-    uint64_t largest;   /* the largest magnitude's bits; of what has no float type, the largest byte */
+    uint64_t largest;   /* the largest magnitude's bits */
     uint64_t differing; /* the bits in which any element differs from the first */
 };
 
 /* The loops are over signed integers, whose larger one every vector unit tells: magnitudes have no sign. */
-#define LOOK(TARGET, LEVEL, BITS, SIGNED, MAGNITUDE)                                                                   \
+#define LOOK(TARGET, LEVEL, BITS, SIGNED)                                                                              \
     TARGET static void LEVEL##_##BITS(const void *block, int64_t count, struct piece *piece) {                         \
-        const BITS *values = block, first = (BITS)piece->first;                                                        \
+        const BITS *values = block, first = (BITS)piece->first, mask = (BITS)piece->magnitude;                         \
         SIGNED largest = 0;                                                                                            \
         BITS differing = 0;                                                                                            \
         for (int64_t at = 0; at < count; at++) {                                                                       \
-            SIGNED magnitude = (SIGNED)(values[at] & (MAGNITUDE));                                                     \
+            SIGNED magnitude = (SIGNED)(values[at] & mask);                                                            \
             largest = magnitude > largest ? magnitude : largest;                                                       \
             differing |= values[at] ^ first;                                                                           \
         }                                                                                                              \
@@ -41,10 +42,10 @@ struct piece {
     }
 
 #define ALL(TARGET, LEVEL)                                                                                             \
-    LOOK(TARGET, LEVEL, uint8_t, int16_t, 0xFF)                                                                        \
-    LOOK(TARGET, LEVEL, uint16_t, int16_t, INT16_MAX)                                                                  \
-    LOOK(TARGET, LEVEL, uint32_t, int32_t, INT32_MAX)                                                                  \
-    LOOK(TARGET, LEVEL, uint64_t, int64_t, INT64_MAX)
+    LOOK(TARGET, LEVEL, uint8_t, int16_t)                                                                              \
+    LOOK(TARGET, LEVEL, uint16_t, int16_t)                                                                             \
+    LOOK(TARGET, LEVEL, uint32_t, int32_t)                                                                             \
+    LOOK(TARGET, LEVEL, uint64_t, int64_t)
 
 ALL(, plain)
 #if defined(__x86_64__)
