@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool import merge, validate, verify
+from lora_tool import Server, merge, prepare, validate, verify
 from lora_tool.formats.files import read_json
 from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
@@ -82,6 +82,54 @@ def test_ranks_of_the_two_fused_layers_and_a_router_come_back(call: Caller, tmp_
     expected, found = deltas(base, adapter), deltas(base, back)  # PEFT passes over what the config does not target
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], delta) for name, delta in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore:(The following .* keys did not match|Found missing adapter keys)")  # as above
+@pytest.mark.parametrize(
+    ("model_type", "lora", "why"),
+    [
+        ("mixtral", {"target_parameters": PARAMETERS[:1]}, "gate and up only beside down"),
+        ("qwen3_moe", {"target_parameters": PARAMETERS[:1]}, "gate and up only beside down"),
+        ("qwen3_moe", {"rank_pattern": {"experts.gate_up_proj": 4}}, "one rank for all of them"),
+    ],
+)
+def test_what_peft_does_not_stack_is_told_and_prepared(
+    model_type: str, lora: dict[str, Any], why: str, call: Caller, tmp_path: Path
+) -> None:
+    base, (adapter,) = adapters_of(tmp_path, model_type, FUSED | lora)
+    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "single")
+    assert why in called.err
+    expected = deltas(base, adapter)
+    if "target_parameters" in lora:  # the experts' only parameter is not nested in another
+        assert not any(delta.any() for name, delta in deltas(base, tmp_path / "single").items() if "experts" in name)
+        codes = {each.code for each in validate(tmp_path / "single", base=base, servers=[Server.PEFT]).findings}
+        assert "LT814" in codes
+        expected = {f"{name}.base_layer" if "experts" in name else name: delta for name, delta in expected.items()}
+    out = prepare(tmp_path / "single", "peft", base=base, out=tmp_path / "out").path
+    found = deltas(base, out)
+    assert farthest({name: found[name] for name in expected}, expected) <= EXACT
+    assert not any(found[name].any() for name in found.keys() - expected.keys())
+    assert "LT814" not in {each.code for each in validate(out, base=base, servers=[Server.PEFT]).findings}
+    assert not verify(out).report.findings
+
+
+@pytest.mark.filterwarnings("ignore:(The following .* keys did not match|Found missing adapter keys)")  # as above
+@pytest.mark.parametrize("left", ["gate_proj", "down_proj"])
+def test_a_part_of_the_experts_matrices_is_prepared_for_peft(left: str, call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "qwen3_moe", FUSED)
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    kept = {name: each for name, each in saved_tensors(single).items() if "experts" not in name or left in name}
+    save_file(kept, single / "adapter_model.safetensors")
+    path = single / "adapter_config.json"
+    path.write_text(json.dumps(read_json(path) | {"target_modules": rf".*\.q_proj|.*\.experts\.(\d+\.)?{left}"}))
+    out = prepare(single, "peft", base=base, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+    expected, found = of_experts(single), deltas(base, out)
+    for name, delta in expected.items():
+        layer, expert = name.partition(".experts.")[0], int(name.split(".")[-2])
+        whole = found[f"{PREFIX}{layer}.experts{'.base_layer' if left == 'gate_proj' else ''}"][expert].double()
+        assert torch.allclose(whole[: len(delta)], delta, rtol=1e-5, atol=1e-8)
+        assert not whole[len(delta) :].any()
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone

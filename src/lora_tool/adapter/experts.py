@@ -25,6 +25,12 @@ STACKED_BY_PEFT: Mapping[str, Sequence[str]] = MappingProxyType(
 last part of such a name, of a shared expert, say, for LoRA on the stacks, and loads none of it."""
 
 
+def experts_of(module: str) -> str | None:
+    """Return the path of the experts of which a module is one matrix; None for any other."""
+    found = EXPERT.fullmatch(module)
+    return found["experts"] if found else None
+
+
 def parameter_of(target: str, names: Sequence[str], *, nested: int, count: int) -> str | None:
     """Return which parameter of a module LoRA changes, one of those that `target_parameters` names; None if none is known.
 

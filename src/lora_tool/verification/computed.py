@@ -21,8 +21,8 @@ from lora_tool.plan.convert.provenance import ConvertInputs
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
-from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.serving.forms import FORMS
 from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.configs import check_config
@@ -105,7 +105,8 @@ def _put_beside(factors: Factors, written: Sequence[Factors], manifest: Manifest
 
 def _of_idle(sums: Sequence[Factors], written: Sequence[Factors], manifest: Manifest) -> Iterator[Step]:
     """Yield that ΔW is zero of modules that no input changes, which were written for a server."""
-    beside = beside_which(sums) if manifest.raw.get("for") == Server.SGLANG else {}
+    reads = next((form.together for server, form in FORMS.items() if server == manifest.raw.get("for")), None)
+    beside = beside_which(sums, [each.module for each in written], reads) if reads else {}
     for each in written:
         if each.module in beside:
             idle = Idle(module=each.module, out=each.out, width=each.width, beside=beside[each.module])

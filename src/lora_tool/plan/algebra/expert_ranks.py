@@ -23,14 +23,15 @@ def equal_for_experts(ranks: Mapping[str, int]) -> dict[str, int]:
 
 def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     """Yield what PEFT needs besides, to stack the factors of `modules`, of all modules that are `known`: the other experts,
-    in all layers, with all their matrices. Each comes with one of the modules that has as many columns, if there is one.
+    in all layers, and all their matrices beside gate or up; down alone it finds. Each comes with one of the modules that
+    has as many columns, if there is one.
     """
     present = set(modules)
     likes: dict[tuple[str, str], str | None] = {}
     for module in sorted(present):
         if match := EXPERT.fullmatch(module):
             experts = without_numbers(match["experts"])
-            for projection in next((each for each in PROJECTIONS if match["projection"] in each), ()):
+            for projection in next((each for each in PROJECTIONS if match["projection"] in each[:-1]), ()):
                 likes.setdefault((experts, projection), None)
             for projection in _as_wide(match["projection"]):
                 likes[experts, projection] = likes.get((experts, projection)) or module

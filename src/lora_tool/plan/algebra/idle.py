@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lora_tool.adapter.experts import experts_of
 from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.expert_ranks import missing_experts
 from lora_tool.plan.algebra.factor_steps import step_of
 from lora_tool.plan.algebra.serving_steps import zero_rows
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, copied_as
 from lora_tool.plan.core.steps import Step
-from lora_tool.rules.serving.together import lacking, weight_beside
+from lora_tool.rules.serving.together import ReadTogether, lacking, weight_beside
 from lora_tool.tensors import DType
 
 
@@ -38,15 +41,27 @@ class Idle:
         yield step_of(f"{PREFIX}{self.module}.lora_B.weight", dtype, (self.out, rank), across)
 
 
-def idle_modules(sums: Sequence[Factors], base: ModelDir) -> Iterator[Idle]:
+def idle_modules(sums: Sequence[Factors], base: ModelDir, reads: ReadTogether) -> Iterator[Idle]:
     """Yield the modules of the base without which LoRA on others is not read."""
-    for module, beside in beside_which(sums).items():
+    if not reads.is_of(base.whole_config.model_type):
+        return
+    known = [name.removesuffix(".weight") for name in as_matrices(base).tensors]
+    for module, beside in beside_which(sums, known, reads).items():
         weight = weight_beside(base, module, beside.width)
         if weight is not None:
             yield Idle(module=module, out=weight.shape[0], width=weight.shape[1], beside=beside)
 
 
-def beside_which(sums: Sequence[Factors]) -> Mapping[str, Factors]:
-    """Return the modules without LoRA that others are read only together with, and one of those."""
+def beside_which(sums: Sequence[Factors], known: Iterable[str], reads: ReadTogether) -> Mapping[str, Factors]:
+    """Return the modules without LoRA, among those that are `known`, that others are read only together with, and one of
+    those, with as many columns if there is one.
+    """
     by_module = {each.module: each for each in sums}
-    return {module: by_module[held] for module, held in lacking(by_module).items()}
+    if not reads.stacks:
+        return {module: by_module[held] for module, held in lacking(by_module, reads).items()}
+    layers = {experts_of(each.module): each for each in sums}
+    in_layers = (module for module in known if experts_of(module) and experts_of(module) in layers)
+    return {
+        module: by_module[like] if like else layers[experts_of(module)]
+        for module, like in missing_experts(by_module, in_layers)
+    }

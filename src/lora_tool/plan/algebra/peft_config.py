@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lora_tool.adapter.targeting import is_all_linear
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.formats.files import json_bytes, parse_json, read_json
 from lora_tool.plan.algebra.expert_ranks import largest_of_experts
 from lora_tool.plan.core.steps import SideFile
 
@@ -94,6 +95,25 @@ def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
     if not _found(ranks, usual, others):  # one path is the end of another
         others = {f"^{re.escape(module)}": rank for module, rank in others.items()}
     return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": dict(others)}
+
+
+def experts_pattern(targets: object, matrices: Iterable[str]) -> str:
+    """Return the pattern for `target_modules` that matches these matrices of single experts, and what `targets` does.
+
+    Their paths have a number, and none where PEFT asks for them on transformers 5, which stacks them.
+    """
+    experts = rf".*\.experts\.(?:\d+\.)?(?:{'|'.join(matrices)})"
+    names = "|".join(map(re.escape, targets)) if isinstance(targets, list) else ""
+    before = rf"(?:.*\.)?(?:{names})" if names else targets if isinstance(targets, str) else ""
+    return f"{before}|{experts}" if before else experts
+
+
+def with_experts(config: SideFile, modules: Iterable[str]) -> SideFile:
+    """Return the config with these matrices of single experts among its targets."""
+    raw = parse_json(config.content or b"{}", Path(config.filename))
+    matrices = sorted({module.rpartition(".")[2] for module in modules})
+    raw["target_modules"] = experts_pattern(raw.get("target_modules"), matrices)
+    return replace(config, content=json_bytes(raw, indent=2, sort_keys=True))
 
 
 def is_narrowed(config: AdapterConfig) -> bool:

@@ -21,7 +21,7 @@ from lora_tool.plan.algebra.fit import require_known
 from lora_tool.plan.algebra.idle import Idle, idle_modules
 from lora_tool.plan.algebra.mlx_form import mlx_config, rope_notes
 from lora_tool.plan.algebra.mlx_names import mlx_beginnings, mlx_path
-from lora_tool.plan.algebra.peft_config import all_but, config_of_sum, is_narrowed
+from lora_tool.plan.algebra.peft_config import all_but, config_of_sum, is_narrowed, with_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.small_numbers import small_warnings
@@ -34,8 +34,9 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.rules.serving.forms import FORMS, ServingForm, in_the_way
+from lora_tool.rules.serving.forms import FORMS, ServingForm, alone_text, in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language
+from lora_tool.rules.serving.together import lacking
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
@@ -92,9 +93,9 @@ def plan_prepare(
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
     # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
-    beside = factors_of_sum((view,), (1.0,)) if form.together else ()
-    idle = () if model is None else tuple(idle_modules(beside, model))
-    zeros = (step for each in idle for step in each.steps(out, served.largest))
+    beside = factors_of_sum((view,), (1.0,)) if form.together and model else ()
+    idle = tuple(idle_modules(beside, model, form.together)) if form.together and model else ()
+    zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
     steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(
         (opened,),
@@ -105,7 +106,7 @@ def plan_prepare(
         findings=report.findings,
         notes=_notes(view, form, served, ranks, model, idle),
         ranks=ranks,
-        warnings=small_warnings(served.sums, out, served.turned.ranks),
+        warnings=_warnings(form, served, model, out),
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
         computed=changes.spooled,
@@ -158,7 +159,7 @@ def _config(
     ranks = {layers[each].path if each in layers else each: served.rank(each) for each in modules}
     config = config_of_sum((view,), ranks, base=base.root if base else None, as_dora=as_dora)
     if form.whole:
-        return config
+        return with_experts(config, [each.module for each in idle]) if idle else config
     plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
     return _served(config, view, served, [*plain, *(each.module for each in idle)])
 
@@ -187,6 +188,12 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
     for name in TOKENS_FIELDS:
         raw.pop(name, None)
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
+
+
+def _warnings(form: ServingForm, served: ServedFactors, base: ModelDir | None, dtype: DType) -> Iterator[str]:
+    yield from small_warnings(served.sums, dtype, served.turned.ranks)
+    if form.together and base is None and (alone := lacking([each.module for each in served.sums], form.together)):
+        yield f"{alone_text(alone)}, which {form.name} with transformers 5 does not load: --base MODEL adds LoRA of zeros"
 
 
 def _notes(

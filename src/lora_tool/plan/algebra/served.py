@@ -10,7 +10,7 @@ from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.view import AdapterView
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.algebra.expert_ranks import equal_for_experts
+from lora_tool.plan.algebra.expert_ranks import equal_for_experts, largest_of_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled
 from lora_tool.plan.algebra.serving_steps import padded_steps
@@ -45,6 +45,11 @@ class ServedFactors:
     def largest(self) -> int:
         """The largest rank."""
         return max(self.ranks.values())
+
+    @property
+    def rank_of_idle(self) -> int:
+        """The rank of modules of zeros beside others: that of all, or that of single experts."""
+        return self.one_rank or largest_of_experts(self.ranks) or self.largest
 
     def rank(self, module: str) -> int:
         """Return the rank that a config says of a module."""

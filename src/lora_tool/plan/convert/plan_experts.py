@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout
 from lora_tool.formats.files import json_bytes, read_json
-from lora_tool.plan.algebra.peft_config import base_of, exactly
+from lora_tool.plan.algebra.peft_config import base_of, exactly, experts_pattern
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.algebra.whole_plan import adapter_plan
 from lora_tool.plan.convert.experts import Converted, to_each_expert, to_fused
@@ -23,6 +22,7 @@ from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile, Step
 from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.serving.together import PEFT, lacking
 
 
 def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
@@ -65,9 +65,21 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         findings=report.findings,
         notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
         ranks=(),
+        warnings=_not_for_peft(found, base) if to is AdapterForm.PEFT_EXPERTS and base is not None else (),
         base=base if to is AdapterForm.PEFT_EXPERTS else None,
         manifest={"operation": "convert", "to": to.value},
     )
+
+
+def _not_for_peft(found: Converted, base: ModelDir) -> Iterator[str]:
+    """Yield why PEFT does not load what is written as it is, where it stacks LoRA on single experts."""
+    several = len({rank for rank, _ in found.forms.values()}) > 1
+    if PEFT.is_of(base.whole_config.model_type) and (several or lacking(found.forms, PEFT)):
+        why = "one rank for all of them" if several else "that on gate and up only beside down"
+        yield (
+            f"PEFT with transformers 5 stacks LoRA on experts again, and takes {why}: for PEFT, give what is written here "
+            "to lora-tool prepare --for peft --base MODEL"
+        )
 
 
 def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
@@ -88,11 +100,7 @@ def _config(view: AdapterView, found: Converted, to: AdapterForm) -> SideFile:
         if view.config.by_unsloth:
             raw["lora_B_layout"] = ExpertLayout.RANK_MAJOR.value
     else:
-        # without a number too: so PEFT asks for them on transformers 5, where it fuses them while it loads
-        experts = rf".*\.experts\.(?:\d+\.)?(?:{'|'.join(found.targets)})"
-        names = "|".join(map(re.escape, listed)) if isinstance(listed, list) else ""
-        before = rf"(?:.*\.)?(?:{names})" if names else listed if isinstance(listed, str) else ""
-        raw["target_modules"] = f"{before}|{experts}" if before else experts
+        raw["target_modules"] = experts_pattern(listed, found.targets)
         raw["target_parameters"] = parameters or None
         raw.pop("lora_B_layout", None)
     raw["base_model_name_or_path"] = base_of(view.config)

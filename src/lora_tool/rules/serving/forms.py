@@ -16,7 +16,7 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.left_out import outside_language, packed_queries
-from lora_tool.rules.serving.together import lacking, without_names
+from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class ServingForm:
     """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
-    together: bool = False
-    """Whether it reads LoRA on q, k and v, and on gate and up, only together; see `together`."""
+    together: ReadTogether | None = None
+    """What it reads only together."""
     turned: bool = False
     """Whether its converter turns LoRA on Conv1D over as if it were the weight, so that it adds the transposed of ΔW."""
     language_alone: bool = False
@@ -54,9 +54,9 @@ class ServingForm:
 
 
 FORMS: Mapping[Server, ServingForm] = {
-    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True),
+    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True, together=PEFT),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True, unwrapped=True),
-    Server.SGLANG: ServingForm(name="SGLang", together=True, language_alone=True),
+    Server.SGLANG: ServingForm(name="SGLang", together=SGLANG, language_alone=True),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, turned=True, language_alone=True, one_end=True),
     Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, language_alone=True, one_end=True),
 }
@@ -143,7 +143,7 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     modules = [layer.target for layer in view.layers] if form.together else []
     if any(without_names(modules)):
         yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
-    if alone := lacking(modules):
+    if form.together and (alone := lacking(modules, form.together)):
         yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
     heads = sorted({layer.target for layer in view.layers if head_of(layer.target)})
     if heads and not form.heads:

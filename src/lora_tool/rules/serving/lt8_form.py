@@ -279,29 +279,36 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: For SGLang, which has the weights of q, k and v in one matrix, and those of gate and up, looks for LoRA
     on k, v or up without LoRA on q or gate, for LoRA on q or k without v, and for LoRA on only some of the matrices of
-    experts, or under Mixtral's names. Without the base it is a warning: some models have no gate.
+    experts, or under Mixtral's names. Without the base it is a warning: some models have no gate. For PEFT, which stacks
+    the LoRA on single experts for the models of transformers 5, it looks for LoRA on their gate or up alone.
 
     Why it matters: SGLang 0.5.23 refuses LoRA on q without v (`KeyError`). The others it loads, and ends at the first
-    request: "Cannot find target module name".
+    request: "Cannot find target module name". PEFT loads LoRA on gate and up of experts without down, and none of it
+    does anything ("Found missing adapter keys"); LoRA on one of the two it refuses.
 
     Example: `"target_modules": ["up_proj", "down_proj"]`.
 
     What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
     """
     paths = {layer.target: layer for layer in subject.layers}
-    for server in asked(subject, *SERVERS):
-        if not FORMS[server].together:
+    model_type = subject.base.whole_config.model_type if subject.base is not None else None
+    for server in asked(subject, Server.PEFT, *SERVERS):
+        reads = FORMS[server].together
+        if reads is None or (subject.base is not None and not reads.is_of(model_type)):
             continue
-        for module in list(without_names(paths))[:1]:
+        for module in list(without_names(paths))[:1] if server is Server.SGLANG else ():
             message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
             yield fault(subject, module, message)
         alone = {
             module: held
-            for module, held in lacking(paths).items()
+            for module, held in lacking(paths, reads).items()
             if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
         }
         if alone:
-            message = f"{alone_text(alone)}, which {NAMES[server]} reads only together: it refuses the adapter, or ends at the first request"
+            end = "leaves it out with a warning" if server is Server.PEFT else "ends at the first request"
+            message = (
+                f"{alone_text(alone)}, which {NAMES[server]} reads only together: it refuses the adapter, or {end}"
+            )
             severity = Severity.WARNING if subject.base is None else None
             hint = prepared(subject, server)
             yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)

@@ -1,32 +1,63 @@
-"""Modules whose weights a server has in one matrix, and whose LoRA it reads only together.
+"""Modules whose weights a server has in one tensor, and whose LoRA it reads only together.
 
 SGLang's `normalize_qkv_proj` and `normalize_gate_up_proj` (`python/sglang/srt/lora/lora.py`, 0.5.23) start from the LoRA
 on q and on gate: without them the first request with LoRA on k, v or up ends the server, and without LoRA on v the
 adapter does not load. For experts, `lora_manager.py` wants both of their matrices.
+
+PEFT 0.21 stacks the LoRA on single experts where transformers 5 has stacks (`utils/transformers_weight_conversion.py`).
+It looks for that on gate and up under the path that it has where down has LoRA, too, and leaves it out elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from lora_tool.adapter.experts import EXPERT, PROJECTIONS
+from lora_tool.adapter.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 
-_BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
+_Beside = Mapping[str, tuple[str, ...]]
+"""Module → those that must have LoRA where it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTogether:
+    """What a server reads only together, among the matrices of one expert and among all others of a layer."""
+
+    in_experts: _Beside
+    elsewhere: _Beside
+    stacks: bool = False
+    """Whether it stacks the LoRA on experts, for the models whose stacks it knows: all experts of a layer, or none."""
+
+    def is_of(self, model_type: str | None) -> bool:
+        """Return whether it reads the LoRA of such a base this way."""
+        return not self.stacks or model_type in STACKED_BY_PEFT
+
+
+SGLANG = ReadTogether(
+    elsewhere=MappingProxyType(
+        {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
+    ),
+    in_experts=MappingProxyType(
+        {"gate_proj": ("down_proj",), "up_proj": ("gate_proj", "down_proj"), "down_proj": ("gate_proj",)}
+    ),
 )
-"""Module → those that must have LoRA where it has. SGLang itself adds zeros for k and for up."""
-_BESIDE_IN_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"gate_proj": ("down_proj",), "up_proj": ("gate_proj", "down_proj"), "down_proj": ("gate_proj",)}
+"""SGLang itself adds zeros for k and for up."""
+PEFT = ReadTogether(
+    in_experts=MappingProxyType(
+        {name: (other, down) for gate, up, down in PROJECTIONS for name, other in ((gate, up), (up, gate))}
+    ),
+    elsewhere=MappingProxyType({}),
+    stacks=True,
 )
 _MIXTRALS = frozenset(PROJECTIONS[1])
 
 
-def lacking(modules: Iterable[str]) -> Mapping[str, str]:
+def lacking(modules: Iterable[str], reads: ReadTogether) -> Mapping[str, str]:
     """Return which modules have no LoRA, though another is read only together with them, and that other.
 
     Only the base tells whether it has them at all: some models have no gate.
@@ -34,7 +65,7 @@ def lacking(modules: Iterable[str]) -> Mapping[str, str]:
     held, found = dict.fromkeys(modules), dict[str, str]()
     for module in held:
         parent, _, leaf = module.rpartition(".")
-        beside = _BESIDE_IN_EXPERTS if EXPERT.fullmatch(module) else _BESIDE
+        beside = reads.in_experts if EXPERT.fullmatch(module) else reads.elsewhere
         for name in beside.get(leaf, ()):
             if f"{parent}.{name}" not in held:
                 found.setdefault(f"{parent}.{name}", module)
