@@ -60,3 +60,9 @@ def _null_code(folder: Path) -> None:
 def _unknown_attention(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config["_attn_implementation"] = "flash_atention_2"
+
+
+@breaks("LT324 no method", MODEL)
+def _quantised_by_nothing(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["quantization_config"] = {}

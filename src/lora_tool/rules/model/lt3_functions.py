@@ -122,15 +122,25 @@ def _layer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _outer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong in the outermost config alone: attention that transformers does not have, code by no name."""
-    for name in ("attn_implementation", "_attn_implementation") if not config.context else ():
+    """Yield what is wrong in the outermost config alone: attention that transformers does not have, code by no name, codes of
+    no method.
+    """
+    if config.context:
+        return
+    for name in ("attn_implementation", "_attn_implementation"):
         value = config.table.get(name)
         if value is not None and not isinstance(value, str | dict):
             yield name, f"expected a string, found {shown(value)}: transformers does not load the model"
         elif isinstance(value, str) and "/" not in value and value.removeprefix("paged|") not in ATTENTIONS:
             yield name, _no_such(value, ATTENTIONS)
-    if not config.context and config.table.get("auto_map", {}) is None:
+    if config.table.get("auto_map", {}) is None:
         yield "auto_map", "expected an object or no such field, found null: transformers does not load the model"
+    quantised = config.table.get("quantization_config")
+    if quantised is not None and not (isinstance(quantised, dict) and quantised):
+        message = (
+            f"expected an object with `quant_method`, found {shown(quantised)}: transformers does not load the model"
+        )
+        yield "quantization_config", message
 
 
 def _named(config: TypedConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
