@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import DType, TensorSpec
+from lora_tool.tensors import FLOAT_NAMES, DType, TensorSpec
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 WHOLE_BYTE = [dtype for dtype in DType if dtype.bits >= 8]
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def write_weights(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    dtypes = {storage: dtype for dtype, storage in STORAGE.items()}
+    dtypes = {STORAGE[dtype]: dtype for dtype in FLOAT_NAMES}
     header = build_header(
         (TensorSpec(name=name, dtype=dtypes[array.dtype], shape=array.shape) for name, array in arrays.items()),
         {"format": "pt"},

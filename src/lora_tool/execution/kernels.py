@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,12 +18,19 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 AnyArray = NDArray[Any]
 
-STORAGE: dict[DType, np.dtype[Any]] = {
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.F16: np.dtype("<f2"),
-    DType.F32: np.dtype("<f4"),
-    DType.F64: np.dtype("<f8"),
-}
+
+class _Storage(dict[DType, "np.dtype[Any]"]):
+    """numpy's own types, and ml_dtypes', which takes 3 MB, from when it is needed."""
+
+    def __missing__(self, dtype: DType) -> np.dtype[Any]:
+        if dtype is not DType.BF16:
+            raise KeyError(dtype)
+        import ml_dtypes  # noqa: PLC0415 - see above
+
+        return self.setdefault(dtype, np.dtype(ml_dtypes.bfloat16))
+
+
+STORAGE = _Storage({DType.F16: np.dtype("<f2"), DType.F32: np.dtype("<f4"), DType.F64: np.dtype("<f8")})
 """The numpy type that holds the stored elements of each float type."""
 
 CACHE_BLOCK = 1 << 17

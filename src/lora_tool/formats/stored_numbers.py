@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Iterator
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -75,7 +74,11 @@ def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
 
 def rounded(exact: Matrix, dtype: DType) -> Matrix:
     """Return the values rounded to `dtype` and widened again."""
-    kind = np.dtype(ml_dtypes.bfloat16) if dtype is DType.BF16 else np.dtype(STORED[dtype])
+    kind = np.dtype(STORED[dtype])
+    if dtype is DType.BF16:
+        import ml_dtypes  # noqa: PLC0415 - for bfloat16 alone
+
+        kind = np.dtype(ml_dtypes.bfloat16)
     with np.errstate(over="ignore"):  # infinities are shown as what they are
         return exact.astype(kind).astype(np.float64)
 
