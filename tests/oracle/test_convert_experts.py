@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool import Server, merge, prepare, validate, verify
+from lora_tool.adapter.experts import PROJECTIONS
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.files import read_json
 from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
@@ -130,6 +132,30 @@ def test_a_part_of_the_experts_matrices_is_prepared_for_peft(left: str, call: Ca
         whole = found[f"{PREFIX}{layer}.experts{'.base_layer' if left == 'gate_proj' else ''}"][expert].double()
         assert torch.allclose(whole[: len(delta)], delta, rtol=1e-5, atol=1e-8)
         assert not whole[len(delta) :].any()
+
+
+@pytest.mark.filterwarnings("ignore:(The following .* keys did not match|Found missing adapter keys)")  # as above
+def test_lora_on_shared_experts_that_peft_leaves_out_is_refused(call: Caller, tmp_path: Path) -> None:
+    """As transformers 4 trained it: PEFT looks at `up_proj`, and takes it for the stacks that transformers 5 has."""
+    base, (adapter,) = adapters_of(tmp_path, "deepseek_v3", FUSED | {"target_modules": ["o_proj"]})
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    shared = "model.layers.1.mlp.shared_experts.up_proj"
+    out, width = saved_tensors(base)[f"{shared}.weight"].shape
+    pair = {"lora_A": torch.randn(2, width), "lora_B": torch.randn(out, 2)}
+    table = saved_tensors(single) | {f"{PREFIX}{shared}.{name}.weight": factor for name, factor in pair.items()}
+    save_file(table, single / "adapter_model.safetensors")
+    path = single / "adapter_config.json"
+    names = ["o_proj", *PROJECTIONS[0]]
+    exclude = r".*layers\.0\.mlp\..*|.*shared_experts\.(gate|down)_proj"
+    path.write_text(json.dumps(read_json(path) | {"target_modules": names, "exclude_modules": exclude}))
+    assert not [name for name in deltas(base, single) if "shared" in name]
+    with pytest.raises(UnsupportedAdapter, match=f"LoRA on `{shared}`, which PEFT .* leaves out"):
+        prepare(single, "peft", base=base, out=tmp_path / "out")
+    (found,) = (each for each in validate(single, base=base, servers=[Server.PEFT]).findings if each.code == "LT815")
+    assert shared in found.message
+    merged = saved_tensors(merge(single, base=base, out=tmp_path / "merged").path)[f"{shared}.weight"]
+    delta = 1.5 * pair["lora_B"].double() @ pair["lora_A"].double()
+    assert torch.allclose(merged.double(), saved_tensors(base)[f"{shared}.weight"].double() + delta, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone

@@ -34,7 +34,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.rules.serving.forms import FORMS, ServingForm, alone_text, in_the_way
+from lora_tool.rules.serving.forms import FORMS, ServingForm, alone_text, in_the_way, stacks_in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language
 from lora_tool.rules.serving.together import lacking
 from lora_tool.sources import Reference, opened_adapter, opened_model
@@ -72,7 +72,7 @@ def plan_prepare(
     model = None if base is None else opened_model(base)
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
     view = view_of(opened)
-    _require_form(view, chosen, based=model is not None, approximate=approximate)
+    _require_form(view, chosen, model, approximate=approximate)
     names = SAME
     if form.whole_models or form.mlx:
         names = beginnings_of(view, model) if form.whole_models else mlx_beginnings(view, model)
@@ -122,11 +122,12 @@ def plan_prepare(
     )
 
 
-def _require_form(view: AdapterView, server: Server, *, based: bool, approximate: bool) -> None:
+def _require_form(view: AdapterView, server: Server, base: ModelDir | None, *, approximate: bool) -> None:
     """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
     require_known(view)
-    found = list(in_the_way(view, form, based=based, approximate=approximate))
+    of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
+    found = [*of_form, *stacks_in_the_way(view, form, base)]
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(

@@ -15,7 +15,7 @@ from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.left_out import outside_language, packed_queries
+from lora_tool.rules.serving.left_out import beside_stacks, outside_language, packed_queries
 from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
 
 
@@ -164,6 +164,15 @@ def alone_text(alone: Mapping[str, str]) -> str:
     """Return what `lacking` found, by the last parts of the names."""
     pairs = sorted({(held.rpartition(".")[2], module.rpartition(".")[2]) for module, held in alone.items()})
     return "LoRA on " + " and on ".join(f"`{held}` without `{module}`" for held, module in pairs)
+
+
+def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield what PEFT leaves out of LoRA on a base whose experts it stacks."""
+    if base is not None and form.together and form.together.stacks:
+        beside = beside_stacks(view.layers, base.whole_config.model_type)
+        if beside:
+            text = f"LoRA on {named(beside, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
+            yield Obstacle(text=text)
 
 
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:

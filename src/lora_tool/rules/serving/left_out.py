@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
 
@@ -31,6 +32,17 @@ def is_outside(name: str) -> bool:
 def outside_language(layers: Sequence[LoraLayer]) -> list[str]:
     """Return the modules outside of a multimodal model's language model."""
     return [layer.target for layer in layers if is_outside(layer.target)]
+
+
+def beside_stacks(layers: Sequence[LoraLayer], model_type: str | None) -> list[str]:
+    """Return the modules beside the experts whose LoRA PEFT, with transformers 5, takes for LoRA on the stacks.
+
+    Those are of shared experts and dense layers. PEFT 0.21 looks at the last parts of names alone
+    (`_convert_peft_config_moe`), and loads none of theirs.
+    """
+    stacked = STACKED_BY_PEFT.get(model_type or "", ())
+    paths = (layer.target for layer in layers)
+    return [path for path in paths if path.rpartition(".")[2] in stacked and not EXPERT.fullmatch(path)]
 
 
 def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:

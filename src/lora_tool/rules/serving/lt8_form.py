@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text
+from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
@@ -321,7 +321,9 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for LoRA on a multimodal model's encoders, and on what leads from them to its language model.
     SGLang, llama.cpp and MLX-LM have LoRA in the language model alone; vLLM, too, unless it is started with
     `--enable-tower-connector-lora`, which it ignores for some models. For vLLM it also looks for LoRA on `c_attn` of
-    GPT-BigCode with multi-query attention, which vLLM 0.32 does not wrap ("It will be ignored" in its log).
+    GPT-BigCode with multi-query attention, which vLLM 0.32 does not wrap ("It will be ignored" in its log). For PEFT, given
+    a base whose experts transformers 5 stacks, it looks for LoRA on shared experts and dense layers: their names end
+    like those of experts, and PEFT 0.21 takes their LoRA for that on the stacks.
 
     Why it matters: The server silently runs a different model from the trained one.
 
@@ -330,6 +332,9 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     outside, packed = outside_language(subject.layers), packed_queries(subject.layers)
+    of_peft = stacks_in_the_way(subject.view, FORMS[Server.PEFT], subject.base)
+    for each in of_peft if Server.PEFT in subject.servers else ():
+        yield fault(subject, None, each.text, hint=merged(subject))
     for server in asked(subject, *SERVERS):
         if outside:
             message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"

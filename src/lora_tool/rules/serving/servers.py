@@ -17,7 +17,14 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS, WITH_BASE, has_usual_names, in_the_way, tied_in_the_way
+from lora_tool.rules.serving.forms import (
+    FORMS,
+    WITH_BASE,
+    has_usual_names,
+    in_the_way,
+    stacks_in_the_way,
+    tied_in_the_way,
+)
 
 NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 WHOLE = NEEDS | {Need.WEIGHTS}
@@ -79,7 +86,8 @@ def command(subject: AdapterSubject, server: Server, *options: str, each_expert:
     root = shlex.quote(str(subject.checkpoint.root))
     form, view = FORMS[server], subject.view
     try:
-        ways = [*in_the_way(view, form, based=False, approximate=False), *tied_in_the_way(view, form, subject.base)]
+        of_base = (*tied_in_the_way(view, form, subject.base), *stacks_in_the_way(view, form, subject.base))
+        ways = [*in_the_way(view, form, based=False, approximate=False), *of_base]
         fused = bool(fused_experts(view))
     except UnsupportedAdapter:
         return None
