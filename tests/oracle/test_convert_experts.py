@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +89,36 @@ def test_ranks_of_the_two_fused_layers_and_a_router_come_back(call: Caller, tmp_
 
 @pytest.mark.filterwarnings("ignore:(The following .* keys did not match|Found missing adapter keys)")  # as above
 @pytest.mark.parametrize(
-    ("model_type", "lora", "why"),
+    ("model_type", "lora", "code", "why"),
     [
-        ("mixtral", {"target_parameters": PARAMETERS[:1]}, "gate and up only beside down"),
-        ("qwen3_moe", {"target_parameters": PARAMETERS[:1]}, "gate and up only beside down"),
-        ("qwen3_moe", {"rank_pattern": {"experts.gate_up_proj": 4}}, "one rank for all of them"),
+        ("mixtral", {"target_parameters": PARAMETERS[:1]}, "LT814", "gate and up only beside down"),
+        ("qwen3_moe", {"target_parameters": PARAMETERS[:1]}, "LT814", "gate and up only beside down"),
+        ("qwen3_moe", {"rank_pattern": {"experts.gate_up_proj": 4}}, "LT806", "takes rank 2 for"),
+        ("qwen3_moe", {"use_rslora": True}, "LT806", "by 3, not by 2.12"),
+        ("mixtral", {"alpha_pattern": {"gate_up_proj": 8}}, "LT806", "by 2, not by 4"),
     ],
 )
 def test_what_peft_does_not_stack_is_told_and_prepared(
-    model_type: str, lora: dict[str, Any], why: str, call: Caller, tmp_path: Path
+    model_type: str, lora: dict[str, Any], code: str, why: str, call: Caller, tmp_path: Path
 ) -> None:
     base, (adapter,) = adapters_of(tmp_path, model_type, FUSED | lora)
     called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "single")
     assert why in called.err
+    codes = {each.code for each in validate(tmp_path / "single", base=base, servers=[Server.PEFT]).findings}
+    assert code in codes
     expected = deltas(base, adapter)
+    if numbers := re.fullmatch(r"by (\S+), not by (\S+)", why):  # what it says is what PEFT does
+        stack = f"{PREFIX}model.layers.0.mlp.experts.base_layer"
+        share = float(deltas(base, tmp_path / "single")[stack].norm() / expected[stack].norm())
+        assert share == pytest.approx(float(numbers[1]) / float(numbers[2]), rel=1e-2)
     if "target_parameters" in lora:  # the experts' only parameter is not nested in another
         assert not any(delta.any() for name, delta in deltas(base, tmp_path / "single").items() if "experts" in name)
-        codes = {each.code for each in validate(tmp_path / "single", base=base, servers=[Server.PEFT]).findings}
-        assert "LT814" in codes
         expected = {f"{name}.base_layer" if "experts" in name else name: delta for name, delta in expected.items()}
     out = prepare(tmp_path / "single", "peft", base=base, out=tmp_path / "out").path
     found = deltas(base, out)
     assert farthest({name: found[name] for name in expected}, expected) <= EXACT
     assert not any(found[name].any() for name in found.keys() - expected.keys())
-    assert "LT814" not in {each.code for each in validate(out, base=base, servers=[Server.PEFT]).findings}
+    assert code not in {each.code for each in validate(out, base=base, servers=[Server.PEFT]).findings}
     assert not verify(out).report.findings
 
 

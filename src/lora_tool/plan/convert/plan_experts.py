@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout
-from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout, adapter_config
+from lora_tool.formats.files import json_bytes, parse_json, read_json
 from lora_tool.plan.algebra.peft_config import base_of, exactly, experts_pattern
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -22,7 +23,7 @@ from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile, Step
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.rules.serving.together import PEFT, lacking
+from lora_tool.rules.serving.together import PEFT, lacking, stacked_otherwise
 
 
 def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
@@ -55,30 +56,31 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         if layer.module not in found.modules
         for tensor in layer.parts.values()
     ]
-    whole = whole_tensors((view,))
+    whole, config = whole_tensors((view,)), _config(view, found, to)
     return adapter_plan(
         (adapter,),
         (1.0,),
         (*others, *found.steps, *whole.steps),
-        _config(view, found, to),
+        config,
         dropped=(*whole.dropped, *found.dropped),
         findings=report.findings,
         notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
         ranks=(),
-        warnings=_not_for_peft(found, base) if to is AdapterForm.PEFT_EXPERTS and base is not None else (),
+        warnings=_not_for_peft(found, config, base) if to is AdapterForm.PEFT_EXPERTS and base is not None else (),
         base=base if to is AdapterForm.PEFT_EXPERTS else None,
         manifest={"operation": "convert", "to": to.value},
     )
 
 
-def _not_for_peft(found: Converted, base: ModelDir) -> Iterator[str]:
+def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterator[str]:
     """Yield why PEFT does not load what is written as it is, where it stacks LoRA on single experts."""
-    several = len({rank for rank, _ in found.forms.values()}) > 1
-    if PEFT.is_of(base.whole_config.model_type) and (several or lacking(found.forms, PEFT)):
-        why = "one rank for all of them" if several else "that on gate and up only beside down"
+    path = Path(config.filename)
+    otherwise = stacked_otherwise(adapter_config(parse_json(config.content or b"{}", path), path), found.forms)
+    why = "takes that on gate and up only beside down" if lacking(found.forms, PEFT) else otherwise
+    if why and PEFT.is_of(base.whole_config.model_type):
         yield (
-            f"PEFT with transformers 5 stacks LoRA on experts again, and takes {why}: for PEFT, give what is written here "
-            "to lora-tool prepare --for peft --base MODEL"
+            f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, give what is written here to "
+            "lora-tool prepare --for peft --base MODEL"
         )
 
 

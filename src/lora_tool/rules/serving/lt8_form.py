@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way
+from lora_tool.rules.serving.forms import FORMS, WITH_BASE, ServingForm, alone_text, stacks_in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
@@ -28,7 +28,7 @@ from lora_tool.rules.serving.servers import (
     or_merged,
     prepared,
 )
-from lora_tool.rules.serving.together import lacking, weight_beside, without_names
+from lora_tool.rules.serving.together import lacking, stacked_otherwise, weight_beside, without_names
 
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
@@ -75,7 +75,9 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
     up to 0.5.23, and vLLM before autumn 2026, scale every module by the same lora_alpha / r; SGLang's main branch
-    refuses them. llama.cpp ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
+    refuses them. llama.cpp ignores `alpha_pattern`, and MLX-LM has one rank and one scale. PEFT stacks LoRA on single
+    experts for the models of transformers 5, with `r` and `lora_alpha` for all: with patterns or rsLoRA, gate and up get
+    another scaling than they were trained with.
 
     Why it matters: With wrong scalings the server silently runs a different model from the trained one.
 
@@ -88,6 +90,14 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         "rank_pattern": any(rank != config.r for rank in config.rank_pattern.values()),
         "alpha_pattern": any(alpha != config.lora_alpha for alpha in config.alpha_pattern.values()),
     }
+    if Server.PEFT in subject.servers and _is_read_by(FORMS[Server.PEFT], subject):
+        told = {layer.target: (layer.rank, layer.scaling) for layer in subject.layers}
+        forms = {path: (rank, scaling) for path, (rank, scaling) in told.items() if rank and scaling is not None}
+        if (otherwise := stacked_otherwise(config, forms)) is not None:
+            hint = prepared(subject, Server.PEFT, WITH_BASE)
+            severity = Severity.WARNING if subject.base is None else None
+            message = f"PEFT with transformers 5 {otherwise}"
+            yield fault(subject, None, message, severity=severity, hint=hint)
     for server in asked(subject, *SERVERS):
         for name in (name for name, there in differ.items() if there):
             hint = prepared(subject, server)
@@ -291,10 +301,9 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
     """
     paths = {layer.target: layer for layer in subject.layers}
-    model_type = subject.base.whole_config.model_type if subject.base is not None else None
     for server in asked(subject, Server.PEFT, *SERVERS):
         reads = FORMS[server].together
-        if reads is None or (subject.base is not None and not reads.is_of(model_type)):
+        if reads is None or not _is_read_by(FORMS[server], subject):
             continue
         for module in list(without_names(paths))[:1] if server is Server.SGLANG else ():
             message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
@@ -344,6 +353,12 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
         if packed and server is Server.VLLM:
             message = f"vLLM leaves out LoRA on {named(packed, 3)}, multi-query attention in one matrix"
             yield fault(subject, packed[0], message)
+
+
+def _is_read_by(form: ServingForm, subject: AdapterSubject) -> bool:
+    """Return whether the server reads LoRA on this base, or on one that is not known, by what `form.together` says."""
+    known = subject.base.whole_config.model_type if subject.base is not None else None
+    return form.together is not None and (subject.base is None or form.together.is_of(known))
 
 
 def _width(layer: LoraLayer) -> int:

@@ -10,13 +10,15 @@ It looks for that on gate and up under the path that it has where down has LoRA,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
 from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import as_matrices
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 
@@ -70,6 +72,30 @@ def lacking(modules: Iterable[str], reads: ReadTogether) -> Mapping[str, str]:
             if f"{parent}.{name}" not in held:
                 found.setdefault(f"{parent}.{name}", module)
     return found
+
+
+def stacked_otherwise(config: AdapterConfig, forms: Mapping[str, tuple[int, float]]) -> str | None:
+    """Return what PEFT makes of LoRA on single experts when it stacks it, unless that has the same ΔW.
+
+    `forms` are the ranks and scalings of modules. PEFT takes both from `r` and `lora_alpha` for gate and up, doubled, with
+    rsLoRA too, and from patterns that match the names of the stacks (`_convert_peft_config_moe`).
+    """
+    gate_up = r".*\.gate_up_proj"
+    stacks = replace(
+        config,
+        rank_pattern={**config.rank_pattern, gate_up: 2 * config.r},
+        alpha_pattern={**config.alpha_pattern, gate_up: 2 * config.lora_alpha},
+    )
+    for module, (rank, scaling) in forms.items():
+        if match := EXPERT.fullmatch(module):
+            in_two = any(match["projection"] in names[:2] for names in PROJECTIONS)
+            path = f"{match['experts']}.{'gate_up_proj' if in_two else 'down_proj'}"
+            taken = stacks.rank(path) / (1 + in_two)
+            if taken != rank:
+                return f"takes rank {taken:g} for `{module}`, which has rank {rank}, and refuses the adapter"
+            if not math.isclose(stacks.scaling(path), scaling, rel_tol=1e-6):
+                return f"scales LoRA on `{module}` by {stacks.scaling(path):.3g}, not by {scaling:.3g}"
+    return None
 
 
 def without_names(modules: Iterable[str]) -> Iterator[str]:
