@@ -20,8 +20,9 @@ from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, configuration_utils
 from transformers.activations import ACT2FN
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -35,7 +36,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lora_tool.adapter.experts import STACKED_BY_PEFT
+from lora_tool.adapter.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
 from lora_tool.architectures.config_fields import TABLE, TypedConfig
 from lora_tool.checkpoint import open_model
 from lora_tool.formats.model_config import NOT_NULL, NUMBERS, read_model_config
@@ -193,6 +194,13 @@ def test_peft_stacks_the_experts_of_these_model_types() -> None:
         kind: {*names[like]} - {"gate"} for kind, like in stacks.items() if like in names and kind in CONFIG_MAPPING
     }
     assert {kind: {*projections} for kind, projections in STACKED_BY_PEFT.items()} == expected
+    stacked = {
+        kind
+        for kind in CONFIG_MAPPING
+        for conversion in get_checkpoint_conversion_mapping(kind) or ()
+        if any(isinstance(each, MergeModulelist) for each in getattr(conversion, "operations", ()))
+    }
+    assert stacked - STACKED_BY_PEFT.keys() == UNKNOWN_TO_PEFT
 
 
 def _takes(what: str, kind: object) -> bool:

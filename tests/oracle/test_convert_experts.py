@@ -165,6 +165,22 @@ def test_lora_on_shared_experts_that_peft_leaves_out_is_refused(call: Caller, tm
     assert torch.allclose(merged.double(), saved_tensors(base)[f"{shared}.weight"].double() + delta, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
+def test_single_experts_that_peft_does_not_find_are_refused(model_type: str, call: Caller, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, model_type, FUSED)
+    called = call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", tmp_path / "single")
+    assert (called.code, f"finds no LoRA on single experts of a {model_type}" in called.err) == (0, True)
+    single = tmp_path / "single"
+    assert not [name for name in deltas(base, single) if "experts" in name]
+    with pytest.raises(UnsupportedAdapter, match="none of which PEFT finds") as refused:
+        prepare(single, "peft", base=base, out=tmp_path / "out")
+    (found,) = (each for each in validate(single, base=base, servers=[Server.PEFT]).findings if each.code == "LT815")
+    assert "--to peft-fused" in str(found.hint)
+    assert "--to peft-fused" in str(refused.value.hint)
+    back = converted(call, single, "peft-fused", base, tmp_path / "back")
+    assert farthest(deltas(base, back), deltas(base, adapter)) <= EXACT
+
+
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
 @pytest.mark.parametrize("rslora", [False, True])
 def test_single_experts_become_fused_at_twice_the_rank_and_come_back(

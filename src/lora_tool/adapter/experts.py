@@ -25,6 +25,16 @@ STACKED_BY_PEFT: Mapping[str, Sequence[str]] = MappingProxyType(
 last part of such a name, of a shared expert, say, for LoRA on the stacks, and loads none of it."""
 
 
+UNKNOWN_TO_PEFT = frozenset(
+    """
+    axk1 axk2 bailing_hybrid deepseek_ocr2 deepseek_v4 dots3_note_vision_encoder flint glm5_next glm5_next_text hy_v3 jamba
+    kimi_k25 kimi_linear kolibri1 laguna lfm2_moe mimo_v2_flash minimax_m3_vl mistral_large4_text nemotron_h phimoe qwen2_moe
+    qwen3_5_moe_text qwen4_exp_text
+    """.split()  # noqa: SIM905 - a table
+)
+"""Model types whose single experts transformers 5 stacks, too, and PEFT 0.21 loads no LoRA on."""
+
+
 def experts_of(module: str) -> str | None:
     """Return the path of the experts of which a module is one matrix; None for any other."""
     found = EXPERT.fullmatch(module)

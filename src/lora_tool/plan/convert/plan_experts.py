@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction
+from lora_tool.adapter.experts import UNKNOWN_TO_PEFT
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -77,7 +78,9 @@ def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterato
     path = Path(config.filename)
     otherwise = stacked_otherwise(adapter_config(parse_json(config.content or b"{}", path), path), found.forms)
     why = "takes that on gate and up only beside down" if lacking(found.forms, PEFT) else otherwise
-    if why and PEFT.is_of(base.whole_config.model_type):
+    if base.whole_config.model_type in UNKNOWN_TO_PEFT:
+        yield f"PEFT with transformers 5 finds no LoRA on single experts of a {base.whole_config.model_type}: keep the other layout for it"
+    elif why and PEFT.is_of(base.whole_config.model_type):
         yield (
             f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, give what is written here to "
             "lora-tool prepare --for peft --base MODEL"

@@ -15,7 +15,7 @@ from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.left_out import beside_stacks, outside_language, packed_queries
+from lora_tool.rules.serving.left_out import beside_stacks, outside_language, packed_queries, single_experts
 from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
 
 
@@ -169,7 +169,11 @@ def alone_text(alone: Mapping[str, str]) -> str:
 def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
     """Yield what PEFT leaves out of LoRA on a base whose experts it stacks."""
     if base is not None and form.together and form.together.stacks:
-        beside = beside_stacks(view.layers, base.whole_config.model_type)
+        config, root = base.whole_config, shlex.quote(str(view.adapter.root))
+        if single := single_experts(view.layers, config):
+            text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
+            yield Obstacle(text=text, hint=f"put them together: lora-tool convert {root} --to peft-fused -o OUT")
+        beside = beside_stacks(view.layers, config.model_type)
         if beside:
             text = f"LoRA on {named(beside, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
             yield Obstacle(text=text)

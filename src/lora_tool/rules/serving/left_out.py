@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
+from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT, UNKNOWN_TO_PEFT
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
+from lora_tool.formats.model_config import ModelConfig
 
 _OUTSIDE = re.compile(
     r"(?:^|\.)(?:(?:high_res_)?vision|visual|audio|image|video|speech|embed_(?:audio|vision)|language_projection|qformer"
@@ -43,6 +44,14 @@ def beside_stacks(layers: Sequence[LoraLayer], model_type: str | None) -> list[s
     stacked = STACKED_BY_PEFT.get(model_type or "", ())
     paths = (layer.target for layer in layers)
     return [path for path in paths if path.rpartition(".")[2] in stacked and not EXPERT.fullmatch(path)]
+
+
+def single_experts(layers: Sequence[LoraLayer], config: ModelConfig) -> list[str]:
+    """Return the single experts whose LoRA PEFT does not find, as transformers 5 stacks them in such a model."""
+    nested = config.raw.get("text_config")
+    kinds = {config.model_type, nested.get("model_type") if isinstance(nested, dict) else None}
+    stacked = config.model_type in STACKED_BY_PEFT or kinds.isdisjoint(UNKNOWN_TO_PEFT)
+    return [] if stacked else [layer.target for layer in layers if EXPERT.fullmatch(layer.target)]
 
 
 def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:

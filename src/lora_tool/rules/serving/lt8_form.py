@@ -332,7 +332,8 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     `--enable-tower-connector-lora`, which it ignores for some models. For vLLM it also looks for LoRA on `c_attn` of
     GPT-BigCode with multi-query attention, which vLLM 0.32 does not wrap ("It will be ignored" in its log). For PEFT, given
     a base whose experts transformers 5 stacks, it looks for LoRA on shared experts and dense layers: their names end
-    like those of experts, and PEFT 0.21 takes their LoRA for that on the stacks.
+    like those of experts, and PEFT 0.21 takes their LoRA for that on the stacks. LoRA on single experts of other models
+    (Qwen2-MoE, Jamba, Phi-3.5-MoE) it does not find at all.
 
     Why it matters: The server silently runs a different model from the trained one.
 
@@ -343,7 +344,7 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     outside, packed = outside_language(subject.layers), packed_queries(subject.layers)
     of_peft = stacks_in_the_way(subject.view, FORMS[Server.PEFT], subject.base)
     for each in of_peft if Server.PEFT in subject.servers else ():
-        yield fault(subject, None, each.text, hint=merged(subject))
+        yield fault(subject, None, each.text, hint=each.hint or merged(subject))
     for server in asked(subject, *SERVERS):
         if outside:
             message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"
