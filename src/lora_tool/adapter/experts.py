@@ -27,9 +27,9 @@ last part of such a name, of a shared expert, say, for LoRA on the stacks, and l
 
 UNKNOWN_TO_PEFT = frozenset(
     """
-    axk1 axk2 bailing_hybrid deepseek_ocr2 deepseek_v4 dots3_note_vision_encoder flint glm5_next glm5_next_text hy_v3 jamba
-    kimi_k25 kimi_linear kolibri1 laguna lfm2_moe mimo_v2_flash minimax_m3_vl mistral_large4_text nemotron_h phimoe qwen2_moe
-    qwen3_5_moe_text qwen4_exp_text
+    axk1 axk2 bailing_hybrid deepseek_ocr2 deepseek_v4 dots3_note_vision_encoder ernie4_5_vl_moe flint glm5_next
+    glm5_next_text hy_v3 jamba kimi_k25 kimi_linear kolibri1 laguna lfm2_moe mimo_v2_flash minimax_m3_vl
+    mistral_large4_text nemotron_h phimoe qwen2_moe qwen3_5_moe_text qwen4_exp_text
     """.split()  # noqa: SIM905 - a table
 )
 """Model types whose single experts transformers 5 stacks, too, and PEFT 0.21 loads no LoRA on."""
