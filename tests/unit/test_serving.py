@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lora_tool import validate
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.pipeline.writing import Written
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
@@ -125,3 +126,13 @@ def test_a_pattern_of_ranks_alone_is_right_in_llama_cpp(tmp_path: Path) -> None:
     with edit.fields(folder) as config:
         config |= {"use_rslora": False, "alpha_pattern": {}}
     assert codes(judge(folder, servers=["llama.cpp"])) == set()
+
+
+@pytest.mark.parametrize("config", [None, '{"model_type": "llama", "text_config": {"model_type": []}}', "{}", "[]"])
+def test_a_base_without_a_usable_config_is_no_crash(config: str | None, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "base"))
+    (base / "config.json").unlink()
+    if config is not None:
+        (base / "config.json").write_text(config)
+    adapter = FIXTURES / "causal-llama" / "adapter"
+    assert validate(adapter, base=base, servers=list(Server)).subjects

@@ -168,8 +168,8 @@ def alone_text(alone: Mapping[str, str]) -> str:
 
 def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
     """Yield what PEFT leaves out of LoRA on a base whose experts it stacks."""
-    if base is not None and form.together and form.together.stacks:
-        config, root = base.whole_config, shlex.quote(str(view.adapter.root))
+    config, root = base.config if base else None, shlex.quote(str(view.adapter.root))
+    if config is not None and form.together and form.together.stacks:
         if single := single_experts(view.layers, config):
             text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
             yield Obstacle(text=text, hint=f"put them together: lora-tool convert {root} --to peft-fused -o OUT")

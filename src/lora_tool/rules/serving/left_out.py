@@ -49,8 +49,9 @@ def beside_stacks(layers: Sequence[LoraLayer], model_type: str | None) -> list[s
 def single_experts(layers: Sequence[LoraLayer], config: ModelConfig) -> list[str]:
     """Return the single experts whose LoRA PEFT does not find, as transformers 5 stacks them in such a model."""
     nested = config.raw.get("text_config")
-    kinds = {config.model_type, nested.get("model_type") if isinstance(nested, dict) else None}
-    stacked = config.model_type in STACKED_BY_PEFT or kinds.isdisjoint(UNKNOWN_TO_PEFT)
+    kinds = (config.model_type, nested.get("model_type") if isinstance(nested, dict) else None)
+    unknown = any(isinstance(kind, str) and kind in UNKNOWN_TO_PEFT for kind in kinds)
+    stacked = config.model_type in STACKED_BY_PEFT or not unknown
     return [] if stacked else [layer.target for layer in layers if EXPERT.fullmatch(layer.target)]
 
 

@@ -358,8 +358,8 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _is_read_by(form: ServingForm, subject: AdapterSubject) -> bool:
     """Return whether the server reads LoRA on this base, or on one that is not known, by what `form.together` says."""
-    known = subject.base.whole_config.model_type if subject.base is not None else None
-    return form.together is not None and (subject.base is None or form.together.is_of(known))
+    config = subject.base.config if subject.base is not None else None
+    return form.together is not None and (config is None or form.together.is_of(config.model_type))
 
 
 def _width(layer: LoraLayer) -> int:
