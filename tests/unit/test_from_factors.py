@@ -96,6 +96,12 @@ def test_a_type_without_such_small_numbers_is_warned_of(
         assert 0.9 * taken < figure < (1.1 if rank is None else 3) * taken
 
 
+def test_the_type_that_has_them_is_named(small: Path) -> None:
+    for dtype, wider, weight in (("float16", "float32", 1e-4), ("float32", "float64", 3e-41)):
+        (said,) = plan_combine(small, weights=[weight], base=BASE, dtype=dtype).warnings
+        assert said.endswith(f"; {wider} does not")
+
+
 @pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize(("weight", "dtype"), [(1e-9, "float16"), (1e-44, "float32")])
 def test_a_sum_that_would_be_rounded_away_is_refused(weight: float, dtype: str, rank: int | None, small: Path) -> None:

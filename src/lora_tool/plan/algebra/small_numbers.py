@@ -43,7 +43,7 @@ def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[Module
     )
     if found[worst] >= _REFUSED:
         raise WrongValue(told, hint="--dtype float32" if dtype is DType.F16 else "weights that are not that small")
-    yield f"{told}; float32 does not"
+    yield f"{told}; {FLOAT_NAMES[DType.F64 if dtype is DType.F32 else DType.F32]} does not"
 
 
 def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRank]) -> Iterator[tuple[str, float]]:
