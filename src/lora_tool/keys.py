@@ -42,6 +42,8 @@ LORA_FACTOR = re.compile(r"\.lora_(embedding_)?A(?=\.|\Z)")
 """Where the module path ends in the name of a lora_A."""
 _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+"""A number inside a path: of a layer or an expert."""
 _FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
 _AROUND = re.compile(rf"(?:\.{Part.BASE_LAYER.value})+(?=\.(?!{Part.BASE_LAYER.value}(?:\.|\Z)))")
 _WITH_LEAF = _FACTORS | {Part.MAGNITUDE}

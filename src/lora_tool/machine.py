@@ -12,11 +12,6 @@ from pathlib import Path
 _M_ARENA_MAX = -8
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
-FACTOR_WORKERS = 2
-"""How many threads make factors of factors, unless somebody asks for more: each takes 3 to 5 MB, and commands on adapters
-promise to take 60 MB on whatever machine.
-"""
-
 PAGE = max(4096, mmap.PAGESIZE)
 """Bytes of what is written past the page cache, in the file and in memory, are a multiple of this."""
 
@@ -25,6 +20,13 @@ def available_cores() -> int:
     """Return how many cores this process may use, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(share) for share in _quotas())]))
+
+
+def factor_workers() -> int:
+    """Return how many threads make factors of factors, unless somebody asks for more: each takes 3 to 5 MB, and commands on
+    adapters promise to take 60 MB on whatever machine.
+    """
+    return min(2, available_cores())
 
 
 def one_arena() -> None:

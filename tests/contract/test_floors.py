@@ -11,7 +11,18 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
     **dict.fromkeys(
-        ("errors", "keys", "display", "machine", "batches", "float_mode", "progress", "version", "exhaustive"),
+        (
+            "errors",
+            "keys",
+            "display",
+            "machine",
+            "batches",
+            "small_library",
+            "float_mode",
+            "progress",
+            "version",
+            "exhaustive",
+        ),
         0,
     ),
     "choices": 0.1,

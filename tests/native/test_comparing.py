@@ -16,6 +16,7 @@ from lora_tool.verification.elements import FLOATS
 from lora_tool.verification.native import library
 from lora_tool.verification.native.library import Comparison
 from lora_tool.verification.recompute import Recomputed
+from tests.native.conftest import Wrong
 
 DRIVER = Path(__file__).with_name("compare_driver.c")
 SIZES = [(0, 5), (1, 1), (3, 7), (31, 33), (5, 700)]
@@ -92,16 +93,8 @@ def test_a_change_alone_is_told_from_the_base(comparison: Comparison) -> None:
     ],
     ids=["another version", "half of the error", "sees nothing", "another place", "other sums"],
 )
-def test_a_comparison_that_is_wrong_is_not_used(
-    tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
-) -> None:
-    assert compiler
-    source = (build_kernel.COMPARING / "compare.c").read_text()
-    assert right in source
-    (tmp_path / "compare.c").write_text(source.replace(right, wrong))
-    monkeypatch.setattr(build_kernel, "COMPARING", tmp_path)
-    build_kernel.compile_comparison(tmp_path / "made.so")
-    assert library.loaded(tmp_path / "made.so") is None
+def test_a_comparison_that_is_wrong_is_not_used(wrongly_compiled: Wrong) -> None:
+    assert library.loaded(wrongly_compiled("COMPARING", "compare.c", build_kernel.compile_comparison)) is None
 
 
 def test_numpy_compares_where_it_is_not_built_and_where_the_kernel_is_off(

@@ -26,6 +26,7 @@ from lora_tool.rules.engine.scan_compiled import CompiledScanning
 from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.rules.judging import Judge
 from lora_tool.tensors import DType
+from tests.native.conftest import Wrong
 from tests.unit.test_weights_scan import BYTES, KINDS, SPECIAL, expected, expected_of_bytes, stored
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -140,16 +141,8 @@ def test_the_rules_judge_by_what_was_read_ahead(tmp_path: Path) -> None:
     ],
     ids=["another version", "other bits", "the last one", "half of it", "does not see the end"],
 )
-def test_a_scan_that_is_wrong_is_not_used(
-    tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
-) -> None:
-    assert compiler
-    source = (build_kernel.SCANNING / "scan.c").read_text()
-    assert right in source
-    (tmp_path / "scan.c").write_text(source.replace(right, wrong))
-    monkeypatch.setattr(build_kernel, "SCANNING", tmp_path)
-    build_kernel.compile_scan(tmp_path / "made.so")
-    assert library.loaded(tmp_path / "made.so") is None
+def test_a_scan_that_is_wrong_is_not_used(wrongly_compiled: Wrong) -> None:
+    assert library.loaded(wrongly_compiled("SCANNING", "scan.c", build_kernel.compile_scan)) is None
 
 
 def test_python_scans_where_it_is_not_built_and_where_the_kernel_is_off(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool import plan_combine, plan_merge
+from lora_tool import machine, plan_combine, plan_merge
 from lora_tool.execution import local_engine
 from lora_tool.execution.local_engine import workers_for
 from lora_tool.plan.algebra import plan_extract
@@ -18,7 +18,8 @@ LLAMA_8B = [(14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]
 
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engine, "available_cores", lambda: 64)
+    for module in (local_engine, machine):
+        monkeypatch.setattr(module, "available_cores", lambda: 64)
 
 
 def test_a_few_workers_make_factors_unless_more_are_asked_for() -> None:

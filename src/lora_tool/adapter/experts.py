@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 """The path of an expert's matrix."""
+IN_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Where the path of a module, or of a tensor, goes through a single expert."""
 FUSED = ("gate_up_proj", "down_proj")
 """What transformers 5 calls the parameters that hold the matrices of all experts, in the order of the module."""
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -39,6 +41,15 @@ def experts_of(module: str) -> str | None:
     """Return the path of the experts of which a module is one matrix; None for any other."""
     found = EXPERT.fullmatch(module)
     return found["experts"] if found else None
+
+
+def is_taken_for_stacks(module: str, model_type: str | None) -> bool:
+    """Return whether PEFT takes LoRA on the module, which is of no expert, for LoRA on the stacks of experts.
+
+    PEFT 0.21 looks at the last parts of names alone (`_convert_peft_config_moe`): shared experts and dense layers end alike.
+    """
+    stacked = STACKED_BY_PEFT.get(model_type or "", ())
+    return module.rpartition(".")[2] in stacked and not EXPERT.fullmatch(module)
 
 
 def parameter_of(target: str, names: Sequence[str], *, nested: int, count: int) -> str | None:

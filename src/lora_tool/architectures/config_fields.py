@@ -45,8 +45,7 @@ class TypedConfig:
 
     def misfits(self) -> Iterator[tuple[str, str]]:
         """Yield the fields whose values the class does not take, and in words what it takes."""
-        fields = _row(self.model_type)["fields"].items()
-        kinds = {name: kinds for kinds, names in fields for name in names.split()}
+        kinds = _kinds(self.model_type)
         for name, value in self.table.items():
             taken = kinds.get(name, kinds.get(_RENAMED.get(name, ""), ANY) if value else ANY)
             if not takes(taken, value):
@@ -54,7 +53,7 @@ class TypedConfig:
 
     def has(self, name: str) -> bool:
         """Return whether the class has a field of that name that does not take everything."""
-        return any(name in names.split() for names in _row(self.model_type)["fields"].values())
+        return name in _kinds(self.model_type)
 
     @property
     def depth(self) -> tuple[str, object] | None:
@@ -107,7 +106,8 @@ def _is_of(kind: str, value: object) -> bool:
     if kind == ANY:
         return True
     if kind.startswith("="):
-        return value == json.loads(kind[1:]) and type(value) is type(json.loads(kind[1:]))
+        only = json.loads(kind[1:])
+        return type(value) is type(only) and value == only
     name, _, inner = kind.partition("[")
     if name == "list":
         return isinstance(value, list) and (not inner or all(takes(inner[:-1], each) for each in value))
@@ -124,6 +124,13 @@ def _split(kinds: str) -> list[str]:
         else:
             found[-1] += letter
     return found
+
+
+@cache
+def _kinds(model_type: str) -> Mapping[str, str]:
+    """Return the kinds of values that each field of a model type takes, but for fields that take all."""
+    fields: Mapping[str, str] = _row(model_type)["fields"]
+    return {name: kinds for kinds, names in fields.items() for name in names.split()}
 
 
 @cache

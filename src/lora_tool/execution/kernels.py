@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.formats.stored_numbers import bfloat16
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.tensors import DType
 
@@ -20,14 +21,12 @@ AnyArray = NDArray[Any]
 
 
 class _Storage(dict[DType, "np.dtype[Any]"]):
-    """numpy's own types, and ml_dtypes', which takes 3 MB, from when it is needed."""
+    """numpy's own types, and bfloat16 from when it is needed."""
 
     def __missing__(self, dtype: DType) -> np.dtype[Any]:
         if dtype is not DType.BF16:
             raise KeyError(dtype)
-        import ml_dtypes  # noqa: PLC0415 - see above
-
-        return self.setdefault(dtype, np.dtype(ml_dtypes.bfloat16))
+        return self.setdefault(dtype, bfloat16())
 
 
 STORAGE = _Storage({DType.F16: np.dtype("<f2"), DType.F32: np.dtype("<f4"), DType.F64: np.dtype("<f8")})

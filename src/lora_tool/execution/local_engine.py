@@ -22,7 +22,7 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.machine import FACTOR_WORKERS, available_cores
+from lora_tool.machine import available_cores, factor_workers
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, Step
@@ -68,8 +68,7 @@ class LocalEngine:
 
 def workers_for(plan: Plan, jobs: int | None) -> int:
     """Return how many threads work on a plan: `jobs`, by default one per available core, a few where factors are made."""
-    cores = available_cores()
-    return jobs or (min(FACTOR_WORKERS, cores) if makes_factors(plan) else cores)
+    return jobs or (factor_workers() if makes_factors(plan) else available_cores())
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,14 @@ READABLE = frozenset(STORED)
 
 BLOCK = 1 << 20
 """Elements that are widened at a time."""
+
+
+def bfloat16() -> np.dtype[Any]:
+    """Return ml_dtypes' type, which numpy lacks. The package takes 3 MB, and is imported where it is needed."""
+    import ml_dtypes  # noqa: PLC0415 - see above
+
+    kind: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return kind
 
 
 def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
@@ -74,11 +83,7 @@ def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
 
 def rounded(exact: Matrix, dtype: DType) -> Matrix:
     """Return the values rounded to `dtype` and widened again."""
-    kind = np.dtype(STORED[dtype])
-    if dtype is DType.BF16:
-        import ml_dtypes  # noqa: PLC0415 - for bfloat16 alone
-
-        kind = np.dtype(ml_dtypes.bfloat16)
+    kind = bfloat16() if dtype is DType.BF16 else np.dtype(STORED[dtype])
     with np.errstate(over="ignore"):  # infinities are shown as what they are
         return exact.astype(kind).astype(np.float64)
 

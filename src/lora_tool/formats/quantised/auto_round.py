@@ -71,12 +71,11 @@ def _other_type(table: Mapping[str, Any]) -> str | None:
 
 
 def _packing(table: Mapping[str, Any]) -> str:
-    said = table.get("packing_format") or table.get("backend") or "auto_round:gptq"
-    return said if isinstance(said, str) else str(said)
+    return str(table.get("packing_format") or table.get("backend") or "auto_round:gptq")
 
 
 def _kind(table: Mapping[str, Any]) -> str:
-    """Return the second part of `auto_round:KIND:KERNEL`, "" without one; what has another first part is no kind."""
+    """Return KIND of `auto_round:KIND:KERNEL`, empty where none is given. Anything else is returned whole."""
     packing = _packing(table)
     first, *rest = packing.split(":")
     if first == "auto_round":

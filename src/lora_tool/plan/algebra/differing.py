@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT
+from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT, is_taken_for_stacks
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import MATRIX, is_end, is_input, is_output, is_tied, output_name
 from lora_tool.architectures.heads import ADDED_BY_PEFT, LANGUAGE_MODELS, head_of, head_path
@@ -164,10 +164,10 @@ def _require_own(module: str, tuned: ModelDir) -> None:
 
 def _has_lora(module: str, model_type: str | None) -> bool:
     """Return whether PEFT finds LoRA on a linear layer of this type of model."""
-    leaf, stacked = module.rpartition(".")[2], STACKED_BY_PEFT.get(model_type or "", ())
     if EXPERT.fullmatch(module):
-        return bool(stacked)
-    return leaf not in stacked and not (leaf == "out_proj" and model_type in _MAMBAS)
+        return model_type in STACKED_BY_PEFT
+    past_lora = module.rpartition(".")[2] == "out_proj" and model_type in _MAMBAS
+    return not (past_lora or is_taken_for_stacks(module, model_type))
 
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:

@@ -59,9 +59,7 @@ def beside_which(sums: Sequence[Factors], known: Iterable[str], reads: ReadToget
     by_module = {each.module: each for each in sums}
     if not reads.stacks:
         return {module: by_module[held] for module, held in lacking(by_module, reads).items()}
-    layers = {experts_of(each.module): each for each in sums}
-    in_layers = (module for module in known if experts_of(module) and experts_of(module) in layers)
-    return {
-        module: by_module[like] if like else layers[experts_of(module)]
-        for module, like in missing_experts(by_module, in_layers)
-    }
+    layers = {experts: each for each in sums if (experts := experts_of(each.module))}
+    in_layers = {module: layers[experts] for module in known if (experts := experts_of(module)) in layers}
+    missing = missing_experts(by_module, in_layers)
+    return {module: by_module[like] if like else in_layers[module] for module, like in missing}

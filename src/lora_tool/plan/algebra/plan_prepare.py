@@ -93,8 +93,9 @@ def plan_prepare(
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
     # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
-    beside = factors_of_sum((view,), (1.0,)) if form.together and model else ()
-    idle = tuple(idle_modules(beside, model, form.together)) if form.together and model else ()
+    idle: tuple[Idle, ...] = ()
+    if form.together and model:
+        idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
     zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
     steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     return adapter_plan(

@@ -13,7 +13,7 @@ from lora_tool.display import counted
 from lora_tool.errors import WrongValue
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.machine import FACTOR_WORKERS, available_cores
+from lora_tool.machine import factor_workers
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts
 from lora_tool.plan.algebra.ranks import ModuleRank, enough
 from lora_tool.plan.algebra.terms import Factors
@@ -78,7 +78,7 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
     with (
         OpenFiles(opened_regular) as files,
         threadpool_limits(limits=1, user_api="blas"),
-        ThreadPoolExecutor(min(FACTOR_WORKERS, available_cores())) as workers,
+        ThreadPoolExecutor(factor_workers()) as workers,
     ):
         chosen = list(workers.map(partial(one, rank=asked.rank), sums))
         raised = equal_for_experts({each.module: each.rank for each in chosen})

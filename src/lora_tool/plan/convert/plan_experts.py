@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.experts import UNKNOWN_TO_PEFT
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
@@ -24,6 +23,7 @@ from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import SideFile, Step
 from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.serving.left_out import hides_experts
 from lora_tool.rules.serving.together import PEFT, lacking, stacked_otherwise
 
 
@@ -75,12 +75,15 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
 
 def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterator[str]:
     """Yield why PEFT does not load what is written as it is, where it stacks LoRA on single experts."""
+    model_type = base.whole_config.model_type
+    if hides_experts(base.whole_config):
+        yield f"PEFT with transformers 5 finds no LoRA on single experts of a {model_type}: keep the other layout for it"
+    if not PEFT.is_of(model_type):
+        return
     path = Path(config.filename)
     otherwise = stacked_otherwise(adapter_config(parse_json(config.content or b"{}", path), path), found.forms)
     why = "takes that on gate and up only beside down" if lacking(found.forms, PEFT) else otherwise
-    if base.whole_config.model_type in UNKNOWN_TO_PEFT:
-        yield f"PEFT with transformers 5 finds no LoRA on single experts of a {base.whole_config.model_type}: keep the other layout for it"
-    elif why and PEFT.is_of(base.whole_config.model_type):
+    if why:
         yield (
             f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, give what is written here to "
             "lora-tool prepare --for peft --base MODEL"

@@ -11,7 +11,7 @@ from lora_tool.architectures.ends import MATRIX, is_end
 from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.architectures.layers import is_beyond
 from lora_tool.choices import closest
-from lora_tool.keys import Part, split_layer
+from lora_tool.keys import INDEX, Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
@@ -34,7 +34,6 @@ _WIDTHS = (
     "pooler_hidden_size",
 )
 _FROM_ONE_PLACE = "copy the base's config.json and its weights again, from one place"
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _TRUNK = re.compile(r"model\.layers\.\d+\..+|lm_head")
 """Modules that the causal LMs of transformers have as a whole, or not at all, under the names on disk."""
 
@@ -49,7 +48,7 @@ def _held_indices(match: BaseMatch) -> Mapping[str, int]:
     """Return the largest number that each place in the base's names has: ``model.layers.`` → 31."""
     largest: dict[str, int] = {}
     for name in match.base.tensors:
-        number = _INDEX.search(name)
+        number = INDEX.search(name)
         if number and len(number[0]) < 10:  # noqa: PLR2004 - a number of layers, not of stars
             place = name[: number.start()]
             largest[place] = max(largest.get(place, -1), int(number[0]))
@@ -59,7 +58,7 @@ def _held_indices(match: BaseMatch) -> Mapping[str, int]:
 def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int, int] | None:
     """Return the module's layer number and the base's last one, where it is larger."""
     name = match.name(module) + "."
-    number = _INDEX.search(name)
+    number = INDEX.search(name)
     last = held.get(name[: number.start()]) if number else None
     if number is None or last is None or int(number[0]) <= last:
         return None
@@ -268,9 +267,11 @@ def _past_the_config(subject: AdapterSubject) -> Iterator[Fault]:
     """Where no table tells, look for adapted layers that the base has, but not under its config."""
     match = subject.matched
     config = match.base.config
-    for module, name in _adapted(subject).items() if match.in_part and config is not None else ():
+    if not match.in_part or config is None:
+        return
+    for module, name in _adapted(subject).items():
         held = match.tensor(module)
-        if config is not None and held is not None and _TRUNK.fullmatch(module) and is_beyond(config, module):
+        if held is not None and _TRUNK.fullmatch(module) and is_beyond(config, module):
             message = f"adapts `{held.name}`, for which {config.path} has no place: transformers ignores it"
             yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
 

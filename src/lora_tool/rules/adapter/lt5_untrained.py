@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
 from lora_tool.adapter import targeting
+from lora_tool.adapter.experts import IN_EXPERT
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.architectures.heads import ADDED_BY_PEFT
 from lora_tool.architectures.layers import is_beyond
 from lora_tool.display import counted
-from lora_tool.keys import split_layer
+from lora_tool.keys import INDEX, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.absent_modules import may_be_absent
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG, Need.BASE, Need.SAME_NAMES})
@@ -50,14 +47,14 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     unknown = None if match.facts else match.base.config  # of its class, which may not have all that is on disk
     if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
         return
-    forms = {_INDEX.sub("*", name) for name in adapted}
+    forms = {INDEX.sub("*", name) for name in adapted}
     for name, tensor in match.trained():
         path, _, leaf = name.rpartition(".")
         if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
             continue
-        if match.in_part and _INDEX.sub("*", path) not in forms:
+        if match.in_part and INDEX.sub("*", path) not in forms:
             continue  # the model may have it under another name
-        named = _EXPERT.search(path) is not None if every else config.targets(path)
+        named = IN_EXPERT.search(path) is not None if every else config.targets(path)
         if not named or may_be_absent(subject, path) or (unknown is not None and is_beyond(unknown, path)):
             continue
         if _is_of_every_class(subject, path):
@@ -79,11 +76,14 @@ def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterat
 
 
 def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
-    """Look for weights and biases of the base whose like is in the file: PEFT would keep the base's without a word."""
+    """Look for weights and biases that the config trains and the file lacks, though it has others of their kind.
+
+    PEFT keeps the base's values for them, and does not warn.
+    """
     there = {**subject.view.saved, **subject.view.frozen}
     modules = {name.rpartition(".")[0] for name in there} - {layer.target for layer in subject.layers}
     added = ADDED_BY_PEFT.get(subject.config.task_type or "", ())
-    forms = {_INDEX.sub("*", module) for module in modules}
+    forms = {INDEX.sub("*", module) for module in modules}
     found = {
         entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
     }
@@ -94,9 +94,7 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         wanted = named or (biases and leaf == "bias")
         if match.in_part:  # what the file has nowhere, the model may have under another name
             config = match.base.config
-            wanted = (
-                wanted and _INDEX.sub("*", module) in forms and config is not None and not is_beyond(config, module)
-            )
+            wanted = wanted and INDEX.sub("*", module) in forms and config is not None and not is_beyond(config, module)
         if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
             what = "`modules_to_save` names it" if named else '`"bias": "all"` trains it'
             yield Fault(

@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.machine import available_cores
-from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, has_sign, shorter
+from lora_tool.rules.engine.scan_model import (
+    LAYOUTS,
+    NOT_FINITE,
+    Layout,
+    Opener,
+    WeightScan,
+    has_sign,
+    scan_workers,
+    shorter,
+)
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 if TYPE_CHECKING:
@@ -35,8 +43,6 @@ _LITTLE = 1 << 20
 """Up to this size, what is imported or compiled already is not worth its threads."""
 _AHEAD = 16 << 20
 """From this size on, reading takes long enough to begin with it before the rules ask."""
-_WORKERS = 4
-"""Reading from the disk and looking overlap; the cores of a small machine are enough to keep up with its disk."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -69,7 +75,7 @@ class Scans:
         nbytes = _nbytes(tensors)
         begun, self._begun = self._begun, None
         if begun is None and nbytes >= _LITTLE:
-            begun = _scanning(tensors, threads=min(_WORKERS, available_cores()) - 1)
+            begun = _scanning(tensors, threads=scan_workers() - 1)
         if begun is not None:
             found = begun.results(self.progress)
             return {name: found.get(name) or scan(tensor, opened) for name, tensor in tensors.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import SourceChanged
+from lora_tool.machine import available_cores
 from lora_tool.tensors import DType, Span
 
 Opener = Callable[[Path], AbstractContextManager[int]]
@@ -16,6 +17,15 @@ Opener = Callable[[Path], AbstractContextManager[int]]
 
 LARGE = 512.0
 """Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
+
+
+_MOST_WORKERS = 4
+"""Reading from the disk and looking overlap; the cores of a small machine are enough to keep up with its disk."""
+
+
+def scan_workers() -> int:
+    """Return how many threads scan what is large."""
+    return min(_MOST_WORKERS, available_cores())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

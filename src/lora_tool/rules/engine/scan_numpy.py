@@ -16,14 +16,20 @@ from numpy.typing import NDArray
 
 from lora_tool.batches import batches_of_bytes
 from lora_tool.formats.files import open_regular, read_into
-from lora_tool.machine import available_cores
-from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, magnitude, shorter
+from lora_tool.rules.engine.scan_model import (
+    LAYOUTS,
+    NOT_FINITE,
+    Layout,
+    Opener,
+    WeightScan,
+    magnitude,
+    scan_workers,
+    shorter,
+)
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
 _TASK_BYTES = 8 << 20
-_WORKERS = 4
-"""Reading from the disk and counting overlap; the cores of a small machine are enough to keep up with its disk."""
 
 Bits = NDArray[Any]
 
@@ -40,7 +46,7 @@ def scan_all(
         return [scan_exactly(tensor, opened, stopped, buffer) for tensor in some]
 
     together = tuple(batches_of_bytes(tensors.values(), _TASK_BYTES))
-    with ThreadPoolExecutor(min(_WORKERS, available_cores())) as pool:
+    with ThreadPoolExecutor(scan_workers()) as pool:
         try:
             for some, scans in zip(together, pool.map(scanned, together), strict=True):
                 for tensor, one in zip(some, scans, strict=True):

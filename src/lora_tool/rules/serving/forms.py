@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lora_tool.adapter.experts import EXPERT, is_taken_for_stacks
 from lora_tool.adapter.fused_experts import fused_experts
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX, is_end, is_tied
@@ -15,7 +16,7 @@ from lora_tool.display import named
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.keys import Part, split_layer
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.left_out import beside_stacks, outside_language, packed_queries, single_experts
+from lora_tool.rules.serving.left_out import hides_experts, outside_language, packed_queries
 from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
 
 
@@ -140,11 +141,12 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         yield Obstacle(
             text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight"
         )
-    modules = [layer.target for layer in view.layers] if form.together else []
-    if any(without_names(modules)):
-        yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
-    if form.together and (alone := lacking(modules, form.together)):
-        yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
+    if form.together:
+        modules = [layer.target for layer in view.layers]
+        if any(without_names(modules)):
+            yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
+        if alone := lacking(modules, form.together):
+            yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
     heads = sorted({layer.target for layer in view.layers if head_of(layer.target)})
     if heads and not form.heads:
         yield Obstacle(text=f"LoRA on {named(heads, 3)}, a head that {form.name} does not have")
@@ -168,15 +170,19 @@ def alone_text(alone: Mapping[str, str]) -> str:
 
 def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
     """Yield what PEFT leaves out of LoRA on a base whose experts it stacks."""
-    config, root = base.config if base else None, shlex.quote(str(view.adapter.root))
-    if config is not None and form.together and form.together.stacks:
-        if single := single_experts(view.layers, config):
-            text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
-            yield Obstacle(text=text, hint=f"put them together: lora-tool convert {root} --to peft-fused -o OUT")
-        beside = beside_stacks(view.layers, config.model_type)
-        if beside:
-            text = f"LoRA on {named(beside, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
-            yield Obstacle(text=text)
+    config = base.config if base else None
+    if config is None or form.together is None or not form.together.stacks:
+        return
+    paths = [layer.target for layer in view.layers]
+    single = [path for path in paths if EXPERT.fullmatch(path)] if hides_experts(config) else []
+    if single:
+        text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
+        root = shlex.quote(str(view.adapter.root))
+        yield Obstacle(text=text, hint=f"put them together: lora-tool convert {root} --to peft-fused -o OUT")
+    beside = [path for path in paths if is_taken_for_stacks(path, config.model_type)]
+    if beside:
+        text = f"LoRA on {named(beside, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
+        yield Obstacle(text=text)
 
 
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT, UNKNOWN_TO_PEFT
+from lora_tool.adapter.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.formats.model_config import ModelConfig
@@ -35,24 +35,12 @@ def outside_language(layers: Sequence[LoraLayer]) -> list[str]:
     return [layer.target for layer in layers if is_outside(layer.target)]
 
 
-def beside_stacks(layers: Sequence[LoraLayer], model_type: str | None) -> list[str]:
-    """Return the modules beside the experts whose LoRA PEFT, with transformers 5, takes for LoRA on the stacks.
-
-    Those are of shared experts and dense layers. PEFT 0.21 looks at the last parts of names alone
-    (`_convert_peft_config_moe`), and loads none of theirs.
-    """
-    stacked = STACKED_BY_PEFT.get(model_type or "", ())
-    paths = (layer.target for layer in layers)
-    return [path for path in paths if path.rpartition(".")[2] in stacked and not EXPERT.fullmatch(path)]
-
-
-def single_experts(layers: Sequence[LoraLayer], config: ModelConfig) -> list[str]:
-    """Return the single experts whose LoRA PEFT does not find, as transformers 5 stacks them in such a model."""
+def hides_experts(config: ModelConfig) -> bool:
+    """Return whether PEFT finds no LoRA on single experts in such a model, since transformers 5 stacks them."""
     nested = config.raw.get("text_config")
     kinds = (config.model_type, nested.get("model_type") if isinstance(nested, dict) else None)
     unknown = any(isinstance(kind, str) and kind in UNKNOWN_TO_PEFT for kind in kinds)
-    stacked = config.model_type in STACKED_BY_PEFT or not unknown
-    return [] if stacked else [layer.target for layer in layers if EXPERT.fullmatch(layer.target)]
+    return unknown and config.model_type not in STACKED_BY_PEFT
 
 
 def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:

@@ -37,9 +37,9 @@ _WHOLE_MODULES = {
 def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules saved whole, which servers do not load from an adapter.
 
-    What it does: Looks at `modules_to_save`, at tensors other than LoRA and at LoRA on a head. vLLM refuses them, except for the heads
-    `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply them. The
-    converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
+    What it does: Looks at `modules_to_save`, at tensors other than LoRA and at LoRA on a head. vLLM refuses them, except
+    for the heads `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply
+    them. The converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
 
     Why it matters: Every reward adapter has such a head. Without it there are no rewards.
 

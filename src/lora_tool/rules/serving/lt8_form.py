@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS, WITH_BASE, ServingForm, alone_text, stacks_in_the_way
+from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
@@ -28,7 +28,7 @@ from lora_tool.rules.serving.servers import (
     or_merged,
     prepared,
 )
-from lora_tool.rules.serving.together import lacking, stacked_otherwise, weight_beside, without_names
+from lora_tool.rules.serving.together import ReadTogether, lacking, stacked_otherwise, weight_beside, without_names
 
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
@@ -90,13 +90,14 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         "rank_pattern": any(rank != config.r for rank in config.rank_pattern.values()),
         "alpha_pattern": any(alpha != config.lora_alpha for alpha in config.alpha_pattern.values()),
     }
-    if Server.PEFT in subject.servers and _is_read_by(FORMS[Server.PEFT], subject):
+    for server in asked(subject, Server.PEFT):
         told = {layer.target: (layer.rank, layer.scaling) for layer in subject.layers}
         forms = {path: (rank, scaling) for path, (rank, scaling) in told.items() if rank and scaling is not None}
-        if (otherwise := stacked_otherwise(config, forms)) is not None:
-            hint = prepared(subject, Server.PEFT, WITH_BASE)
+        otherwise = stacked_otherwise(config, forms) if _reads_together(server, subject) else None
+        if otherwise is not None:
+            hint = prepared(subject, server, WITH_BASE)
             severity = Severity.WARNING if subject.base is None else None
-            message = f"PEFT with transformers 5 {otherwise}"
+            message = f"{NAMES[server]} with transformers 5 {otherwise}"
             yield fault(subject, None, message, severity=severity, hint=hint)
     for server in asked(subject, *SERVERS):
         for name in (name for name, there in differ.items() if there):
@@ -302,10 +303,10 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
     """
     paths = {layer.target: layer for layer in subject.layers}
     for server in asked(subject, Server.PEFT, *SERVERS):
-        reads = FORMS[server].together
-        if reads is None or not _is_read_by(FORMS[server], subject):
+        reads = _reads_together(server, subject)
+        if reads is None:
             continue
-        for module in list(without_names(paths))[:1] if server is Server.SGLANG else ():
+        for module in () if reads.stacks else list(without_names(paths))[:1]:
             message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
             yield fault(subject, module, message)
         alone = {
@@ -314,10 +315,7 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
             if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
         }
         if alone:
-            end = "leaves it out with a warning" if server is Server.PEFT else "ends at the first request"
-            message = (
-                f"{alone_text(alone)}, which {NAMES[server]} reads only together: it refuses the adapter, or {end}"
-            )
+            message = f"{alone_text(alone)}, which {NAMES[server]} reads only together: {reads.otherwise}"
             severity = Severity.WARNING if subject.base is None else None
             hint = prepared(subject, server)
             yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)
@@ -342,9 +340,9 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     outside, packed = outside_language(subject.layers), packed_queries(subject.layers)
-    of_peft = stacks_in_the_way(subject.view, FORMS[Server.PEFT], subject.base)
-    for each in of_peft if Server.PEFT in subject.servers else ():
-        yield fault(subject, None, each.text, hint=each.hint or merged(subject))
+    for server in asked(subject, Server.PEFT):
+        for each in stacks_in_the_way(subject.view, FORMS[server], subject.base):
+            yield fault(subject, None, each.text, hint=each.hint or merged(subject))
     for server in asked(subject, *SERVERS):
         if outside:
             message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"
@@ -356,10 +354,10 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
             yield fault(subject, packed[0], message)
 
 
-def _is_read_by(form: ServingForm, subject: AdapterSubject) -> bool:
-    """Return whether the server reads LoRA on this base, or on one that is not known, by what `form.together` says."""
-    config = subject.base.config if subject.base is not None else None
-    return form.together is not None and (config is None or form.together.is_of(config.model_type))
+def _reads_together(server: Server, subject: AdapterSubject) -> ReadTogether | None:
+    """Return what the server reads only together, on this base or on one that is not known; None if it reads all alone."""
+    reads, config = FORMS[server].together, subject.base.config if subject.base is not None else None
+    return reads if reads is not None and (config is None or reads.is_of(config.model_type)) else None
 
 
 def _width(layer: LoraLayer) -> int:

@@ -32,6 +32,8 @@ class ReadTogether:
 
     in_experts: _Beside
     elsewhere: _Beside
+    otherwise: str
+    """What it does with LoRA on only some of them, as the end of a sentence."""
     stacks: bool = False
     """Whether it stacks the LoRA on experts, for the models whose stacks it knows: all experts of a layer, or none."""
 
@@ -47,6 +49,7 @@ SGLANG = ReadTogether(
     in_experts=MappingProxyType(
         {"gate_proj": ("down_proj",), "up_proj": ("gate_proj", "down_proj"), "down_proj": ("gate_proj",)}
     ),
+    otherwise="it refuses the adapter, or ends at the first request",
 )
 """SGLang itself adds zeros for k and for up."""
 PEFT = ReadTogether(
@@ -54,6 +57,7 @@ PEFT = ReadTogether(
         {name: (other, down) for gate, up, down in PROJECTIONS for name, other in ((gate, up), (up, gate))}
     ),
     elsewhere=MappingProxyType({}),
+    otherwise="it refuses the adapter, or leaves it out with a warning",
     stacks=True,
 )
 _MIXTRALS = frozenset(PROJECTIONS[1])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
+from lora_tool.adapter.experts import IN_EXPERT
 from lora_tool.architectures import Architecture, architecture_of
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
@@ -18,7 +18,6 @@ from lora_tool.rules.engine.subjects import BaseMatch
 
 _OUTPUT = "lm_head.weight"
 """What every class of transformers that has it on disk has in memory, too."""
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | str:
@@ -94,7 +93,7 @@ def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: S
     found = sum(match.name(module) in held for module in wanted)
     whole = frozenset(map(text.in_whole, held))
     as_they_are = sum(module in whole for module in wanted)
-    return match if found > as_they_are and not any(map(_EXPERT.search, held)) else None
+    return match if found > as_they_are and not any(map(IN_EXPERT.search, held)) else None
 
 
 def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:

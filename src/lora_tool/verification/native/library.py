@@ -6,7 +6,6 @@ It shares nothing with the kernel that writes. Where it was not built, or `LORA_
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.small_library import function_of, is_off
 from lora_tool.tensors import DType
 
 FILE = Path(__file__).with_name("compare.so")
@@ -66,18 +66,14 @@ class Comparison:
 
 def comparison() -> Comparison | None:
     """Return the compiled comparison, None where numpy is to compare."""
-    return None if os.environ.get("LORA_TOOL_KERNEL", "").lower() == "off" else loaded(FILE)
+    return None if is_off() else loaded(FILE)
 
 
 @lru_cache
 def loaded(file: Path) -> Comparison | None:
     """Return the comparison of this library; None where it is not there, of another version, or fails its test."""
-    try:
-        library = ctypes.CDLL(str(file))
-        if library.lora_tool_compare_version() != VERSION:
-            return None
-        function = library.lora_tool_compare
-    except (OSError, AttributeError):
+    function = function_of(file, "lora_tool_compare", VERSION)
+    if function is None:
         return None
     pointer = ctypes.c_void_p
     function.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_double, pointer]

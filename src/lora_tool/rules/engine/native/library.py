@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from lora_tool.small_library import function_of, is_off
 
 FILE = Path(__file__).with_name("scan.so")
 """What `build_kernel.py` makes of `scan.c`."""
@@ -63,18 +64,14 @@ class CompiledScan:
 
 def compiled_scan() -> CompiledScan | None:
     """Return the compiled scan, None where Python is to scan."""
-    return None if os.environ.get("LORA_TOOL_KERNEL", "").lower() == "off" else loaded(FILE)
+    return None if is_off() else loaded(FILE)
 
 
 @functools.lru_cache
 def loaded(file: Path) -> CompiledScan | None:
     """Return the scan of this library; None where it is not there, of another version, or fails its test."""
-    try:
-        library = ctypes.CDLL(str(file))
-        if library.lora_tool_scan_version() != VERSION:
-            return None
-        function = library.lora_tool_scan
-    except (OSError, AttributeError):
+    function = function_of(file, "lora_tool_scan", VERSION)
+    if function is None:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     function.restype = ctypes.c_int64
