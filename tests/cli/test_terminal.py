@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pty
 import re
@@ -11,12 +12,13 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from lora_tool.cli.terminal import folded
 from lora_tool.display import from_here
-from tests.cli.calling import REPOSITORY
+from tests.cli.calling import REPOSITORY, Caller
 
 
 def on_a_terminal(*words: str | Path, columns: int = 80) -> str:
@@ -88,3 +90,17 @@ def test_a_path_is_shown_as_it_would_be_typed(tmp_path: Path, monkeypatch: pytes
     assert from_here(tmp_path / "a" / "b") == Path("a/b")
     assert from_here(Path("c")) == Path("c")
     assert from_here(tmp_path.parent / "d") == tmp_path.parent / "d"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_torch_brought_is_collected_at_the_end(
+    loaded: bool, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton lists on stderr, in dozens of lines, which of its objects are left."""
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert call("--version").code == 0
+    assert bool(frozen) is not loaded

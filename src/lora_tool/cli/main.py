@@ -210,8 +210,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         show_error(_of_system(error))
         code = CANNOT
-    gc.freeze()  # the process ends: nobody has to look through its millions of objects for cycles
+    _end_soon()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end_soon() -> None:
+    """Have Python end without looking through its millions of objects for cycles once more.
+
+    Not where torch was loaded: triton, which comes with it for CUDA, lists on stderr what of its own is left then.
+    """
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _of_usage(error: click.ClickException) -> LoraToolError:
