@@ -13,8 +13,8 @@ import pytest
 
 from lora_tool.errors import TrainingFailed
 from lora_tool.train import launch
-from lora_tool.train.config import RunConfig, read_run_config
-from lora_tool.train.job import TrainingOutcome, TrainingStatus
+from lora_tool.train.config import GuardSettings, RunConfig, read_run_config
+from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, TrainingStatus, write_job
 from lora_tool.train.methods import METHODS
 
 BEGIN = """
@@ -61,6 +61,42 @@ def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyP
     )
     assert isinstance(outcome, TrainingOutcome)
     assert (outcome.status, outcome.error) == (TrainingStatus.FAILED, "ValueError: mine")
+
+
+def test_a_crash_after_the_work_was_done_takes_no_result_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # torch's threads can abort a process while Python ends
+    done = "write_outcome(folder, {0}, TrainingOutcome(status=TrainingStatus.DONE, facts={{'rank': {0}}}));"
+    begun = "write_begun(folder, 0); write_begun(folder, 1);"
+    outcome = ended(monkeypatch, f"{begun} {done.format(0)} {done.format(1)} sys.exit(1)")
+    assert isinstance(outcome, TrainingOutcome)
+    assert (outcome.status, outcome.facts) == (TrainingStatus.DONE, {"rank": 0})
+    assert "exit code 1 of the launcher came after every worker was done" in capsys.readouterr().err
+    with pytest.raises(TrainingFailed, match="the worker died without an error"):
+        ended(monkeypatch, f"{begun} {done.format(1)} sys.exit(1)")
+
+
+@pytest.mark.parametrize(
+    ("status", "left"), [(TrainingStatus.DONE, True), (TrainingStatus.CHECKED, True), (TrainingStatus.FAILED, False)]
+)
+def test_a_worker_that_is_done_ends_torchs_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: TrainingStatus, *, left: bool
+) -> None:
+    from torch import distributed
+
+    from lora_tool.train import worker
+
+    write_job(TrainingJob(guard=GuardSettings(), method=METHODS["sft"]), tmp_path)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(worker.TrainingProcess, "whole", lambda _: TrainingOutcome(status=status))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", world_size=1, rank=0)
+    try:
+        assert worker.work() == 0
+        assert distributed.is_initialized() is not left
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

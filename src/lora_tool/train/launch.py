@@ -75,6 +75,11 @@ def _ended(folder: Path, code: int) -> TrainingOutcome:
     causes = [outcome for outcome in failed if not _PEER_LOST.search(outcome.error or "")]
     if causes or (failed and not silent):
         return _with_traceback((causes or failed)[0])
+    if outcomes and not silent:
+        sys.stderr.write(
+            f"\nnote: exit code {code} of the launcher came after every worker was done: the result stands\n"
+        )
+        return outcomes[0]
     if code and silent:
         sys.stderr.write("\n")  # it may have died within the line of a progress bar
         ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"

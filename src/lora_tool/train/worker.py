@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from torch import distributed
 from transformers import AutoTokenizer, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TrainOutput
 
@@ -93,7 +94,18 @@ def work() -> int:
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
         outcome = training.failed(error)
     write_outcome(folder, rank, outcome)
+    if outcome.status in (TrainingStatus.DONE, TrainingStatus.CHECKED):
+        _leave_the_others()
     return 0 if outcome.traceback is None else 1
+
+
+def _leave_the_others() -> None:
+    """End torch's communication with the other processes, whose work is done as well.
+
+    Its threads would otherwise let go of their last tensors while Python ends, which aborts the process.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class _Ended(Exception):
