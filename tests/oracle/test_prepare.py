@@ -55,10 +55,58 @@ def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_pa
     assert not verify(out).report.findings
     config = read_json(out / "adapter_config.json")
     if server in ONE_RANK:
-        assert config["r"] == config["lora_alpha"]
+        assert config["use_rslora"] is False
         assert config["rank_pattern"] == config["alpha_pattern"] == {}
         assert {tensor.shape[0] for name, tensor in saved_tensors(out).items() if "_A" in name} == {config["r"]}
         assert not any("." in name for name in config["target_modules"])
+
+
+ROOT_OF_16 = QV | {"r": 16, "lora_alpha": 3, "use_rslora": True}
+TWICE = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}
+
+
+@pytest.mark.parametrize(
+    ("server", "lora", "said"),
+    [
+        (Server.VLLM, QV, (6, 7)),
+        (Server.SGLANG, QV, (6, 7)),
+        (Server.PEFT, ROOT_OF_16 | {"lora_bias": True}, (16, 12)),  # alpha / √r
+        (Server.LLAMA_CPP, ROOT_OF_16, (16, 12)),
+    ],
+)
+def test_factors_stay_as_they_are_where_all_have_one_scaling(
+    server: Server, lora: dict[str, Any], said: tuple[int, int], tmp_path: Path
+) -> None:
+    """7/6 in B would round every factor of 16 bits, or take twice the bytes."""
+    base, (adapter,) = adapters_of(tmp_path, "qwen2", lora, dtype=torch.bfloat16)
+    out = prepare(adapter, server, out=tmp_path / "out").path
+    config = read_json(out / "adapter_config.json")
+    assert ((config["r"], config["lora_alpha"]), config["use_rslora"]) == (said, False)
+    expected, found = saved_tensors(adapter), saved_tensors(out)
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype is torch.bfloat16 and found[name].equal(expected[name]) for name in found)
+    assert farthest(deltas(base, out), deltas(base, adapter)) == 0
+    assert not verify(out).report.findings
+    name = next(name for name in found if name.endswith("lora_B.weight"))
+    save_file(found | {name: found[name] * 2}, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert name in {finding.subject for finding in verify(out).report.findings}
+
+
+@pytest.mark.parametrize(
+    ("lora", "alpha"),
+    [
+        (TWICE | {"alpha_pattern": {"v_proj": 4}}, 8),  # 2 everywhere: v_proj is padded, and its B not scaled
+        (TWICE, 4),  # two scalings
+        (QV | {"use_rslora": True}, 6),  # 7 / √6, which no whole alpha gives
+    ],
+)
+def test_a_scaling_that_alpha_cannot_say_is_in_b(lora: dict[str, Any], alpha: int, tmp_path: Path) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "llama", lora)
+    out = prepare(adapter, "vllm", out=tmp_path / "out").path
+    config = read_json(out / "adapter_config.json")
+    assert (config["r"], config["lora_alpha"]) == (lora["r"], alpha)
+    assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
+    assert not verify(out).report.findings
 
 
 @pytest.mark.parametrize(

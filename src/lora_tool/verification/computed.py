@@ -14,7 +14,7 @@ from lora_tool.plan.algebra.factor_steps import bias_steps
 from lora_tool.plan.algebra.idle import Idle, beside_which
 from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plan.algebra.serving_steps import padded_steps
-from lora_tool.plan.algebra.terms import Factors, factors_of_sum
+from lora_tool.plan.algebra.terms import Factors, factors_of_sum, unscaled
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.computed import ComputedInputs
 from lora_tool.plan.convert.provenance import ConvertInputs
@@ -57,27 +57,30 @@ def _of_values(inputs: ComputedInputs, level: Level, jobs: int | None, progress:
 def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progress) -> dict[str, TensorEvidence]:
     views, made = tuple(map(view_of, inputs.adapters)), _made(inputs)
     sums = factors_of_sum(views, inputs.weights)
+    stored = tuple(unscaled(each, inputs.scale) for each in sums)
     chosen = None if inputs.head_of is None else views[inputs.head_of]
     # a server has the frozen weights from its base, and they were not written
     planned = inputs.manifest.tensors or {}
     names = inputs.names
     fused = fused_experts(views[0]) if len(views) == 1 else {}
     whole = (*whole_tensors(views, head_of=chosen).steps, *magnitude_steps(views[0]))
-    of_experts = (step for each in sums if each.module in fused for step in _of_experts(each, fused, inputs))
-    steps = names.steps((*whole, *of_experts, *(step for each in sums for step in bias_steps(each))))
+    of_experts = (step for each in stored if each.module in fused for step in _of_experts(each, fused, inputs))
+    steps = names.steps((*whole, *of_experts, *(step for each in stored for step in bias_steps(each))))
     steps = tuple(step for step in steps if step.out.name in planned)
     written = tuple(replace(each, module=names.back(each.module)) for each in factors_of_sum((made,), (1.0,)))
     if inputs.base is not None:
         inputs = replace(inputs, base=names.base(inputs.base))
     computed = computed_modules(inputs, views[0])
+    apart = {*computed, *fused}
     zeros = _of_idle(sums, written, inputs.manifest)
     evidence = check_steps(
         (*steps, *zeros), inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
     )
-    others = [each for each in sums if each.module not in computed and each.module not in fused]
+    others = [each for each in sums if each.module not in apart]
     evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
     if inputs.exact and not is_mlx(inputs.made.folder):
-        exact = names.steps(step for each in others for step in _put_beside(each, written, inputs.manifest))
+        beside = (each for each in stored if each.module not in apart)
+        exact = names.steps(step for each in beside for step in _put_beside(each, written, inputs.manifest))
         told = check_steps(
             exact, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=lambda _: None
         )

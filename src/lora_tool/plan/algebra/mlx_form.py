@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from lora_tool.adapter.experts import EXPERT
 from lora_tool.adapter.mlx import EXPERTS, transposed
@@ -23,17 +22,6 @@ from lora_tool.tensors import DType
 
 _ALL_LAYERS = -1
 """MLX-LM puts LoRA on so many layers, counted from the last; a module without factors in the file stays as it is."""
-
-
-def common_scale(sums: Sequence[Factors]) -> float:
-    """Return the scaling that all modules have, which MLX-LM's config can say; 1 where they have several."""
-    scales = {term.scale for each in sums for term in each.terms}
-    return (scales.pop() or 1.0) if len(scales) == 1 else 1.0
-
-
-def unscaled(factors: Factors, scale: float) -> Factors:
-    """Return the module without the scaling that the config says."""
-    return replace(factors, terms=tuple(replace(term, scale=term.scale / scale) for term in factors.terms))
 
 
 def mlx_steps(

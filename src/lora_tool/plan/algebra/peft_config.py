@@ -1,4 +1,4 @@
-"""The `adapter_config.json` of an adapter whose factors hold all of ΔW: its scaling is 1 at every rank."""
+"""The `adapter_config.json` of an adapter that has one scaling for all modules: 1, where its factors hold all of ΔW."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes, parse_json, read_json
 from lora_tool.plan.algebra.expert_ranks import largest_of_experts
+from lora_tool.plan.algebra.terms import alpha_for
 from lora_tool.plan.core.steps import SideFile
 
 _WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -38,13 +39,14 @@ def config_of_sum(
     views: Sequence[AdapterView],
     ranks: Mapping[str, int],
     *,
+    scale: float = 1.0,
     base: Path | None = None,
     head_of: AdapterView | None = None,
     as_dora: bool = False,
 ) -> SideFile:
     """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
 
-    PEFT scales by alpha / r, and alpha is r in every module. Trained tokens are those of `head_of` where several have
+    PEFT scales by alpha / r, which is `scale` in every module, and 1 where the ranks differ. Trained tokens are those of `head_of` where several have
     some. With `as_dora` the magnitudes of the first, if it has any, are written beside the factors. Raises
     `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
     """
@@ -57,7 +59,7 @@ def config_of_sum(
                     f"{view.config.path}: one adapter cannot have both",
                     hint="merge them into one model instead: lora-tool merge A B -o OUT",
                 )
-    raw = {**read_json(first.path), **PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
+    raw = {**read_json(first.path), **PLAIN, **rank_fields(ranks, scale), **_targets(views, tuple(ranks))}
     raw["use_dora"] = as_dora and any(layer.magnitude is not None for layer in views[0].layers)
     saved = [name for view in views for name in view.config.modules_to_save]
     raw["modules_to_save"] = list(dict.fromkeys(saved)) or None
@@ -65,7 +67,7 @@ def config_of_sum(
     if trained := sorted((view for view in views if view.tokens), key=lambda view: view is not head_of):
         raw["trainable_token_indices"] = _tokens(trained)
     raw["base_model_name_or_path"] = str(base.resolve()) if base else base_of(first)
-    reason = f"that of {first.path.parent}, with scaling 1 everywhere"
+    reason = f"that of {first.path.parent}, with scaling {scale:g} everywhere"
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
 
 
@@ -85,8 +87,10 @@ def base_of(config: AdapterConfig) -> str | None:
     return str(beside.resolve()) if beside.is_dir() else config.base_model
 
 
-def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
+def rank_fields(ranks: Mapping[str, int], scale: float = 1.0) -> dict[str, Any]:
     """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and a scaling of 1 for each.
+
+    One rank of all modules may have another `scale`, which a whole alpha gives.
 
     Of fused experts, as which PEFT loads LoRA on single ones, it takes the rank from r alone.
     """
@@ -94,7 +98,7 @@ def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
     others = {module: rank for module, rank in ranks.items() if rank != usual}
     if not _found(ranks, usual, others):  # one path is the end of another
         others = {f"^{re.escape(module)}": rank for module, rank in others.items()}
-    return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": dict(others)}
+    return {"r": usual, "lora_alpha": alpha_for(scale, usual), "rank_pattern": others, "alpha_pattern": dict(others)}
 
 
 def experts_pattern(targets: object, matrices: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Planning the form of an adapter that a server reads, equal in ΔW: scalings in B, one rank, plain names."""
+"""Planning the form of an adapter that a server reads, equal in ΔW: one scaling, one rank, plain names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.small_numbers import small_warnings
 from lora_tool.plan.algebra.spool import OpenSpool
-from lora_tool.plan.algebra.terms import factors_of_sum
+from lora_tool.plan.algebra.terms import alpha_for, factors_of_sum
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -54,8 +54,8 @@ def plan_prepare(
 ) -> Plan:
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
-    Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
-    with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed; for SGLang,
+    A scaling that all modules have, and `lora_alpha` can say, stays where it is; others go into B, so that the server need
+    not know rsLoRA or `alpha_pattern`. Except for PEFT, ranks are padded with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed; for SGLang,
     with a base, modules that it reads only together get LoRA of zeros where they have none. `max_rank` is
     the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
     with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT
@@ -115,6 +115,7 @@ def plan_prepare(
             "operation": "prepare",
             "for": chosen.value,
             "served_rank": served.one_rank,
+            "scale": served.scale,
             "rank": max_rank if lowered else None,
             "keep": None,
             "dtype": out.value,
@@ -159,7 +160,7 @@ def _config(
     layers = {layer.module: layer for layer in view.layers}
     modules = [each.module for each in served.sums]
     ranks = {layers[each].path if each in layers else each: served.rank(each) for each in modules}
-    config = config_of_sum((view,), ranks, base=base.root if base else None, as_dora=as_dora)
+    config = config_of_sum((view,), ranks, scale=served.scale, base=base.root if base else None, as_dora=as_dora)
     if form.whole:
         return with_experts(config, [each.module for each in idle]) if idle else config
     plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
@@ -169,13 +170,13 @@ def _config(
 def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
     """Return the config for a server: one rank, targets by the last parts of their names, parameters of experts alone."""
     raw = parse_json(config.content or b"{}", view.config.path)
-    rank, paths = served.one_rank, [stack.path for stack in served.fused.values()]
+    paths = [stack.path for stack in served.fused.values()]
     parameters = view.config.target_parameters or ()
     experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
     heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
-        "r": rank,
-        "lora_alpha": rank,
+        "r": served.one_rank,
+        "lora_alpha": alpha_for(served.scale, served.largest),
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
@@ -207,8 +208,8 @@ def _notes(
     idle: Sequence[Idle],
 ) -> Iterator[str]:
     modules = [each.module for each in served.sums]
-    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.one_rank}"
-    shape = "scaling 1" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
+    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {alpha_for(served.scale, served.largest)}"
+    shape = f"scaling {served.scale:g}" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
     yield f"preparing {view.adapter.root} for {form.name}: {counted(len(modules), 'module')}, {shape}"
     if ranks:
         yield from rank_lines(ranks)

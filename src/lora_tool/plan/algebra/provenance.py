@@ -42,6 +42,12 @@ class SumInputs:
         return float(keep) if isinstance(keep, int | float) else None
 
     @property
+    def scale(self) -> float:
+        """The scaling that the config says for all modules, which is not in the factors."""
+        scale = self.manifest.raw.get("scale")
+        return (float(scale) or 1.0) if isinstance(scale, int | float) else 1.0
+
+    @property
     def exact(self) -> bool:
         """Whether nothing was to be left out."""
         return self.manifest.raw.get("rank") is None and self.keep is None

@@ -12,9 +12,9 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.algebra.expert_ranks import equal_for_experts, largest_of_experts
 from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.mlx_form import common_scale, is_of_expert, mlx_steps, stacked_steps, unscaled
+from lora_tool.plan.algebra.mlx_form import is_of_expert, mlx_steps, stacked_steps
 from lora_tool.plan.algebra.serving_steps import padded_steps
-from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.algebra.terms import Factors, alpha_for, common_scale, unscaled
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.serving.forms import ServingForm
@@ -39,7 +39,7 @@ class ServedFactors:
     one_rank: int | None
     """The rank that all are padded to, for a server that has one for all modules."""
     scale: float
-    """The scaling that MLX-LM's config says for all modules. All other scaling is in B."""
+    """The scaling that the config says for all modules. All other scaling is in B."""
 
     @property
     def largest(self) -> int:
@@ -74,7 +74,7 @@ def served_factors(
     if not form.one_rank:
         ranks = equal_for_experts(ranks)
     # turning a module to a lower rank puts its scaling into the factors
-    scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
+    scale = 1.0 if turned.matrices else _said_by_config(common_scale(sums), form, ranks.values(), one_rank)
     return ServedFactors(
         sums=tuple(sums if scale == 1 else (unscaled(each, scale) for each in sums)),
         turned=turned,
@@ -83,6 +83,13 @@ def served_factors(
         one_rank=one_rank,
         scale=scale,
     )
+
+
+def _said_by_config(scale: float, form: ServingForm, ranks: Iterable[int], one_rank: int | None) -> float:
+    """Return the scaling of all modules where the server's config can say it, so that no factor changes; else 1."""
+    same = {one_rank} if one_rank else set(ranks)
+    said = form.mlx or (len(same) == 1 and alpha_for(scale, *same) is not None)
+    return scale if said else 1.0
 
 
 def served_steps(served: ServedFactors, form: ServingForm, dtype: DType) -> Iterator[Step]:

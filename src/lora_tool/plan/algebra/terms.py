@@ -86,6 +86,23 @@ def factors_of_sum(views: Sequence[AdapterView], weights: Sequence[float]) -> tu
     return tuple(_factors(module, own) for module, own in found.items())
 
 
+def common_scale(sums: Sequence[Factors]) -> float:
+    """Return the scaling that all modules have, which a config can say for all; 1 where they have several."""
+    scales = {term.scale for each in sums for term in each.terms}
+    return (scales.pop() or 1.0) if len(scales) == 1 else 1.0
+
+
+def unscaled(factors: Factors, scale: float) -> Factors:
+    """Return the module without the scaling that the config says."""
+    return replace(factors, terms=tuple(replace(term, scale=term.scale / scale) for term in factors.terms))
+
+
+def alpha_for(scale: float, rank: int) -> int | None:
+    """Return the whole `lora_alpha` that with this rank is exactly the scaling, alpha / r; None where there is none."""
+    alpha = round(scale * rank)
+    return alpha if alpha / rank == scale else None
+
+
 def _term(layer: LoraLayer, weight: float) -> Term:
     a, b = layer.a, layer.b
     named = layer.any_tensor

@@ -22,7 +22,7 @@ from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingForm:
-    """What a server takes. All but PEFT want one scaling, alpha / r, which is 1 in what is written."""
+    """What a server takes. All but PEFT want one scaling, alpha / r."""
 
     name: str
     """What it is called in messages."""
