@@ -59,11 +59,12 @@ def command(
 ) -> None:
     """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
 
-    Scalings are multiplied into B, so the server need not know rsLoRA or alpha patterns; all ranks are padded to one
-    with zeros; targets become plain names; for MLX-LM, factors are transposed. With --base, PiSSA and OLoRA become
-    plain LoRA of twice the rank, trained tokens and changed rows of embeddings become LoRA on those, and for SGLang
-    modules that it reads only together get LoRA of zeros where they have none. What the server cannot represent exactly
-    (DoRA, biases, other saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
+    One scaling of all modules stays in the config; others are multiplied into B, so the server need not know rsLoRA or
+    alpha patterns. All ranks are padded to one with zeros; targets become plain names; for MLX-LM, factors are
+    transposed. With --base, PiSSA and OLoRA become plain LoRA of twice the rank, trained tokens and changed rows of
+    embeddings become LoRA on those, and for SGLang modules that it reads only together get LoRA of zeros where they
+    have none. What the server cannot represent exactly (DoRA, biases, other saved modules) is refused by name;
+    `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
