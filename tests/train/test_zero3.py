@@ -49,6 +49,7 @@ if "RANK" in os.environ:  # in a worker: gloo does alone what DeepSpeed would co
 
 BARE_SAVE = """
 import sys
+import torch
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import RewardConfig, RewardTrainer
@@ -61,6 +62,7 @@ trainer = RewardTrainer(base, args=RewardConfig(out, learning_rate=1e-3, **optio
 trainer.train()
 if trainer.is_world_process_zero():
     trainer.model.save_pretrained(out)
+torch.distributed.destroy_process_group()  # its threads can abort a process that ends without
 """
 
 

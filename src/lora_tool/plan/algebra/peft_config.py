@@ -46,9 +46,10 @@ def config_of_sum(
 ) -> SideFile:
     """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
 
-    PEFT scales by alpha / r, which is `scale` in every module, and 1 where the ranks differ. Trained tokens are those of `head_of` where several have
-    some. With `as_dora` the magnitudes of the first, if it has any, are written beside the factors. Raises
-    `UnsupportedAdapter` where the adapters' configs contradict each other in what cannot be added up.
+    PEFT scales by alpha / r, which is `scale` in every module; other than 1 only where all have one rank, with which a
+    whole alpha gives it. Trained tokens are those of `head_of` where several have some. With `as_dora` the magnitudes of
+    the first, if it has any, are written beside the factors. Raises `UnsupportedAdapter` where the adapters' configs
+    contradict each other in what cannot be added up.
     """
     first = views[0].config
     for name in _MUST_AGREE:
@@ -88,9 +89,7 @@ def base_of(config: AdapterConfig) -> str | None:
 
 
 def rank_fields(ranks: Mapping[str, int], scale: float = 1.0) -> dict[str, Any]:
-    """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and a scaling of 1 for each.
-
-    One rank of all modules may have another `scale`, which a whole alpha gives.
+    """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and the `scale` for each.
 
     Of fused experts, as which PEFT loads LoRA on single ones, it takes the rank from r alone.
     """

@@ -54,17 +54,17 @@ def plan_prepare(
 ) -> Plan:
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
-    A scaling that all modules have, and `lora_alpha` can say, stays where it is; others go into B, so that the server need
-    not know rsLoRA or `alpha_pattern`. Except for PEFT, ranks are padded with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed; for SGLang,
-    with a base, modules that it reads only together get LoRA of zeros where they have none. `max_rank` is
-    the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
-    with `approximate`, to the best approximation; `approximate` with a `base` does the same to DoRA, which for PEFT
-    stays DoRA without it. The rules compare the adapter with a given `base`, and the new config names it. With it,
-    PiSSA and OLoRA become plain LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA
-    on those; `spool` opens the file that keeps the factors computed this way. `dtype` None means the adapter's own
-    dtype where nothing is rounded, else float32. `ignore` are codes of rules. For vLLM, which loads the whole of a
-    multimodal base, an adapter of its text class gets the names that its modules have there. Raises `FindingsFound`,
-    and `UnsupportedAdapter` naming what the server has no exact form for.
+    A scaling that all modules have stays in the config where a whole `lora_alpha` gives it; others go into B, so that the
+    server need not know rsLoRA or `alpha_pattern`. Except for PEFT, ranks are padded with zeros to one rank; targets
+    become plain names; for MLX-LM the factors are transposed and renamed; for SGLang, with a base, modules that it reads
+    only together get LoRA of zeros where they have none. `max_rank` is the largest rank that the server takes: modules
+    with a higher rank are lowered to it where that loses nothing, or, with `approximate`, to the best approximation;
+    `approximate` with a `base` does the same to DoRA, which for PEFT stays DoRA without it. The rules compare the adapter
+    with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
+    trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
+    computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
+    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
+    its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     chosen = Server(server)
     form, kind = FORMS[chosen], None if dtype is None else float_type(dtype)

@@ -99,8 +99,8 @@ def unscaled(factors: Factors, scale: float) -> Factors:
 
 def alpha_for(scale: float, rank: int) -> int | None:
     """Return the whole `lora_alpha` that with this rank is exactly the scaling, alpha / r; None where there is none."""
-    alpha = round(scale * rank)
-    return alpha if alpha / rank == scale else None
+    alpha = scale * rank
+    return int(alpha) if rank and alpha.is_integer() and alpha / rank == scale else None
 
 
 def _term(layer: LoraLayer, weight: float) -> Term:
