@@ -125,7 +125,7 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: With `"use_rslora": true` and `"r": 64` the server applies an eighth of the trained change.
 
-    What to do: Write the same ΔW with the scaling multiplied into B: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
+    What to do: Write the same ΔW with a scaling that the server applies: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
     if config.use_rslora and config.r > 1:
