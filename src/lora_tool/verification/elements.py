@@ -102,6 +102,8 @@ def _tiles_of(span: Span | None, tensor: StoredTensor) -> tuple[Tiled, int] | No
 
 
 _READ_BYTES = 1 << 19
+_MOST_LINES = 256
+"""Pieces of a matrix that are read one by one; reading all of it takes no longer than more of them."""
 
 
 class Files(OpenFiles):
@@ -119,16 +121,40 @@ class Files(OpenFiles):
         return out
 
     def stretches(self, tensor: StoredTensor, stretches: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
-        """Yield the bytes of each start and size; a matrix that lies transposed in its file is read once for all of them."""
+        """Yield the bytes of each start and size; of a matrix that lies transposed in its file, what little holds them."""
         whole = tensor.spans[0] if len(tensor.spans) == 1 else None
         if not (type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes):
             yield from (self.read(tensor, start, nbytes) for start, nbytes in stretches)
             return
-        matrix, row_bytes = self._as_meant(whole), whole.columns * whole.itemsize
+        row_bytes, matrix = whole.columns * whole.itemsize, None
         for start, nbytes in stretches:
             first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
-            rows = np.ascontiguousarray(matrix[first:last]).reshape(-1).view(np.uint8)
-            yield rows[start - first * row_bytes :][:nbytes]
+            begin = start - first * row_bytes
+            # of a single row, which is a column in the file, only these elements
+            within = (begin, begin + nbytes) if last == first + 1 else (0, row_bytes)
+            left, right = within[0] // whole.itemsize, -(-within[1] // whole.itemsize)
+            part = self._part_of(whole, (left, right), (first, last))
+            if part is None:
+                matrix = self._as_meant(whole) if matrix is None else matrix
+                part = matrix[first:last, left:right]
+            rows = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            yield rows[begin - left * whole.itemsize :][:nbytes]
+
+    def _part_of(self, whole: TransposedSpan, lines: tuple[int, int], rows: tuple[int, int]) -> Array | None:
+        """Return `rows` of a matrix, and of those the columns that are `lines` in its file; None where that takes long."""
+        (left, right), (first, last), kind = lines, rows, f"u{whole.itemsize}"
+        line_bytes = whole.rows * whole.itemsize
+        if (right - left) * line_bytes <= _READ_BYTES:
+            stored = np.empty((right - left, whole.rows), kind)
+            self.read_exactly(whole.path, whole.offset + left * line_bytes, stored.reshape(-1).view(np.uint8).data)
+            return stored[:, first:last].T
+        if right - left > _MOST_LINES:
+            return None
+        stored = np.empty((right - left, last - first), kind)
+        begin = whole.offset + left * line_bytes + first * whole.itemsize
+        places = (line.view(np.uint8).data for line in stored)
+        self.read_pieces(whole.path, ((begin + at * line_bytes, place) for at, place in enumerate(places)))
+        return stored.T
 
     def _as_meant(self, whole: TransposedSpan) -> Array:
         """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""

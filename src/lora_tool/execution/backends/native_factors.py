@@ -10,7 +10,8 @@ from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
 from lora_tool.execution.native.passing import write_array
-from lora_tool.execution.native.products import mix, turn
+from lora_tool.execution.native.products import InFile, mix, turn, turn_on
+from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
@@ -18,7 +19,7 @@ from lora_tool.formats.factor_rows import as_in_the_file, pieces
 from lora_tool.formats.room import Room
 from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
 from lora_tool.plan.core.ops import Cast, RowOp
-from lora_tool.tensors import DType
+from lora_tool.tensors import DType, StoredTensor
 
 _TURNED_BYTES = 4 << 20
 """Of what is turned round together: all of a factor at usual ranks."""
@@ -109,6 +110,8 @@ class NativeFactors:
         The file is read in the order of its bytes, as often as blocks of the output are needed to hold all of it.
         """
         stored, width = as_in_the_file(part.tensor)[0], math.prod(unit.out.shape[1:])
+        if self._turned_on(unit, part, stored, out):
+            return True
         step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
         for first in range(unit.first, unit.last, step):
             rows = slice(first, min(first + step, unit.last))
@@ -122,6 +125,19 @@ class NativeFactors:
                     return False
             write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
         return True
+
+    def _turned_on(self, unit: ComputeUnit, part: Columns, stored: StoredTensor, out: int) -> bool:
+        """Write all of the unit from file to file, and return whether that was possible."""
+        place = self._sources.place(stored, 0, stored.nbytes)
+        if place is None or isinstance(out, PastCache):
+            return False
+        path, begin = place
+        rows, columns = stored.shape
+        with self._sources.descriptor(path) as source:
+            matrix = InFile(descriptor=source, begin=begin, shape=(rows, columns), dtype=stored.dtype)
+            size = unit.last - unit.first, math.prod(unit.out.shape[1:])
+            result = InFile(descriptor=out, begin=unit.begin, shape=size, dtype=unit.out.dtype)
+            return turn_on(self._kernel, matrix, result, unit.first, part.scale, self._room)
 
 
 def _turned(op: RowOp) -> Columns | None:

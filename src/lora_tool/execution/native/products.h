@@ -255,3 +255,74 @@ EXPORT int lora_tool_turn(int level, const void *source, int source_type, int64_
     restore_mode(before);
     return is_too_large(largest, out_type);
 }
+
+/* A matrix in an open file that goes transposed to another. */
+struct turning {
+    int64_t from, to;      /* where in the files it begins, and the first row that is written */
+    int64_t rows, columns; /* as it is stored */
+    int64_t first, last;   /* columns that are written, each as a row */
+    int64_t stride;        /* elements of a row that is written: zeros after those of the matrix */
+    int64_t high, wide;    /* rows and columns that are in memory together: all of one of the two */
+    int64_t some;          /* bytes of a write */
+    void *read, *made;     /* memory of a block, and of what is made of it, with its zeros */
+    double scale;
+    int32_t source, out; /* descriptors */
+    int32_t source_type, out_type;
+};
+
+/* Return whether rows of a matrix, some columns of them, could be read one after the other. */
+static int read_block(const struct turning *turning, int64_t row, int64_t high, int64_t column, int64_t wide) {
+    const int64_t size = (int64_t)wide_size_of(turning->source_type), whole = turning->columns * size;
+    const int64_t from = turning->from + row * whole + column * size;
+    if (wide == turning->columns) {
+        return read_whole(turning->source, turning->read, high * whole, from);
+    }
+    for (int64_t r = 0; r < high; r++) {
+        if (!read_whole(turning->source, (char *)turning->read + r * wide * size, wide * size, from + r * whole)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Return whether rows of the result could be written, `high` elements of each from `row` on. */
+static int write_block(const struct turning *turning, int64_t row, int64_t high, int64_t column, int64_t wide) {
+    const int64_t size = (int64_t)wide_size_of(turning->out_type), whole = turning->stride * size;
+    const int64_t to = turning->to + (column - turning->first) * whole + row * size;
+    if (high == turning->rows) {
+        return lora_tool_write(turning->out, turning->made, wide * whole, to, turning->some) == wide * whole;
+    }
+    for (int64_t c = 0; c < wide; c++) {
+        const char *made = (const char *)turning->made + c * high * size;
+        if (lora_tool_write(turning->out, made, high * size, to + c * whole, turning->some) < high * size) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Read a matrix, turn it round as `lora_tool_turn` does, and write it; rows that have zeros after it are written whole.
+ * Return whether all of it was: not where the system refused, or a result was NaN or infinite. */
+EXPORT int lora_tool_turn_pass(int level, const struct turning *turning) {
+    const int64_t apart = turning->high < turning->rows ? 0 : turning->stride;
+    if (!is_wide_type(turning->source_type) || !is_wide_type(turning->out_type) ||
+        (turning->stride != turning->rows && !apart)) {
+        return 0;
+    }
+    if (turning->stride != turning->rows) {
+        memset(turning->made, 0, (size_t)(turning->wide * apart) * wide_size_of(turning->out_type));
+    }
+    for (int64_t row = 0; row < turning->rows; row += turning->high) {
+        const int64_t high = least_of(turning->high, turning->rows - row);
+        for (int64_t column = turning->first; column < turning->last; column += turning->wide) {
+            const int64_t wide = least_of(turning->wide, turning->last - column);
+            if (!read_block(turning, row, high, column, wide) ||
+                lora_tool_turn(level, turning->read, turning->source_type, wide, turning->made, turning->out_type,
+                               apart ? apart : high, high, wide, turning->scale) ||
+                !write_block(turning, row, high, column, wide)) {
+                return 0;
+            }
+        }
+    }
+    return 1;
+}
