@@ -10,7 +10,8 @@ from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
 from lora_tool.execution.native.passing import write_array
-from lora_tool.execution.native.products import InFile, mix, turn, turn_on
+from lora_tool.execution.native.products import mix, turn
+from lora_tool.execution.native.turned_files import InFile, turn_on
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit

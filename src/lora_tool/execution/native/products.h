@@ -263,6 +263,7 @@ struct turning {
     int64_t first, last;   /* columns that are written, each as a row */
     int64_t stride;        /* elements of a row that is written: zeros after those of the matrix */
     int64_t high, wide;    /* rows and columns that are in memory together: all of one of the two */
+    int64_t line;          /* elements of a row that are in memory: `columns`, of which not all may be written, or `wide` */
     int64_t some;          /* bytes of a write */
     void *read, *made;     /* memory of a block, and of what is made of it, with its zeros */
     double scale;
@@ -270,15 +271,16 @@ struct turning {
     int32_t source_type, out_type;
 };
 
-/* Return whether rows of a matrix, some columns of them, could be read one after the other. */
+/* Return whether rows of a matrix could be read, all columns or those from `column` on, one row after the other. */
 static int read_block(const struct turning *turning, int64_t row, int64_t high, int64_t column, int64_t wide) {
     const int64_t size = (int64_t)wide_size_of(turning->source_type), whole = turning->columns * size;
-    const int64_t from = turning->from + row * whole + column * size;
-    if (wide == turning->columns) {
+    const int64_t from = turning->from + row * whole;
+    if (turning->line == turning->columns) {
         return read_whole(turning->source, turning->read, high * whole, from);
     }
     for (int64_t r = 0; r < high; r++) {
-        if (!read_whole(turning->source, (char *)turning->read + r * wide * size, wide * size, from + r * whole)) {
+        char *read = (char *)turning->read + r * turning->line * size;
+        if (!read_whole(turning->source, read, wide * size, from + r * whole + column * size)) {
             return 0;
         }
     }
@@ -304,21 +306,21 @@ static int write_block(const struct turning *turning, int64_t row, int64_t high,
 /* Read a matrix, turn it round as `lora_tool_turn` does, and write it; rows that have zeros after it are written whole.
  * Return whether all of it was: not where the system refused, or a result was NaN or infinite. */
 EXPORT int lora_tool_turn_pass(int level, const struct turning *turning) {
-    const int64_t apart = turning->high < turning->rows ? 0 : turning->stride;
-    if (!is_wide_type(turning->source_type) || !is_wide_type(turning->out_type) ||
-        (turning->stride != turning->rows && !apart)) {
+    if (!is_wide_type(turning->source_type) || !is_wide_type(turning->out_type)) {
         return 0;
     }
     if (turning->stride != turning->rows) {
-        memset(turning->made, 0, (size_t)(turning->wide * apart) * wide_size_of(turning->out_type));
+        memset(turning->made, 0, (size_t)(turning->wide * turning->stride) * wide_size_of(turning->out_type));
     }
     for (int64_t row = 0; row < turning->rows; row += turning->high) {
         const int64_t high = least_of(turning->high, turning->rows - row);
         for (int64_t column = turning->first; column < turning->last; column += turning->wide) {
             const int64_t wide = least_of(turning->wide, turning->last - column);
+            const int64_t before = turning->line == turning->columns ? column : 0;
+            const char *read = (const char *)turning->read + (size_t)before * wide_size_of(turning->source_type);
             if (!read_block(turning, row, high, column, wide) ||
-                lora_tool_turn(level, turning->read, turning->source_type, wide, turning->made, turning->out_type,
-                               apart ? apart : high, high, wide, turning->scale) ||
+                lora_tool_turn(level, read, turning->source_type, turning->line, turning->made, turning->out_type,
+                               high == turning->rows ? turning->stride : high, high, wide, turning->scale) ||
                 !write_block(turning, row, high, column, wide)) {
                 return 0;
             }

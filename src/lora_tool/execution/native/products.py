@@ -15,12 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
-from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.formats.room import Room
 from lora_tool.tensors import DType
-
-_TURNED_BYTES = 1 << 21
-"""Of a matrix that are turned round together: with what is made of them, they stay in the second-level cache."""
 
 Stored = tuple[NDArray[Any], DType]
 """Stored elements, [rows, columns], whichever way round they lie in memory, and what they are."""
@@ -36,30 +32,6 @@ class _Part(ctypes.Structure):
         ("down", ctypes.c_int64),
         ("depth", ctypes.c_int64),
         ("type", ctypes.c_int32),
-    )
-
-
-class _Turning(ctypes.Structure):
-    """`struct turning` of `products.h`."""
-
-    _fields_ = (
-        ("begin", ctypes.c_int64),
-        ("to", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("last", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("high", ctypes.c_int64),
-        ("wide", ctypes.c_int64),
-        ("some", ctypes.c_int64),
-        ("read", ctypes.c_void_p),
-        ("made", ctypes.c_void_p),
-        ("scale", ctypes.c_double),
-        ("source", ctypes.c_int32),
-        ("out", ctypes.c_int32),
-        ("source_type", ctypes.c_int32),
-        ("out_type", ctypes.c_int32),
     )
 
 
@@ -149,53 +121,6 @@ def turn(
         scale,
     )
     return flagged == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFile:
-    """A matrix, [rows, columns], where it lies in an open file, or is to lie."""
-
-    descriptor: int
-    begin: int
-    shape: tuple[int, int]
-    dtype: DType
-
-
-def turn_on(kernel: Kernel, stored: InFile, out: InFile, first: int, scale: float, room: Room) -> bool:
-    """Write columns of a matrix from `first` on as the rows of `out`, with zeros after them if those are longer.
-
-    Each number times `scale`, rounded once. Return False where not all could be written: a value is not finite, or the
-    system refused.
-    """
-    (rows, columns), (count, stride) = stored.shape, out.shape
-    sizes = stored.dtype.bits // 8, out.dtype.bits // 8
-    # a wide matrix in columns, which are whole rows of the output; a high one in rows, as they lie in the file
-    high, wide = rows, max(1, _TURNED_BYTES // max(1, rows * sizes[0]))
-    if columns < rows and stride == rows:
-        high, wide = max(1, _TURNED_BYTES // max(1, columns * sizes[0])), count
-    high, wide = min(high, rows), min(wide, count)
-    made = wide * (stride if high == rows else high) * sizes[1]
-    turning = _Turning(
-        begin=stored.begin,
-        to=out.begin,
-        rows=rows,
-        columns=columns,
-        first=first,
-        last=first + count,
-        stride=stride,
-        high=high,
-        wide=wide,
-        some=WRITE_BYTES,
-        read=room.of("read", (high * wide * sizes[0],), np.dtype(np.uint8)).ctypes.data,
-        made=room.of("result", (made,), np.dtype(np.uint8)).ctypes.data,
-        scale=scale,
-        source=stored.descriptor,
-        out=out.descriptor,
-        source_type=WIDE_TYPES[stored.dtype],
-        out_type=WIDE_TYPES[out.dtype],
-    )
-    written: int = functions(kernel.library).lora_tool_turn_pass(kernel.level.number, ctypes.addressof(turning))
-    return bool(written)
 
 
 def _listed(parts: Sequence[Stored]) -> Any:  # noqa: ANN401 - an array of ctypes
