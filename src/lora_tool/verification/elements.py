@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.formats.factor_rows import as_in_the_file
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
 from lora_tool.formats.room import Room
-from lora_tool.formats.stored import fill
+from lora_tool.formats.stored import fill, read_columns
+from lora_tool.plan.core.operation import rows_of
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
 
 if TYPE_CHECKING:
@@ -126,35 +128,30 @@ class Files(OpenFiles):
         if not (type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes):
             yield from (self.read(tensor, start, nbytes) for start, nbytes in stretches)
             return
-        row_bytes, matrix = whole.columns * whole.itemsize, None
+        stored, row_bytes, matrix = as_in_the_file(tensor)[0], whole.columns * whole.itemsize, None
         for start, nbytes in stretches:
             first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
             begin = start - first * row_bytes
             # of a single row, which is a column in the file, only these elements
             within = (begin, begin + nbytes) if last == first + 1 else (0, row_bytes)
             left, right = within[0] // whole.itemsize, -(-within[1] // whole.itemsize)
-            part = self._part_of(whole, (left, right), (first, last))
+            part = self._columns_of(rows_of(stored, left, right - left), first, last)
             if part is None:
                 matrix = self._as_meant(whole) if matrix is None else matrix
-                part = matrix[first:last, left:right]
-            rows = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                part = matrix[first:last, left:right].T
+            rows = np.ascontiguousarray(part.T).reshape(-1).view(np.uint8)
             yield rows[begin - left * whole.itemsize :][:nbytes]
 
-    def _part_of(self, whole: TransposedSpan, lines: tuple[int, int], rows: tuple[int, int]) -> Array | None:
-        """Return `rows` of a matrix, and of those the columns that are `lines` in its file; None where that takes long."""
-        (left, right), (first, last), kind = lines, rows, f"u{whole.itemsize}"
-        line_bytes = whole.rows * whole.itemsize
-        if (right - left) * line_bytes <= _READ_BYTES:
-            stored = np.empty((right - left, whole.rows), kind)
-            self.read_exactly(whole.path, whole.offset + left * line_bytes, stored.reshape(-1).view(np.uint8).data)
-            return stored[:, first:last].T
-        if right - left > _MOST_LINES:
+    def _columns_of(self, lines: StoredTensor, first: int, last: int) -> Array | None:
+        """Return columns of rows that lie one after the other in a file; None where that takes longer than all of it."""
+        kind = f"u{lines.dtype.bits // 8}"
+        if lines.nbytes <= _READ_BYTES:
+            return self.read(lines, 0, lines.nbytes).view(kind).reshape(lines.shape)[:, first:last]
+        if lines.shape[0] > _MOST_LINES:
             return None
-        stored = np.empty((right - left, last - first), kind)
-        begin = whole.offset + left * line_bytes + first * whole.itemsize
-        places = (line.view(np.uint8).data for line in stored)
-        self.read_pieces(whole.path, ((begin + at * line_bytes, place) for at, place in enumerate(places)))
-        return stored.T
+        columns = np.empty((lines.shape[0], last - first), kind)
+        read_columns(columns, lines, first, self)
+        return columns
 
     def _as_meant(self, whole: TransposedSpan) -> Array:
         """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""

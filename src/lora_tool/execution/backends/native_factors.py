@@ -111,7 +111,8 @@ class NativeFactors:
         The file is read in the order of its bytes, as often as blocks of the output are needed to hold all of it.
         """
         stored, width = as_in_the_file(part.tensor)[0], math.prod(unit.out.shape[1:])
-        if self._turned_on(unit, part, stored, out):
+        result = InFile(descriptor=out, begin=unit.begin, shape=(unit.last - unit.first, width), dtype=unit.out.dtype)
+        if self._turned_on(stored, part.scale, result, unit.first):
             return True
         step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
         for first in range(unit.first, unit.last, step):
@@ -127,18 +128,16 @@ class NativeFactors:
             write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
         return True
 
-    def _turned_on(self, unit: ComputeUnit, part: Columns, stored: StoredTensor, out: int) -> bool:
-        """Write all of the unit from file to file, and return whether that was possible."""
+    def _turned_on(self, stored: StoredTensor, scale: float, result: InFile, first: int) -> bool:
+        """Write columns from `first` on as rows of the result, from file to file; return whether that was possible."""
         place = self._sources.place(stored, 0, stored.nbytes)
-        if place is None or isinstance(out, PastCache):
+        if place is None or isinstance(result.descriptor, PastCache):
             return False
         path, begin = place
         rows, columns = stored.shape
         with self._sources.descriptor(path) as source:
             matrix = InFile(descriptor=source, begin=begin, shape=(rows, columns), dtype=stored.dtype)
-            size = unit.last - unit.first, math.prod(unit.out.shape[1:])
-            result = InFile(descriptor=out, begin=unit.begin, shape=size, dtype=unit.out.dtype)
-            return turn_on(self._kernel, matrix, result, unit.first, part.scale, self._room)
+            return turn_on(self._kernel, matrix, result, first, scale, self._room)
 
 
 def _turned(op: RowOp) -> Columns | None:

@@ -26,7 +26,7 @@ from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.served import ServedFactors, served_factors, served_steps
 from lora_tool.plan.algebra.small_numbers import small_warnings
 from lora_tool.plan.algebra.spool import OpenSpool
-from lora_tool.plan.algebra.terms import alpha_for, factors_of_sum
+from lora_tool.plan.algebra.terms import factors_of_sum
 from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
 from lora_tool.plan.algebra.whole_model import SAME, beginnings_of
 from lora_tool.plan.algebra.whole_plan import adapter_plan
@@ -176,7 +176,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
     heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
         "r": served.one_rank,
-        "lora_alpha": alpha_for(served.scale, served.largest),
+        "lora_alpha": served.alpha,
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
@@ -208,7 +208,7 @@ def _notes(
     idle: Sequence[Idle],
 ) -> Iterator[str]:
     modules = [each.module for each in served.sums]
-    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {alpha_for(served.scale, served.largest)}"
+    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.alpha}"
     shape = f"scaling {served.scale:g}" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
     yield f"preparing {view.adapter.root} for {form.name}: {counted(len(modules), 'module')}, {shape}"
     if ranks:

@@ -47,6 +47,11 @@ class ServedFactors:
         return max(self.ranks.values())
 
     @property
+    def alpha(self) -> int | None:
+        """The `lora_alpha` that gives the scaling at the one rank of all modules; MLX-LM's may have none."""
+        return alpha_for(self.scale, self.largest)
+
+    @property
     def rank_of_idle(self) -> int:
         """The rank of modules of zeros beside others: that of all, or that of single experts."""
         return self.one_rank or largest_of_experts(self.ranks) or self.largest
