@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +21,15 @@ from lora_tool.tensors import DType
 BEFORE, AFTER = b"header", b"the next tensor"
 
 
-def in_file(path: Path, dtype: DType, shape: tuple[int, int]) -> InFile:
-    return InFile(descriptor=os.open(path, os.O_RDWR), begin=len(BEFORE), shape=shape, dtype=dtype)
+@contextlib.contextmanager
+def opened(
+    source: Path, target: Path, types: tuple[DType, DType], size: tuple[int, int], made: tuple[int, int]
+) -> Iterator[tuple[InFile, InFile]]:
+    with source.open("rb") as read, target.open("r+b") as written:
+        yield (
+            InFile(descriptor=read.fileno(), begin=len(BEFORE), shape=size, dtype=types[0]),
+            InFile(descriptor=written.fileno(), begin=len(BEFORE), shape=made, dtype=types[1]),
+        )
 
 
 def blank(path: Path, nbytes: int) -> None:
@@ -49,8 +59,8 @@ def test_every_element_gets_to_its_place(
             expected = np.zeros((last - first, size[0] + longer), STORAGE[types[1]])
             expected[:, : size[0]] = stored.T[first:last].astype(np.float64) * 2
             blank(target, expected.nbytes)
-            matrix, out = in_file(source, types[0], size), in_file(target, types[1], expected.shape)
-            is_written = turn_on(kernel, matrix, out, first, 2.0, Room())
+            with opened(source, target, types, size, expected.shape) as (matrix, out):
+                is_written = turn_on(kernel, matrix, out, first, 2.0, Room())
             assert is_written is not (longer > 0 and size[0] > size[1])
             if not is_written:
                 continue
@@ -67,12 +77,13 @@ def test_what_cannot_be_written_is_told(
     blank(target, stored.nbytes)
     for kernel in kernels:
         source.write_bytes(BEFORE + stored.tobytes())
-        matrix, out = in_file(source, DType.F32, size), in_file(target, DType.F32, size[::-1])
-        assert turn_on(kernel, matrix, out, 0, 1.0, Room())
-        os.truncate(source, source.stat().st_size - 1)
-        assert not turn_on(kernel, matrix, out, 0, 1.0, Room())
-        source.write_bytes(BEFORE + np.where(np.arange(size[1]) == size[1] - 1, np.nan, stored).astype("<f4").tobytes())
-        assert not turn_on(kernel, matrix, out, 0, 1.0, Room())
-        os.close(out.descriptor)
-        source.write_bytes(BEFORE + stored.tobytes())
-        assert not turn_on(kernel, matrix, out, 0, 1.0, Room())
+        with opened(source, target, (DType.F32, DType.F32), size, size[::-1]) as (matrix, out):
+            assert turn_on(kernel, matrix, out, 0, 1.0, Room())
+            assert not turn_on(
+                kernel, matrix, replace(out, descriptor=matrix.descriptor), 0, 1.0, Room()
+            )  # to read only
+            os.truncate(source, source.stat().st_size - 1)
+            assert not turn_on(kernel, matrix, out, 0, 1.0, Room())
+            broken = np.where(np.arange(size[1]) == size[1] - 1, np.nan, stored).astype("<f4")
+            source.write_bytes(BEFORE + broken.tobytes())
+            assert not turn_on(kernel, matrix, out, 0, 1.0, Room())

@@ -55,6 +55,8 @@ def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_pa
     assert not verify(out).report.findings
     config = read_json(out / "adapter_config.json")
     if server in ONE_RANK:
+        several = "alpha_pattern" in lora or "rank_pattern" in lora
+        assert config["lora_alpha"] == (config["r"] if several else LoraConfig(**lora).lora_alpha)
         assert config["use_rslora"] is False
         assert config["rank_pattern"] == config["alpha_pattern"] == {}
         assert {tensor.shape[0] for name, tensor in saved_tensors(out).items() if "_A" in name} == {config["r"]}
