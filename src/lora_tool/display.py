@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 _KIB = 1024
 _MINUTE = 60
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -140,9 +142,11 @@ def finite(value: float | None) -> float | None:
 
 
 def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
-    """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
+    """Return records and what they hold as JSON data: names from files escaped, NaN and infinities null."""
     if isinstance(value, dict):
         return {printable(str(key)): json_data(inner) for key, inner in value.items()}
+    if isinstance(value, Struct):
+        return {name: json_data(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):
         return [json_data(inner) for inner in value]
     if isinstance(value, float):

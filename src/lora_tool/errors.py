@@ -39,10 +39,11 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,8 +71,7 @@ class Defect(str, enum.Enum):
     BAD_FIELD = "bad-field"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(Struct, frozen=True, kw_only=True):
     """One defect of one file, found while reading it. `subject` is the tensor, key or field concerned."""
 
     defect: Defect

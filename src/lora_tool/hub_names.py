@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
+
+from msgspec import Struct
 
 from lora_tool.errors import WrongValue
 
@@ -25,8 +26,7 @@ _WHOLE = 2
 _NOT_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubName:
+class HubName(Struct, frozen=True, kw_only=True):
     """A repository, `owner/name` or an old `name` without owner, and a branch, tag or commit (None for main)."""
 
     id: str

@@ -9,9 +9,11 @@ import re
 import string
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import is_numbered
@@ -47,8 +49,7 @@ _CONTENTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class Listed(Struct, frozen=True, kw_only=True):
     """One checkpoint. `row` has its step, metric, size and verdict; `sizes` are bytes by kind of content."""
 
     root: Path
@@ -63,8 +64,7 @@ class Listed:
     """Whether a file of the run names it as its newest: `latest`, `latest_checkpointed_iteration.txt`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
+class Inventory(Struct, frozen=True, kw_only=True):
     """The checkpoints of one folder in the order of the run; `metric` is the one that `best` compares."""
 
     root: Path
@@ -116,8 +116,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
         )
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(Struct):
     """The judged checkpoints of one run, with their kinds.
 
     Each holds the run's log up to its step: of thousands, that of the `furthest` is kept.
@@ -287,8 +286,7 @@ class Why(TextEnum):
 KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneChoice:
+class PruneChoice(Struct, frozen=True, kw_only=True):
     """What prune does with one checkpoint."""
 
     checkpoint: Listed

@@ -12,7 +12,8 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 PREFIX = "base_model.model."
 """What `PeftModel` puts before every name: its own `base_model`, then `LoraModel`'s `model`."""
@@ -55,8 +56,7 @@ _PART = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterKey:
+class AdapterKey(Struct, frozen=True, kw_only=True):
     """One parsed tensor name. `module` is the module path inside the model, without PEFT's prefix.
 
     `leaf` is the parameter of the part ("weight", "bias") or, for `Part.PLAIN`, the parameter of the module itself;

@@ -8,9 +8,10 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -52,8 +53,7 @@ class Wanted(str, enum.Enum):
         return "pytorch_model*.bin" if self is Wanted.MODEL else "adapter_model.bin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(Struct, frozen=True, kw_only=True):
     """A folder on this disk and what the user called it. `hub_id` and `revision` (a commit) where it is from the Hub."""
 
     path: Path

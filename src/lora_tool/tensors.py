@@ -12,11 +12,13 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from lora_tool.choices import TextEnum, wrong_value
 
@@ -78,8 +80,7 @@ def float_type(asked: object) -> DType:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(Struct, frozen=True, kw_only=True):
     """`nbytes` bytes of the file `path`, from `offset`."""
 
     path: Path
@@ -100,8 +101,7 @@ class Span:
         return (self,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransposedSpan(Span):
+class TransposedSpan(Span, frozen=True, kw_only=True):
     """Bytes of a matrix of `rows` and `columns` that lies transposed in the file, [columns, rows], at `offset`.
 
     They are the `nbytes` bytes from byte `start` of the matrix as it is meant.
@@ -136,8 +136,7 @@ class Tile(NamedTuple):
     width: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiledSpan(Span):
+class TiledSpan(Span, frozen=True, kw_only=True):
     """Bytes of rows that lie in pieces side by side: a matrix that tensor parallelism cut along its columns.
 
     The tiles fill each row of `row_bytes`, in order; `path` and `offset` are those of the first. The span is the
@@ -175,19 +174,18 @@ def is_tensor_name(text: str) -> bool:
     return text != "__metadata__" and (text.isascii() or text.encode(errors="ignore").decode() == text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True, kw_only=True):
     """Name, element type and shape. An existing spec has a byte size that fits in 63 bits and is whole."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
 
-    nbytes: int = field(init=False, repr=False, compare=False)
-    """Size in bytes; asked for so often that it is worked out once."""
+    nbytes: int = 0
+    """Size in bytes, whatever is given for it; asked for so often that it is worked out once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", _bytes_of(self.dtype, self.shape))
+        force_setattr(self, "nbytes", _bytes_of(self.dtype, self.shape))
 
     @property
     def numel(self) -> int:
@@ -213,13 +211,12 @@ def _bytes_of(dtype: DType, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True, kw_only=True):
     """A tensor and where its bytes are: the spans, in order, are its elements in row-major order."""
 
     spec: TensorSpec
     spans: tuple[Span, ...]
-    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _ends: tuple[int, ...] = ()
     """Where in the tensor each span ends: a stack of experts is hundreds of spans, and is asked for each of them.
 
     Empty for one span, as nearly all tensors have, of which there may be a million.
@@ -228,7 +225,7 @@ class StoredTensor:
     def __post_init__(self) -> None:
         one = len(self.spans) == 1
         ends = () if one else tuple(accumulate(span.nbytes for span in self.spans))
-        object.__setattr__(self, "_ends", ends)
+        force_setattr(self, "_ends", ends)
         held = self.spans[0].nbytes if one else ends[-1] if ends else 0
         if held != self.spec.nbytes:
             raise ValueError(f"`{self.spec.name}` needs {self.spec.nbytes} bytes, its spans hold {held}")
@@ -283,8 +280,7 @@ TensorTable = Mapping[str, StoredTensor]
 """Tensor name → stored tensor, in file order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStamp:
+class FileStamp(Struct, frozen=True, kw_only=True):
     """What a file looked like when it was read; any later difference means that another program changed it."""
 
     path: Path

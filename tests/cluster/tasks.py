@@ -39,8 +39,7 @@ class Dying:
         return tries
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadly(Surroundings):
+class Deadly(Surroundings, frozen=True, kw_only=True):
     """What kills the process that looks whether the `victim` has it."""
 
     victim: str

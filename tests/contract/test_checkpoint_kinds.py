@@ -10,7 +10,6 @@ import pickle
 import shutil
 import struct
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,7 @@ def _open(folder: Folder) -> ShardedDir:
     return ShardedDir(kind=SLICED, folder=folder, rank_files={".": names}, problems=folder.problems)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlicedState(TrainingState):
+class SlicedState(TrainingState, frozen=True, kw_only=True):
     slices: tuple[dict[str, StoredTensor], ...]
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:

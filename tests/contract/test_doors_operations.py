@@ -12,8 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OPERATION = '''
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Negate(_RowOperation):
+class Negate(_RowOperation, frozen=True, kw_only=True):
     """-W."""
 
     source: StoredTensor

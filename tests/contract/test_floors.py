@@ -22,6 +22,7 @@ FLOORS: dict[str, float] = {
             "progress",
             "version",
             "exhaustive",
+            "records",
         ),
         0,
     ),

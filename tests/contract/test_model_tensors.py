@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors

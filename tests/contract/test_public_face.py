@@ -5,17 +5,19 @@ from __future__ import annotations
 import enum
 import inspect
 import pickle
+import pydoc
 import shutil
 import subprocess
 import sys
 import typing
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import StructMeta
+from msgspec.structs import replace
 
 import lora_tool
 from lora_tool import errors
@@ -48,6 +50,15 @@ def test_a_function_says_what_it_returns_and_raises_and_its_types_can_be_importe
     annotations = [signature.return_annotation, *(each.annotation for each in signature.parameters.values())]
     for found in {inner for annotation in annotations for inner in classes(annotation)}:
         assert getattr(lora_tool, found.__name__, None) is found, f"{name}: {found} cannot be imported from lora_tool"
+
+
+RECORDS = [name for name in lora_tool.__all__ if isinstance(getattr(lora_tool, name), StructMeta)]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_help_of_a_record_names_its_fields(name: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(getattr(lora_tool, name)))
+    assert all(field in text for field in getattr(lora_tool, name).__struct_fields__)
 
 
 def test_enums_of_the_face_refuse_by_name() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import typing
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers

@@ -7,10 +7,10 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lora_tool.errors import ExecutionError, OutOfSpace
 from lora_tool.execution import engine, output

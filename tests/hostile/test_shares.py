@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lora_tool import Share, errors, execute_share, plan_consolidate, plan_merge
 from lora_tool.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged

@@ -1,9 +1,9 @@
 /* Compares buffers that are exactly as large as they must be, of every type and of sizes around those of a part: for
  * the compiler's sanitizers. Prints how many values it found beyond the bound. */
+#include "compare.c" /* first: it says what the system is to declare */
+
 #include <stdio.h>
 #include <stdlib.h>
-
-#include "compare.c"
 
 static const size_t size_of[TYPES] = {2, 2, 4, 8};
 

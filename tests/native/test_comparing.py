@@ -82,10 +82,25 @@ def test_a_change_alone_is_told_from_the_base(comparison: Comparison) -> None:
         assert seen[0].moved is moved
 
 
+@pytest.mark.parametrize("kind", ["u1", "<u2", "<f4", "<f8"])
+def test_columns_of_a_file_are_those_of_the_matrix(comparison: Comparison, tmp_path: Path, kind: str) -> None:
+    matrix = np.arange(300 * 37).reshape(300, 37).astype(kind)
+    path = tmp_path / "matrix"
+    path.write_bytes(b"before" + matrix.tobytes())
+    with path.open("rb") as file:
+        for first, last in (0, 1), (5, 21), (36, 37), (0, 37):
+            found = np.empty((300, last - first), kind)
+            assert comparison.columns(file.fileno(), 6 + first * matrix.itemsize, matrix.strides[0], found)
+            assert np.array_equal(found, matrix[:, first:last])
+        beyond = np.empty((301, 1), kind)
+        assert not comparison.columns(file.fileno(), 6, matrix.strides[0], beyond)
+    assert not comparison.columns(-1, 6, matrix.strides[0], beyond)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("#define VERSION 1", "#define VERSION 99"),
+        ("#define VERSION 2", "#define VERSION 99"),
         ("& EXPONENT) * unit;", "& EXPONENT) * (2 * unit);"),
         ("most <= bound", "1"),
         ("= done + at;", "= at + 1;"),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import build_kernel
 from lora_tool.execution.kernels import STORAGE
@@ -136,7 +137,7 @@ def stored_again(case: CodedCase) -> tuple[bool, bytes] | None:
     part = replace(case.part, above=0)
     if part.table.code is Code.HALVES or case.out_type is not DType.F32 or not case.terms or part.group == 1:
         return None
-    values, finite = replace(case, part=part, digits=0).merged().expected()
+    values, finite = dataclasses.replace(case, part=part, digits=0).merged().expected()
     rows, columns = values.shape
     of_floats = part.table.code is Code.E4M3
     divided = of_floats or columns % 2 == 1

@@ -211,8 +211,7 @@ def test_files_that_say_nothing(name: str, content: bytes, error: type[Exception
     assert found == (list(refused.value.report.findings) if isinstance(refused.value, FindingsFound) else [])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Roles(TrainingState):
+class Roles(TrainingState, frozen=True, kw_only=True):
     """A state that says of each tensor what it was to the training, as DeepSpeed's files do."""
 
     def assemble(self, wanted: object) -> dict[str, StoredTensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.plan.core.factor_ops import FactorOp, Mix, SmallMatrix

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -14,6 +13,7 @@ import torch
 import transformers as hf
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from lora_tool.errors import TrainingStopped
@@ -145,7 +145,7 @@ class Trainings:
             outcome = self.run.whole()
         except TrainingStopped as stop:
             outcome = self.run.failed(stop)
-        return dataclasses.replace(outcome, findings=(*found, *outcome.findings))
+        return replace(outcome, findings=(*found, *outcome.findings))
 
     @property
     def output(self) -> Path:

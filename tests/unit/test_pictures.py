@@ -8,13 +8,13 @@ import math
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from lora_tool import diff

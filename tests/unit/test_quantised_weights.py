@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from lora_tool.formats.quantised.arrays import widened

@@ -9,12 +9,12 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded

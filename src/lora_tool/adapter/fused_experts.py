@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.errors import UnsupportedAdapter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedExperts:
+class FusedExperts(Struct, frozen=True, kw_only=True):
     """What one module's factors hold: A has the rows of one expert after the other, B their columns in turn."""
 
     path: str

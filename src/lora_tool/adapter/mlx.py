@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.adapter.experts import PROJECTIONS
@@ -36,8 +38,7 @@ EXPERTS = tuple(dict(zip(PROJECTIONS[0], theirs, strict=True)) for theirs in PRO
 """MLX-LM's names of an expert's three matrices → those that checkpoints have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlxAdapter:
+class MlxAdapter(Struct, frozen=True, kw_only=True):
     """An adapter of MLX-LM."""
 
     adapter: AdapterDir

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from lora_tool.architectures.ends import is_output
 from lora_tool.architectures.heads import head_of
@@ -40,8 +40,7 @@ def is_new_module(path: str) -> bool:
     return bool(head_of(path)) or is_output(path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(Struct, frozen=True, kw_only=True):
     """How bare paths become those in the model: `strip` is taken off their beginning, `add` put before it."""
 
     strip: str = ""

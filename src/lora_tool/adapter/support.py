@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX
@@ -22,8 +23,7 @@ BIAS_WITHOUT_PLACE = "`lora_bias` on a layer that has no bias: the merged model 
 UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(Struct, frozen=True, kw_only=True):
     """A feature in the way, in words, and the way out. `in_memory`: PEFT's own merge of it is right."""
 
     text: str

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from lora_tool.adapter.experts import parameter_of
 from lora_tool.adapter.naming import bare_path
@@ -33,8 +35,7 @@ _LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LOR
 _EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None), (Part.MAGNITUDE, None)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoraLayer:
+class LoraLayer(Struct, frozen=True, kw_only=True, eq=False):
     """The LoRA tensors of one module. `module` is its path in the model, without anything that was put before it."""
 
     module: str
@@ -51,12 +52,15 @@ class LoraLayer:
     """Layers of one kind differ in the numbers in their paths and in their values alone: the config treats them alike,
     and their tensors have the same types and shapes.
     """
-    a: StoredTensor | None = field(init=False, repr=False, compare=False)
+    a: StoredTensor | None = None
     """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
-    b: StoredTensor | None = field(init=False, repr=False, compare=False)
+    b: StoredTensor | None = None
     """The matrix that maps from the rank: (out, r)."""
-    pair: tuple[StoredTensor, StoredTensor] | None = field(init=False, repr=False, compare=False)
-    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution."""
+    pair: tuple[StoredTensor, StoredTensor] | None = None
+    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution.
+
+    All three are taken from the parts, whatever is given for them.
+    """
 
     def __post_init__(self) -> None:
         # a dozen rules ask a hundred thousand layers for them
@@ -64,9 +68,9 @@ class LoraLayer:
         a = parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None))
         b = parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None))
         fits = a is not None and b is not None and a.nbytes and b.nbytes and len(a.shape) == len(b.shape) >= MATRIX
-        object.__setattr__(self, "a", a)
-        object.__setattr__(self, "b", b)
-        object.__setattr__(self, "pair", (a, b) if fits else None)
+        force_setattr(self, "a", a)
+        force_setattr(self, "b", b)
+        force_setattr(self, "pair", (a, b) if fits else None)
 
     @property
     def bias(self) -> StoredTensor | None:
@@ -115,8 +119,7 @@ class LoraLayer:
         return a.shape[0] if a.shape[0] == b.shape[1] or grouped else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WholeTensor:
+class WholeTensor(Struct, frozen=True, kw_only=True, eq=False):
     """A tensor of an adapter that is in no LoRA layer, as it stands in the file."""
 
     tensor: StoredTensor
@@ -131,8 +134,7 @@ class WholeTensor:
         return ".".join(filter(None, (self.module, self.leaf)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainedTokens:
+class TrainedTokens(Struct, frozen=True, kw_only=True, eq=False):
     """Rows of an embedding that were trained by themselves: [rows, columns], and where each belongs."""
 
     rows: StoredTensor
@@ -144,8 +146,7 @@ class TrainedTokens:
         return not self.indices and self.rows.shape[:1] == (0,) != self.rows.shape  # ZeRO-3 leaves [0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterView:
+class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
     """What an adapter holds, by what it does."""
 
     adapter: AdapterDir

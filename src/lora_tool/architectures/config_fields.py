@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 TABLE = Path(__file__).with_name("config_fields.jsonl")
 ANY = "any"
@@ -35,8 +36,7 @@ _IN_WORDS = {
 _TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "dict": dict, "null": type(None)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TypedConfig:
+class TypedConfig(Struct, frozen=True, kw_only=True):
     """A config, or one inside it, with the model type whose class reads it; `context` stands before its fields."""
 
     context: str

@@ -9,7 +9,9 @@ that leaves a size open, or has a value that a row does not know, is for transfo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.architectures.sizes import Sizes
 from lora_tool.formats.model_config import ModelConfig
@@ -27,8 +29,7 @@ STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MOST_LAYERS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
+class Mixture(Struct, frozen=True, kw_only=True):
     """The causal LM of a model type, or what it is under some values of the config's fields."""
 
     model_type: str

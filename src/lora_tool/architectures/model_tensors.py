@@ -15,10 +15,11 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.architectures.sizes import Sizes
 from lora_tool.architectures.table import is_computed
@@ -33,8 +34,7 @@ _LEGACY = {"gamma": "weight", "beta": "bias"}
 """What layer norms of TensorFlow's checkpoints call their parameters; transformers renames them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTensors:
+class ModelTensors(Struct, frozen=True, kw_only=True):
     """The tensors of one checkpoint beside those that its class has. Names are those of the checkpoint."""
 
     class_name: str | None

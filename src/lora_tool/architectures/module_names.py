@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.architectures.model_tensors import prefixes_of
 from lora_tool.architectures.table import architecture_of
@@ -20,8 +21,7 @@ _WRITING = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
 """PEFT's task types of models that write text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleNames:
+class ModuleNames(Struct, frozen=True, kw_only=True):
     """The modules of a model type: of its classes with a head, and of the base model's own class."""
 
     prefix: str

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from lora_tool.tensors import DType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class Architecture(Struct, frozen=True, kw_only=True):
     """The classes of a model type that are stored as they are in memory; None for a class that is not.
 
     Where both classes are named they share their trunk, name by name: the causal LM without `causal_only` is the

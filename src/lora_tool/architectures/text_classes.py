@@ -7,8 +7,9 @@ The table is of transformers 5.23, for checkpoints whose experts are stored fuse
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.table import Architecture
@@ -16,8 +17,7 @@ from lora_tool.architectures.table import Architecture
 _OUTPUT = "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextClass:
+class TextClass(Struct, frozen=True, kw_only=True):
     """The text class of a model type: on disk its names have `add` in place of their beginning `strip`.
 
     Where they have that beginning: with `strip` the output layer has the same name in both.

@@ -6,7 +6,8 @@ PEFT saves the ends of the model by itself then, with more or fewer rows than th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.architectures.ends import MATRIX, embeddings, output_name
 from lora_tool.architectures.table import Architecture
@@ -17,8 +18,7 @@ from lora_tool.tensors import StoredTensor
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class Vocabulary(Struct, frozen=True, kw_only=True):
     """Another number of tokens than the base's: `size` rows for each of the tensors `names`."""
 
     size: int

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.errors import BadConfig, BrokenFile, Defect, NotACheckpoint, Problem
 from lora_tool.formats import generation_config, manifest, model_card, tokenizer, trainer_state
@@ -26,8 +28,7 @@ _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
+class Folder(Struct, frozen=True, kw_only=True):
     """What lies in a folder, by name, and what every kind of checkpoint may have beside its weights."""
 
     root: Path

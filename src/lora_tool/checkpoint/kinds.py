@@ -7,9 +7,11 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
@@ -35,8 +37,7 @@ class Claim(enum.IntEnum):
     """The weights, whole or in pieces; for an adapter its config is enough."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(Struct, frozen=True, kw_only=True):
     """A kind of checkpoint: what it is called, how it is recognised and opened, and which command goes on from it."""
 
     name: str
@@ -59,8 +60,7 @@ class Kind:
         return f"{self.article} {self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedKind(Kind):
+class ShardedKind(Kind, frozen=True, kw_only=True):
     """A kind whose weights lie in pieces, each written by one process; its files are known by patterns.
 
     Patterns are those of `fnmatch`, in lower case.
@@ -95,8 +95,7 @@ class ShardedKind(Kind):
         return (*self.weights, *self.optimizer, *self.others, *self.folders)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
+class _Opened(Struct, frozen=True, kw_only=True):
     """A folder that was opened, and what was found wrong while it was."""
 
     kind: Kind
@@ -112,8 +111,7 @@ class _Opened:
         return f"{type(self).__name__}({shortened(str(self.root), 300)!r}{problems})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class _WithWeights(_Opened):
+class _WithWeights(_Opened, frozen=True, kw_only=True):
     """A folder whose weights are whole."""
 
     weights: Weights
@@ -123,14 +121,16 @@ class _WithWeights(_Opened):
         return self.weights.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelDir(_WithWeights):
+class ModelDir(_WithWeights, frozen=True, kw_only=True, dict=True):
     """A transformers model: config and weights. With a `lora_tool.json` it is a merged model."""
 
     config: ModelConfig | None
     manifest: Manifest | None = None
-    read: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
-    """The layouts of its quantised weights, once they have been read."""
+
+    @cached_property
+    def read(self) -> dict[str, Any]:
+        """Return the layouts of its quantised weights, once they have been read."""
+        return {}
 
     @property
     def whole_config(self) -> ModelConfig:
@@ -146,21 +146,25 @@ class ModelDir(_WithWeights):
         return (self.config.dtype if self.config else None) or first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AdapterDir(_WithWeights):
+class AdapterDir(_WithWeights, frozen=True, kw_only=True, dict=True):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
     config: AdapterConfig | None
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-    scans: list[Any] = field(default_factory=list, init=False, compare=False)
-    """Its `rules.engine.scan.Scans`, once somebody has asked for it: the rules read each adapter only once."""
-    views: list[Any] = field(default_factory=list, init=False, compare=False)
-    """Its `adapter.view.AdapterView`, once somebody has asked for it: of a hundred thousand tensors it takes a while."""
+
+    @cached_property
+    def scans(self) -> list[Any]:
+        """Its `rules.engine.scan.Scans`, once somebody has asked for it: the rules read each adapter only once."""
+        return []
+
+    @cached_property
+    def views(self) -> list[Any]:
+        """Its `adapter.view.AdapterView`, once somebody has asked for it: of a hundred thousand tensors it takes a while."""
+        return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ShardedDir(_Opened):
+class ShardedDir(_Opened, frozen=True, kw_only=True):
     """A training checkpoint in pieces: rank files of DeepSpeed, FSDP, verl or any other registered kind."""
 
     kind: ShardedKind
@@ -172,8 +176,7 @@ class ShardedDir(_Opened):
     """The tag that DeepSpeed's file for universal checkpoints names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RunDir(_Opened):
+class RunDir(_Opened, frozen=True, kw_only=True):
     """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
 
 

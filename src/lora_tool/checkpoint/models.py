@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import other_formats
 from lora_tool.checkpoint.folders import Folder, read_config, without_weights

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.display import some
@@ -15,8 +16,7 @@ from lora_tool.formats.weights import Weights, read_single
 from lora_tool.keys import PREFIX, Part, parse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherFormat:
+class OtherFormat(Struct, frozen=True, kw_only=True):
     """What the weights are, in words, and how to get them in the form that PEFT or transformers writes."""
 
     text: str

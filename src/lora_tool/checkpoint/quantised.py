@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint.kinds import ModelDir
 from lora_tool.errors import UnsupportedAdapter

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Struct, field
 
 from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.fields import Fields
@@ -33,8 +33,7 @@ KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format", *TAB
 _MAX_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
+class Configuration(Struct, frozen=True, kw_only=True):
     """What a configuration file sets; options on the command line win, ignores add up."""
 
     path: Path | None = None
@@ -62,8 +61,7 @@ class Configuration:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleChoice:
+class RuleChoice(Struct, frozen=True, kw_only=True):
     """What command line and configuration together ask of the rules."""
 
     select: tuple[str, ...]

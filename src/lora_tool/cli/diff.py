@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import click
+from msgspec.structs import asdict
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option
@@ -40,7 +40,7 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
         draw_comparison(comparison, plot, names=(first, second))
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
-        print_json(first=first, second=second, same=comparison.same, **dataclasses.asdict(comparison))
+        print_json(first=first, second=second, same=comparison.same, **asdict(comparison))
     else:
         from lora_tool.cli.diff_view import show_comparison  # noqa: PLC0415 - rich, only for people
 

@@ -15,7 +15,7 @@ from lora_tool.machine import available_cores
 from lora_tool.version import __version__
 
 _PACKAGES = (
-    *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich"),
+    *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich", "msgspec"),
     *("torch", "transformers", "peft", "accelerate", "trl", "deepspeed", "datasets", "matplotlib"),
 )
 

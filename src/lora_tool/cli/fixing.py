@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import Struct
 
 from lora_tool.display import counted, json_data, printable
 from lora_tool.report.model import Report
@@ -17,8 +17,7 @@ from lora_tool.validation.fixes import planned_changes
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixes:
+class Fixes(Struct, frozen=True, kw_only=True):
     """What answers the findings of a report that can be fixed mechanically, and where each file is kept as it was."""
 
     changes: tuple[FileChange, ...]

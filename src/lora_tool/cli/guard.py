@@ -8,11 +8,11 @@ import shlex
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
 
 from lora_tool.cli.options import ignore_option, json_option
 from lora_tool.display import counted, printable
@@ -80,8 +80,7 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
     return ended.judged(quiet=as_json)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
+class _Ended(Struct, frozen=True, kw_only=True):
     """How a command ended: its exit code, what its trainings saw, the results that they left, and those put together."""
 
     words: tuple[str, ...]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from msgspec.structs import asdict
 
 from lora_tool.cli.options import FolderOrId, base_option, json_option, plot_option
 from lora_tool.display import json_data, json_text, printable
@@ -60,7 +60,6 @@ def command(paths: tuple[str, ...], *, norms: bool | None, plot: Path | None, ba
 
 def _json(inspections: Sequence[Inspection]) -> str:
     """Return the inspections as JSON, `inspection/inspect.schema.json`: a module, a tensor, a checkpoint is a line."""
-    tables = [dataclasses.asdict(inspection) for inspection in inspections]
-    if len(tables) == 1:
-        return json_text(json_data({"schema_version": 1, **tables[0]}), spread=2)
-    return json_text(json_data({"schema_version": 1, "folders": tables}), spread=4)
+    if len(inspections) == 1:
+        return json_text(json_data({"schema_version": 1, **asdict(inspections[0])}), spread=2)
+    return json_text(json_data({"schema_version": 1, "folders": inspections}), spread=4)

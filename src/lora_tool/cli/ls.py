@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def command(root: Path, *, as_json: bool) -> None:
 
     runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
-        print_json(root=root, runs=[dataclasses.asdict(run) for run in runs])
+        print_json(root=root, runs=runs)
         return
     from lora_tool.cli.inventory_view import show_inventory  # noqa: PLC0415 - rich, only for people
 

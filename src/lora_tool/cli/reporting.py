@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from msgspec import Struct
 
 from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
@@ -23,8 +23,7 @@ SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that names a GitHub Actions step's summary file, which steps add to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportFile:
+class ReportFile(Struct, frozen=True, kw_only=True):
     """A form of the report, and the file that it is written to."""
 
     form: Form
@@ -55,8 +54,7 @@ class ReportFile:
             return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reporting:
+class Reporting(Struct, frozen=True, kw_only=True):
     """What a command does with its report: the form that is printed, the files, and what makes the command fail."""
 
     form: Form

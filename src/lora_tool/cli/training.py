@@ -7,11 +7,11 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from lora_tool.cli.after_training import after_command, carry_on, foreseen
 from lora_tool.cli.terminal import tell

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter, open_checkpoint
 from lora_tool.cli.configuration import Configuration, configuration, rule_choice
@@ -132,8 +133,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     return max(map(exit_code, errors), default=FINDINGS if told.fails(report) else DONE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Looked:
+class _Looked(Struct, frozen=True, kw_only=True):
     """One of the folders, as it was given: its report, and the `error` where it could not be opened."""
 
     path: str

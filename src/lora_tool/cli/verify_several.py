@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
 
 from lora_tool.cli.exit_codes import exit_code
 from lora_tool.cli.reporting import Reporting, report_text
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from lora_tool.verification.verified import Verification
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Seen(Struct, frozen=True, kw_only=True):
     """What became of one folder: its verification, or the `error` that stopped that, and the exit code of it alone."""
 
     folder: Path

@@ -13,8 +13,9 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.cluster.on_nodes import Meter, Place, carry_out, enter
 from lora_tool.cluster.reaching import JOIN, START, is_same_address, require_head, require_node
@@ -36,8 +37,7 @@ GroupError = LoraToolError | OSError
 """What ends the tasks of a group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayCluster:
+class RayCluster(Struct, frozen=True, kw_only=True):
     """A cluster that runs: `address` is HOST:PORT, or "auto" for RAY_ADDRESS, else the one that this machine is part of.
 
     `workers` are the tasks that run at the same time, by default as many as the cluster has CPUs.
@@ -123,8 +123,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
+class _Try(Struct, frozen=True):
     """A task that is handed out, and which try it is."""
 
     place: Place
@@ -213,8 +212,7 @@ class Connection:
         return _Run(self._ray, groups, progress, self._workers, self._result).all()
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(Struct):
     """The tasks of one `map_each`: waiting, running, done."""
 
     ray: Any

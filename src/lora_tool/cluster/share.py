@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct
 
 from lora_tool.errors import WrongValue
 
@@ -14,8 +15,7 @@ Item = TypeVar("Item")
 _SPELLED = re.compile(r"(?P<number>\d{1,9})/(?P<of>\d{1,9})\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(Struct, frozen=True, kw_only=True):
     """Part `number` of `of` parts of some work, counted from 1. ``str`` gives the form that `--part` takes: ``3/8``."""
 
     number: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.choices import Choice
 from lora_tool.errors import WrongValue
@@ -23,8 +24,7 @@ class EngineName(Choice):
     """The nodes of a Ray cluster, over storage that all of them share."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Spread(Struct, frozen=True, kw_only=True):
     """The engine, and of a Ray cluster its address and how many tasks it does at a time.
 
     Raises `WrongValue` for an address or workers of this machine.

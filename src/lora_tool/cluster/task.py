@@ -6,9 +6,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from lora_tool.errors import ExecutionError, SourceChanged
 from lora_tool.progress import Progress
@@ -31,8 +32,7 @@ class Task(Protocol):
         """Do it and return the result, which can be pickled. Raises `LoraToolError`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True, kw_only=True):
     """What the tasks of one run take for granted: software of these versions, and files as they were planned with."""
 
     directory: Path | None
@@ -70,8 +70,7 @@ class Surroundings:
             _require_same(stamp, node)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskGroup:
+class TaskGroup(Struct, frozen=True, kw_only=True):
     """Tasks of one result: as soon as one of them fails, the others are not needed."""
 
     tasks: Sequence[Task]

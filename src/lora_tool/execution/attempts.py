@@ -9,8 +9,10 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.folder import errors_of_the_system, sync_folder
@@ -24,8 +26,7 @@ from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptEngine:
+class AttemptEngine(Struct, frozen=True, kw_only=True):
     """The engine of one machine among several that write to the same folder. `jobs` are its threads."""
 
     jobs: int | None = None
@@ -72,8 +73,7 @@ def require_begun(journal: Journal) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Struct, frozen=True, kw_only=True):
     """One file of a plan, or one look at the values of its inputs, with all that another machine needs to know of it."""
 
     work: Work

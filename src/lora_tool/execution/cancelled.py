@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.execution.kernels import F32, F64, AnyArray
@@ -33,8 +33,7 @@ def digits_of(unit: ComputeUnit) -> int:
     return _DIGITS.get(unit.out.dtype, 0) if quantised else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class Product(Struct, frozen=True, kw_only=True):
     """scaling·(left·right), rows of a delta that float32 products were added up for."""
 
     left: F32

@@ -13,9 +13,10 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.backends.choosing import formula_of

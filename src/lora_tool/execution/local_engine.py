@@ -6,10 +6,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.batches import batches_of_bytes
 from lora_tool.display import counted
@@ -39,8 +40,7 @@ _Call = Callable[[], Any]
 """What a thread does from beginning to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalEngine:
+class LocalEngine(Struct, frozen=True, kw_only=True):
     """Threads of this process, which share the open inputs; memory is a few blocks for each."""
 
     jobs: int | None = None
@@ -91,8 +91,7 @@ def prepared(
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """What the threads that write one folder share."""
 
     choose: ChooseBackend

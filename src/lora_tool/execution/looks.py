@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.execution.journal import Journal
 from lora_tool.plan.core.plan import Plan
@@ -12,8 +13,7 @@ from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedLook:
+class RecordedLook(Struct, frozen=True, kw_only=True):
     """A part of the check of values that is taken once, and recorded: a `ValuePart` itself."""
 
     look: ValuePart

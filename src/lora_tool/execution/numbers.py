@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from lora_tool.execution.backends.choosing import backend_for
 from lora_tool.execution.backends.native_backend import NativeBackend

@@ -10,9 +10,10 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.batches import batches_of_bytes
 from lora_tool.errors import LoraToolError
@@ -45,8 +46,7 @@ def most_plans(jobs: int | None) -> int:
     return max(1, min(MOST_PLANS, allowed // 2 // most_open(jobs or available_cores())))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnePassEngine:
+class OnePassEngine(Struct, frozen=True, kw_only=True):
     """Threads of this process. Memory is a block of at most 32 MiB for each, and for each plan what `LocalEngine` needs."""
 
     jobs: int | None = None
@@ -91,8 +91,7 @@ Placed = tuple[int, str, Unit]
 """The number of a plan, the name of a file of it, and a unit of that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What several plans make of one `block` of the inputs."""
 
     block: Block | None
@@ -107,8 +106,7 @@ _Files = Mapping[tuple[int, str], ShardFile]
 """The files that are written, by the number of their plan and their name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(Struct, frozen=True):
     """What the threads of one pass share."""
 
     sources: SharedSources
@@ -179,8 +177,7 @@ class _Pass:
         return errors
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside:
+class _Beside(Struct, frozen=True):
     """What is done for a plan beside its writing."""
 
     hashes: Mapping[Path, Future[str]]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.cluster.ray_cluster import Connection, RayCluster
 from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
@@ -21,8 +23,7 @@ from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayEngine:
+class RayEngine(Struct, frozen=True, kw_only=True):
     """The nodes of `cluster`, each task on one CPU: see `lora_tool.cluster.ray_cluster`."""
 
     cluster: RayCluster = field(default_factory=RayCluster)
@@ -63,8 +64,7 @@ def _write(shared: Sequence[_Shared], connection: Connection, progress: Progress
         each.error = error
 
 
-@dataclass(slots=True)
-class _Shared:
+class _Shared(Struct):
     """A folder whose files the nodes write: its parts, what they found, and the error that it ended with."""
 
     folder: Unfinished
@@ -103,8 +103,7 @@ class _Shared:
         return self.error or WorkDone(hashes=hashes, findings=findings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSurroundings(Surroundings):
+class PlanSurroundings(Surroundings, frozen=True, kw_only=True):
     """What every node must have to compute the bytes of a plan: the same formula, too, None where all is copied."""
 
     precision: Precision

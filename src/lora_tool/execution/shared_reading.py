@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.errors import LoraToolError
 from lora_tool.execution.reading import Sources
@@ -20,8 +21,7 @@ MOST_HELD = 32 << 20
 """Bytes of a block. What is larger, a whole tensor that torch computes say, is read for each plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """`nbytes` bytes of a tensor from its byte `start`; of a file where it is no `tensor`."""
 
     of: StoredTensor | Path

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.cluster.share import Share
 from lora_tool.errors import OutputExists
@@ -23,8 +25,7 @@ from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareWritten:
+class ShareWritten(Struct, frozen=True, kw_only=True):
     """The state of an unfinished folder after one share was written."""
 
     out: Path

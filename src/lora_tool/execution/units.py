@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
@@ -30,8 +32,7 @@ UNIT_WEIGHTS = 1 << 22
 """Weights per computing unit, a multiple of what a block holds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyUnit:
+class CopyUnit(Struct, frozen=True, kw_only=True):
     """`nbytes` bytes of `source` from `offset`, to byte `begin` of the shard file."""
 
     source: Path
@@ -40,8 +41,7 @@ class CopyUnit:
     begin: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherUnit:
+class GatherUnit(Struct, frozen=True, kw_only=True):
     """`nbytes` bytes of a tensor from its byte `start`, which lie in small pieces, to byte `begin` of the file."""
 
     source: StoredTensor
@@ -50,8 +50,7 @@ class GatherUnit:
     begin: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeUnit:
+class ComputeUnit(Struct, frozen=True, kw_only=True):
     """Rows `first` to `last` of what `op` makes, which is `out` and begins at byte `at` of the shard file."""
 
     out: TensorSpec
@@ -77,8 +76,7 @@ class ComputeUnit:
         return (self.last - self.first) * self.row_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequantiseUnit:
+class RequantiseUnit(Struct, frozen=True, kw_only=True):
     """Rows `first` to `last` of scales, or the codes that have those scales, of `out`, which begins at byte `at` of the
     shard file.
 
@@ -123,8 +121,7 @@ class RequantiseUnit:
         return sum(self.place(part, self.first, self.last)[1] for part in self.written)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantiseUnit:
+class QuantiseUnit(Struct, frozen=True, kw_only=True):
     """Blocks `first` to `last` of a weight that is quantised afresh: their codes, or what is stored of their scales.
 
     `out` begins at byte `at` of the shard file. Of scales that are quantised themselves a unit is all of the weight.

@@ -7,10 +7,11 @@ plan, its units (`units_of`) and the parts of the check of values. `Worker` carr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from lora_tool.errors import LoraToolError
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -21,8 +22,7 @@ from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(Struct, frozen=True, kw_only=True):
     """What is to be done for one folder."""
 
     plan: Plan
@@ -36,8 +36,7 @@ class Work:
     """Checks of the inputs' values: they need the processor while writing needs the disk, so they run side by side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkDone:
+class WorkDone(Struct, frozen=True, kw_only=True):
     """The results of the work."""
 
     hashes: Mapping[Path, str]
@@ -72,8 +71,7 @@ class EngineOfSeveral(Protocol):
         """Write the weight files of all folders, and return how each ended. An error of one folder stops no other."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Unfinished:
+class Unfinished(Struct, kw_only=True):
     """A folder that is being written: its weight files are missing, and an engine writes them. `done` is set then."""
 
     work: Work

@@ -10,9 +10,11 @@ import enum
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
@@ -89,8 +91,7 @@ _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM"
 """PEFT's `TaskType`: for any other value PEFT builds a plain model, or fails."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
+class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
     """The fields of `adapter_config.json` that decide what an adapter is, with PEFT's defaults for absent ones."""
 
     path: Path
@@ -132,17 +133,24 @@ class AdapterConfig:
     unknown: tuple[str, ...] = ()
     """Names of fields that no LoraConfig we know has. PEFT warns and ignores them."""
     problems: tuple[Problem, ...] = ()
-    target_names: frozenset[str] = field(init=False, repr=False, compare=False)
-    excluded_names: frozenset[str] = field(init=False, repr=False, compare=False)
-    _ranks: Patterns = field(init=False, repr=False, compare=False)
-    _alphas: Patterns = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        # hundreds of names are asked for hundreds of modules
-        object.__setattr__(self, "target_names", _names(self.target_modules))
-        object.__setattr__(self, "excluded_names", _names(self.exclude_modules))
-        object.__setattr__(self, "_ranks", Patterns(self.rank_pattern))
-        object.__setattr__(self, "_alphas", Patterns(self.alpha_pattern))
+    # hundreds of names are asked for hundreds of modules
+
+    @cached_property
+    def target_names(self) -> frozenset[str]:
+        return _names(self.target_modules)
+
+    @cached_property
+    def excluded_names(self) -> frozenset[str]:
+        return _names(self.exclude_modules)
+
+    @cached_property
+    def _ranks(self) -> Patterns:
+        return Patterns(self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> Patterns:
+        return Patterns(self.alpha_pattern)
 
     @property
     def has_known_type(self) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
 from lora_tool.formats.files import require_inside
@@ -32,8 +33,7 @@ class CutPart(NamedTuple):
         return Piece(self.offsets, self.stored.shape, self.stored.spans[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutModel:
+class CutModel(Struct, frozen=True, kw_only=True):
     """What the files of all ranks hold."""
 
     folder: Path

@@ -13,9 +13,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
@@ -38,8 +40,7 @@ _OF_RANK = re.compile(r"__(?P<rank>\d{1,6})\.metadata\Z")
 _PIECES_OF_RANK = re.compile(r"__(?P<rank>\d{1,6})_\d+\.distcp\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(Struct, frozen=True, kw_only=True):
     """A rectangle of a tensor: the archive of `nbytes` bytes at `at` in the file `filename`."""
 
     offsets: tuple[int, ...]
@@ -51,8 +52,7 @@ class Chunk:
     """What `.metadata` calls the tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpTensor:
+class DcpTensor(Struct, frozen=True, kw_only=True):
     """One tensor, and the chunks that it was cut into, by their offsets."""
 
     dtype: DType
@@ -71,8 +71,7 @@ Pieces = Mapping[str, tuple[StoredChunk, ...]]
 """Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpFolder:
+class DcpFolder(Struct, frozen=True, kw_only=True):
     """What `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
 
     folder: Path

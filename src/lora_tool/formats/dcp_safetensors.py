@@ -8,8 +8,10 @@ a tensor lies in the whole one stands in the archive's header, too. Torch has no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.cut_safetensors import CutPart, cut_parts
@@ -21,8 +23,7 @@ _BEGINNING = b'{"'
 """What follows the 8 bytes of the header's length."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Archive:
+class Archive(Struct, frozen=True, kw_only=True):
     """What one process saved of each tensor."""
 
     path: Path

@@ -6,10 +6,10 @@ Nothing is turned round in memory: what is returned is an array whose strides sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from lora_tool.formats.stored import fill, read_columns
 from lora_tool.tensors import Span, StoredTensor, TransposedSpan

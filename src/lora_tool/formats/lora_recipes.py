@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.fields import is_number, shown
@@ -58,8 +59,7 @@ _TASKS = {
 """What programs call PEFT's task types, in lower case."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(Struct, frozen=True, kw_only=True):
     """What one file says of the LoRA that was trained: fields of PEFT's config, those that it has."""
 
     path: Path

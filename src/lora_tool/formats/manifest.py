@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.fields import is_strings
@@ -16,8 +17,7 @@ FILE_NAME = "lora_tool.json"
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """What a manifest tells about where its folder came from."""
 
     path: Path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields, shown
@@ -69,8 +70,7 @@ NOT_NULL = frozenset({"max_position_embeddings", "d_ff", "ffn_dim", "n_embd", "n
 """Those of them that no class takes as null either."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True, kw_only=True):
     """What `config.json` says; `raw` is the whole object, for writing a changed copy."""
 
     path: Path

@@ -8,9 +8,10 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_pieces, read_rows
@@ -25,8 +26,7 @@ def _ended(path: Path, at: int) -> SourceChanged:
     return SourceChanged(f"{path} was truncated at byte {at} while it was read")
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(Struct):
     """An open file, and how many readers are reading from it right now."""
 
     descriptor: int

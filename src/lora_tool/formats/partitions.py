@@ -13,9 +13,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from lora_tool.choices import TextEnum
 from lora_tool.display import some
@@ -45,8 +46,7 @@ class Role(TextEnum):
     """The checkpoint does not say whether it was trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateEntry:
+class StateEntry(Struct, frozen=True, kw_only=True):
     """One tensor of the training module: its role and shape."""
 
     role: Role
@@ -75,8 +75,7 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Struct, frozen=True, kw_only=True):
     """Parameters that lie one after the other in the same flat group of some ranks."""
 
     number: int

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+
+from msgspec import Struct
 
 _MAX_PATTERN = 200_000
 """A pattern that lists every module of a large model by its path has some 30,000 characters."""
@@ -134,8 +135,7 @@ def _danger(pattern: str) -> str | None:
     return None
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(Struct):
     """A group of a pattern while it is read: how often the branch that is open repeats, and the worst before it."""
 
     repeats: int = 0

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.errors import Problem
 from lora_tool.formats.whole_files import WholeFile, read_whole_files

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.distributed_tensors import DistributedTensor
@@ -24,8 +25,7 @@ from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 _FLAT_PARAMETER = re.compile(r"(?:\A|\.)_?flat_param(?:_\d+)?\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFile:
+class RankFile(Struct, frozen=True, kw_only=True):
     """The file of one rank and the module's tensors in it."""
 
     rank: int
@@ -60,8 +60,7 @@ class HeldPart(NamedTuple):
         return self.holder.file.record(self.local).crc, self.local.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutTensor:
+class CutTensor(Struct, frozen=True, kw_only=True):
     """A tensor of the module, put together from all files."""
 
     dtype: DType
@@ -74,8 +73,7 @@ class CutTensor:
     """Whether the parts are slices of all its elements in their order; its shape is then one dimension or told later."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFolder:
+class RankFolder(Struct, frozen=True, kw_only=True):
     """The rank files of one save."""
 
     folder: Path

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
+
+from msgspec import Struct, field
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import instead_of_weights, open_regular, parse_names, read_at
@@ -27,8 +28,7 @@ _LENGTH_BYTES = 8
 _KNOWN_DTYPES = {dtype.value: dtype for dtype in DType}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsFile:
+class WeightsFile(Struct, frozen=True, kw_only=True):
     """What one file of weights holds, a safetensors or torch file, and everything that is wrong with it."""
 
     stamp: FileStamp

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.files import read_json, require_inside, require_own_file
@@ -23,8 +24,7 @@ _OWN_TYPES = "sentence_transformers."
 _EMPTY = ".Normalize"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Modules:
+class Modules(Struct, frozen=True, kw_only=True):
     """What a `modules.json` says. `folders` are bare names, one per module that is not the transformer."""
 
     root: Path
@@ -35,8 +35,7 @@ class Modules:
     """Classes that are not sentence-transformers' own: it loads them as code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleFiles:
+class ModuleFiles(Struct, frozen=True, kw_only=True):
     """Paths in one module's folder, relative to the model's, with `/`: what belongs to it, and what is left out."""
 
     kept: tuple[str, ...] = ()

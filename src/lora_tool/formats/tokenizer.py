@@ -6,10 +6,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.errors import CorruptFile, Problem
 from lora_tool.formats.files import inside, open_regular, read_at, read_json
@@ -48,8 +49,7 @@ TEMPLATES = "additional_chat_templates"
 """Folder of the named chat templates beside the default one, a `.jinja` file for each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialToken:
+class SpecialToken(Struct, frozen=True, kw_only=True):
     """A special token as text and id, and the file that says so."""
 
     token: str
@@ -57,8 +57,7 @@ class SpecialToken:
     path: Path
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
-class Tokenizer:
+class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):  # without slots: what is asked twice is kept
     """What the small files of a tokenizer say, by name where each lies. Those that cannot be read are in `problems`."""
 
     paths: Mapping[str, Path]
@@ -187,8 +186,7 @@ def tokens_in_use(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Spe
             yield "chat_template", SpecialToken(token=token, id=number, path=folder / source)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnEnd:
+class TurnEnd(Struct, frozen=True, kw_only=True):
     """The token that ends a turn, and all that may: a model stops if one of these is among its ends."""
 
     token: SpecialToken

@@ -14,9 +14,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.distributed_tensors import KNOWN
@@ -47,8 +48,7 @@ class Record(NamedTuple):
     crc: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFile:
+class TorchFile(Struct, frozen=True, kw_only=True):
     """What one file holds: the object, with `LazyTensor`s and `Stub`s in it, and the archive's own facts."""
 
     stamp: FileStamp

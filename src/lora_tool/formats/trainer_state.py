@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
@@ -14,8 +16,7 @@ from lora_tool.formats.files import read_object
 FILE_NAME = "trainer_state.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
+class TrainerState(Struct, frozen=True, kw_only=True):
     """Where a training run was, and its log."""
 
     path: Path

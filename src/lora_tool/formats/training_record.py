@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.fields import Fields
@@ -12,8 +13,7 @@ from lora_tool.formats.files import read_object
 FILE_NAME = "lora_tool_train.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecord:
+class TrainingRecord(Struct, frozen=True, kw_only=True):
     """What an adapter was trained on. Fields that the record does not have, or not as text, are None."""
 
     path: Path

@@ -8,9 +8,10 @@ and lies in a dictionary as ``param``; one of stage 3 is flat, and its shape is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
@@ -24,8 +25,7 @@ FILE = "fp32.pt"
 _STEP = "step.pt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Master:
+class Master(Struct, frozen=True, kw_only=True):
     """One parameter's float32 values, and how many steps its optimizer took, which stage 3 does not write."""
 
     file: TorchFile

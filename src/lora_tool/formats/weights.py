@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect, Problem
@@ -23,8 +24,7 @@ from lora_tool.tensors import FileStamp, StoredTensor
 TORCH_SUFFIX = ".bin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(Struct, frozen=True, kw_only=True):
     """All tensors of one set of weight files, in file order, and everything that is wrong with the files."""
 
     files: tuple[WeightsFile, ...]
@@ -42,8 +42,7 @@ class Weights:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-@dataclass(slots=True)
-class _Gathering:
+class _Gathering(Struct):
     """What is collected while the files of one set are read, one after the other."""
 
     root: Path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
@@ -17,8 +18,7 @@ from lora_tool.tensors import is_tensor_name
 Key = TypeVar("Key", int, tuple[int, int])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeFile:
+class WholeFile(Struct, frozen=True, kw_only=True):
     """The weights of one layer or expert, by the names that they have in the whole module."""
 
     file: TorchFile

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.expert_files import Place, read_experts
@@ -50,8 +52,7 @@ _REFUSED = (
 """Pattern of a file's name, what the checkpoint is in words, and what to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroTag:
+class ZeroTag(Struct, frozen=True, kw_only=True):
     """One saved step: the rank files by rank. Files that cannot be read are in `problems` and in no mapping."""
 
     folder: Path

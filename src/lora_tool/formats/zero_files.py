@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
@@ -41,8 +43,7 @@ class ZeroStage(enum.IntEnum):
     WEIGHTS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFile:
+class RankFile(Struct, frozen=True, kw_only=True):
     """What every rank file says of itself and of the run."""
 
     file: TorchFile
@@ -60,8 +61,7 @@ class RankFile:
         return self.file.path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStates(RankFile):
+class ModelStates(RankFile, frozen=True, kw_only=True):
     """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
 
     module: Mapping[str, LazyTensor]
@@ -93,8 +93,7 @@ class ModelStates(RankFile):
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStates(RankFile):
+class OptimStates(RankFile, frozen=True, kw_only=True):
     """One `*_optim_states.pt`: this rank's part of the float32 masters."""
 
     groups: tuple[LazyTensor, ...]

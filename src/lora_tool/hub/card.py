@@ -12,8 +12,10 @@ import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.choices import Choice
 from lora_tool.hub.metadata import Card, changed, read_card
@@ -38,16 +40,14 @@ class Readme(Choice):
     HUB = "hub"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Licence:
+class Licence(Struct, frozen=True, kw_only=True):
     """The base model's licence as its card names it, and whether the base is gated."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedCard:
+class MergedCard(Struct, frozen=True, kw_only=True):
     """The README to push, and what has to be said about it."""
 
     data: bytes
@@ -90,8 +90,7 @@ def merge_card(
     return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=reason, warnings=(*warnings, *more))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _Source(Struct, frozen=True, kw_only=True):
     """One README without our section, and what the section's marker remembered."""
 
     card: Card

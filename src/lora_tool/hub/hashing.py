@@ -6,13 +6,13 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import sha_fileobj
+from msgspec.structs import replace
 
 from lora_tool.errors import SourceChanged, VerificationFailed
 from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan

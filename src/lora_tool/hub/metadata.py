@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.errors import BadConfig, Defect, Problem
 
@@ -18,8 +19,7 @@ _BLOCK = re.compile(
 _LARGEST = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Card(Struct, frozen=True, kw_only=True):
     """A README: its YAML text (None where it has no block) and everything after it."""
 
     yaml: str | None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub.hf_api import RepoFile
+from msgspec import Struct, field
 
 from lora_tool.choices import Choice, TextEnum
 from lora_tool.tensors import FileStamp
@@ -33,15 +33,14 @@ class PushCheck(Choice):
     DOWNLOAD = "download"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushContent:
+class PushContent(Struct, frozen=True, kw_only=True):
     """The bytes of one file to push: a local file as it was when planning, or bytes made for the push."""
 
     name: str
     """Path in the repository, with `/`."""
     source: Path | None = None
     stamp: FileStamp | None = None
-    data: bytes | None = field(default=None, repr=False)
+    data: bytes | None = None
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -53,8 +52,7 @@ class PushContent:
         return self.stamp.size if self.stamp is not None else len(self.data or b"")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushFile:
+class PushFile(Struct, frozen=True, kw_only=True):
     """One file of the plan. `content` is None where it is removed."""
 
     name: str
@@ -66,16 +64,14 @@ class PushFile:
     """Of the content, where planning had to read it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class LeftOut(Struct, frozen=True, kw_only=True):
     """A file or folder that is not pushed, and why."""
 
     name: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
+class Remote(Struct, frozen=True, kw_only=True):
     """A repository as it was read. `head` is None where the repository does not exist, or cannot be seen."""
 
     repo: str
@@ -92,8 +88,7 @@ class Remote:
         return self.head is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushPlan:
+class PushPlan(Struct, frozen=True, kw_only=True):
     """Everything that a push will do. Making the plan changes nothing, here or on the Hub."""
 
     folder: Path
@@ -120,8 +115,7 @@ class PushPlan:
         return sum(file.size for file in self.changes if file.change is not FileChange.REMOVE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
+class Pushed(Struct, frozen=True, kw_only=True):
     """The result of a push. `changed` is False if the repository already held this content."""
 
     repo: str

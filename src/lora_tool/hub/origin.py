@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.heads import is_last_layer
@@ -33,8 +34,7 @@ _BY_TASK_TYPE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class Origin(Struct, frozen=True, kw_only=True):
     """What is published and what it was made of, without a path."""
 
     adapter: bool

@@ -6,9 +6,9 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from huggingface_hub.hf_api import RepoFile
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed

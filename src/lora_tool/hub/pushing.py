@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
+from msgspec import Struct
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
@@ -20,8 +20,7 @@ _CREATED_BY_THE_HUB = {".gitattributes"}
 _LOST = "the Hub's answer was lost, but the commit is on the Hub and complete"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Landed:
+class _Landed(Struct, frozen=True, kw_only=True):
     """A commit that is on the Hub."""
 
     commit: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from lora_tool.display import printable, size
 from lora_tool.hub.model import FileChange, Pushed, PushPlan

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from http.client import responses
 from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from lora_tool.display import printable
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable, LoraToolError
@@ -26,8 +27,7 @@ Failure = tuple[type[HubError], str, str]
 """What an error means: its class, what happened, what to do, in which `{again}` is a sentence of what is `Doing`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doing:
+class Doing(Struct, frozen=True, kw_only=True):
     """The next steps that depend on what was asked of the Hub."""
 
     again: str = "run the same command again"

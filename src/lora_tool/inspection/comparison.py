@@ -11,10 +11,10 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
@@ -42,8 +42,7 @@ class ModuleChange(TextEnum):
     """Of another shape, or of a type that is not compared by value; `note` says which."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Struct, frozen=True, kw_only=True):
     """One module's ΔW, or one tensor, in both. Norms are Frobenius norms; those of the absent are None."""
 
     name: str
@@ -78,8 +77,7 @@ class Difference:
         return min(max(beyond / (2 * self.first * self.second), 0.0), 2.0) if math.isfinite(beyond) else math.nan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Struct, frozen=True, kw_only=True):
     """All modules and tensors of both folders, in the order of the first, and the config fields that differ."""
 
     fields: Mapping[str, tuple[str, str]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from lora_tool.display import counted, number, printable, shortened, size
 from lora_tool.inspection.curves import Curves
@@ -16,8 +17,7 @@ _SHOWN = 8
 """Tensors that are named before the rest is counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Spread(Struct, frozen=True, kw_only=True):
     """Smallest, middle and largest of some values. NaN and infinities stay what they are, at the end."""
 
     least: float
@@ -25,8 +25,7 @@ class Spread:
     most: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norms:
+class Norms(Struct, frozen=True, kw_only=True):
     """Frobenius norms over the modules of one group; ΔW is scaling·B·A, for DoRA before its magnitudes."""
 
     a: Spread
@@ -39,8 +38,7 @@ Measured: TypeAlias = tuple[float, float, float | None]
 """‖A‖, ‖B‖ and ‖ΔW‖ of one module; the last is None where its scaling is not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """Modules of one name that have rank, scaling, shapes and dtype in common."""
 
     name: str
@@ -57,8 +55,7 @@ class Target:
     norms: Norms | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class Module(Struct, frozen=True, kw_only=True):
     """The numbers of one module's LoRA. What was not asked for, or cannot be computed, is None or empty.
 
     Norms are Frobenius norms; ΔW is scaling·B·A, for DoRA before its magnitudes.
@@ -80,8 +77,7 @@ class Module:
     """Those of ΔW, falling, as many as the rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(Struct, frozen=True, kw_only=True):
     """One tensor by name."""
 
     name: str
@@ -90,8 +86,7 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingProgress:
+class TrainingProgress(Struct, frozen=True, kw_only=True):
     """The progress of the run when it wrote this folder."""
 
     step: int
@@ -112,8 +107,7 @@ class TrainingProgress:
         return f"step {self.step:,}{of}{epoch}{loss}{best}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRow:
+class CheckpointRow(Struct, frozen=True, kw_only=True):
     """One `checkpoint-N` inside a folder. `kind` is "unreadable" where it could not be opened, `note` says why."""
 
     name: str
@@ -123,8 +117,7 @@ class CheckpointRow:
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class Inspection(Struct, frozen=True, kw_only=True):
     """The facts that inspection gives for every kind of folder."""
 
     path: str
@@ -169,8 +162,7 @@ class Inspection:
         return f"<b>{self.kind}</b> {html.escape(printable(self.path))}<table>{''.join(rows)}</table>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AdapterInspection(Inspection):
+class AdapterInspection(Inspection, frozen=True, kw_only=True):
     """What an adapter holds."""
 
     base_model: str | None
@@ -213,8 +205,7 @@ class AdapterInspection(Inspection):
         yield "other", _tensor_list(self.others)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelInspection(Inspection):
+class ModelInspection(Inspection, frozen=True, kw_only=True):
     """What a model folder holds."""
 
     model_type: str | None
@@ -246,8 +237,7 @@ class ModelInspection(Inspection):
         yield "merged from", ", ".join(self.merged_from)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFiles:
+class RankFiles(Struct, frozen=True, kw_only=True):
     """The files of one tag of a sharded checkpoint; the tag is "." where they lie in the folder itself."""
 
     tag: str
@@ -256,15 +246,13 @@ class RankFiles:
     latest: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ShardedInspection(Inspection):
+class ShardedInspection(Inspection, frozen=True, kw_only=True):
     """What a DeepSpeed or FSDP checkpoint holds."""
 
     tags: tuple[RankFiles, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class RunInspection(Inspection):
+class RunInspection(Inspection, frozen=True, kw_only=True):
     """A run folder: nothing but its checkpoints, and what they are."""
 
     latest: Inspection | None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
@@ -21,8 +21,7 @@ from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spectrum:
+class Spectrum(Struct, frozen=True, kw_only=True):
     """One module's ΔW. `singular_values` fall; they are those of scaling·B·A, for DoRA before its magnitudes."""
 
     module: str

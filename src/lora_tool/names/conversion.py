@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
@@ -233,8 +234,7 @@ def _are_plain(rules: Sequence[Any]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
+class _Form(Struct, frozen=True):
     """What a rule makes of one layer's tensors, without the layer's path, the tensors by their place in the group."""
 
     made: tuple[tuple[str, RowMapping, tuple[tuple[int, int, int], ...] | None], ...]

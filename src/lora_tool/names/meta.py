@@ -6,11 +6,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
+from msgspec.structs import replace
 
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig, model_config_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.architectures.mixtures import (
     CORRECTION,
@@ -30,8 +31,7 @@ _LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 _MATRIX = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureMapping:
+class MixtureMapping(Struct, frozen=True, kw_only=True):
     """The names of a causal LM in memory and on disk, where the base has all of its tensors as the config means them."""
 
     config: ModelConfig

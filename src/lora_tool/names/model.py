@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSlice:
+class RowSlice(Struct, frozen=True, kw_only=True):
     """`rows` consecutive rows of the tensor `name` from row `start`; a vector's rows are its elements.
 
     The rows of a tensor of three dimensions are those of all its matrices, one after the other.
@@ -23,8 +23,7 @@ class RowSlice:
     rows: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMapping:
+class RowMapping(Struct, frozen=True, kw_only=True):
     """A tensor made of rows of others, in this order.
 
     `pieces` is None where it is no concatenation of their rows, because they were transposed. `sources` are the tensors
@@ -38,8 +37,7 @@ class RowMapping:
     """Whether it is its one source with the last two dimensions swapped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True, kw_only=True):
     """What planning a merge needs to know of a transformers class, built for one config without weights."""
 
     class_name: str

@@ -8,9 +8,10 @@ make each parameter; parameters of the same rows are the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.names.model import ModelFacts, RowMapping, Shape

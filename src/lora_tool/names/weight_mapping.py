@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from lora_tool.display import and_more
 from lora_tool.errors import Defect, IncompatibleBase, Problem, UnsupportedAdapter

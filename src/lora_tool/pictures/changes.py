@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from lora_tool.inspection.comparison import Comparison, Difference
 from lora_tool.keys import split_layer
 from lora_tool.pictures.grid import Grid, laid_out, span
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(Struct, frozen=True):
     """A difference at its place."""
 
     target: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from lora_tool.display import four_digits
 from lora_tool.inspection.naming import place, short_names
@@ -20,8 +22,7 @@ _DECADES = 30.0
 """How far apart the ends of a scale may be before most of its cells would have the colour of its lower end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class Grid(Struct, frozen=True, kw_only=True, dict=True):
     """`cells[row][column]` is the number of target `rows[row]` in layer `columns[column]`; None where there is none."""
 
     title: str
@@ -36,14 +37,16 @@ class Grid:
     cells: tuple[tuple[float | None, ...], ...]
     crowded: bool = False
     """Whether a cell stands for several modules, experts of one layer, and has the largest of their numbers."""
-    least: float = field(init=False)
-    most: float = field(init=False)
-    """The ends of the colour scale: those of all finite numbers."""
 
-    def __post_init__(self) -> None:
-        numbers = finite(self.cells)  # once: every cell asks for the ends
-        object.__setattr__(self, "least", min(numbers, default=0.0))
-        object.__setattr__(self, "most", max(numbers, default=0.0))
+    @cached_property
+    def least(self) -> float:
+        """Return the lower end of the colour scale: the least of all finite numbers."""
+        return min(finite(self.cells), default=0.0)
+
+    @cached_property
+    def most(self) -> float:
+        """Return the upper end of the colour scale."""
+        return max(finite(self.cells), default=0.0)
 
     @property
     def said(self) -> str:

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.inspection.curves import Curves, is_main
 from lora_tool.inspection.naming import place, short_names
@@ -56,8 +56,7 @@ _FEW = 40
 _ENERGY = 0.9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(Struct, frozen=True, kw_only=True):
     """A line of a panel of spectra: the median of a few neighbouring layers."""
 
     share: float | None
@@ -66,8 +65,7 @@ class Line:
     """Singular values by k; NaN for what is no number, or nothing but rounding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpectraPanel:
+class SpectraPanel(Struct, frozen=True, kw_only=True):
     """The spectra of one target in all layers."""
 
     name: str
@@ -227,8 +225,7 @@ def label_step(count: int, room: int) -> int:
     return next(step for step in (1, 2, 4, 5, 8, 10, 20, 40, 50, 100, 200, 500, 1000, count) if count <= step * room)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePanel:
+class CurvePanel(Struct, frozen=True, kw_only=True):
     """What belongs in one panel: a quantity in training, and the same in evaluation."""
 
     name: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from matplotlib.figure import Figure
+from msgspec import Struct
 
 from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
@@ -51,8 +51,7 @@ _TITLE, _TICKS, _GAP = 0.3, 0.32, 0.58
 """Over a panel, under it, and between two side by side."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(Struct, frozen=True):
     height: float
     draw: Callable[[Figure, float], None]
     """Draws it from so many inches below the top."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import (
     TRAINED_MODEL,
@@ -24,8 +26,7 @@ from lora_tool.pipeline.mending import has_rank_files
 from lora_tool.pipeline.model import Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(Struct, frozen=True, kw_only=True):
     """The jobs in the order of the folders' names, and the folders that are not among them."""
 
     jobs: tuple[Job, ...]
@@ -79,8 +80,7 @@ def _lies_in(folder: Path, out: Path) -> bool:
     return Path(os.path.realpath(out)) in (real, *real.parents)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Looked:
+class _Looked(Struct, frozen=True, kw_only=True):
     """What a sweep asks of a folder; of one that cannot be opened nothing, since its job will say so."""
 
     needs_no_merge: bool = False

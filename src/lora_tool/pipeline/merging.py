@@ -8,9 +8,11 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -50,8 +52,7 @@ Result = TypeVar("Result")
 Options = TypeVar("Options", bound=MergeOptions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundInputs:
+class FoundInputs(Struct, frozen=True, kw_only=True):
     """The adapters that are merged, in the order of their sum, their base, and where all of them come from."""
 
     adapters: tuple[AdapterDir, ...]

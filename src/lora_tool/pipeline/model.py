@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from lora_tool.choices import TextEnum
 from lora_tool.errors import LoraToolError
@@ -19,8 +20,7 @@ from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """What is to be done with one checkpoint. `push` is a repository on the Hub; None publishes nothing."""
 
     checkpoint: Path
@@ -77,8 +77,7 @@ class Status(TextEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
+class Ranked(Struct, frozen=True, kw_only=True):
     """How well a reward model ranked the pairs that were given."""
 
     accuracy: float
@@ -103,8 +102,7 @@ class Ranked:
         return -self.accuracy, math.inf if self.margin is None else -self.margin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Stage(Struct, frozen=True, kw_only=True):
     """One stage that was run, or why it was not. `error` is what stopped the pipeline there."""
 
     name: str
@@ -119,8 +117,7 @@ class Stage:
     error: LoraToolError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Struct, frozen=True, kw_only=True):
     """All stages in order. `output` is the folder that passed; None where the pipeline stopped before it."""
 
     stages: tuple[Stage, ...]
@@ -146,8 +143,7 @@ class Outcome:
         return next((stage.ranking for stage in self.stages if stage.ranking is not None), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class Swept(Struct, frozen=True, kw_only=True):
     """What became of one job of several."""
 
     job: Job

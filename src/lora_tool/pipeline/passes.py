@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct, field
 
 from lora_tool.cluster.spread import Spread
 from lora_tool.errors import LoraToolError
@@ -26,8 +27,7 @@ _MOST_FOLDERS = 32
 Item = TypeVar("Item")
 
 
-@dataclass(slots=True, kw_only=True)
-class Underway:
+class Underway(Struct, kw_only=True):
     """A folder on its way: its plan, what was written or the error that it ended with, and what is closed when it ends."""
 
     path: Path
@@ -72,8 +72,7 @@ class Underway:
         self.written = None if self.read_back is None else self.read_back.written()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class Passes(Struct, frozen=True, kw_only=True):
     """How folders are written in one pass: `jobs` and `resume` are those of `execute`; with `verify` each is read back."""
 
     spread: Spread

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from lora_tool.display import printable
 from lora_tool.pipeline.model import Outcome, Stage, Status, Swept, best_first, best_of, in_order

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, of_system
@@ -85,8 +87,7 @@ def _merge(going: Sequence[_Running], passes: Passes) -> None:
             one.do(*AFTER_MERGE)
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(Struct):
     """One pipeline on its way: the stages that have ended, and the merge that is planned."""
 
     job: Job

@@ -14,9 +14,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from lora_tool.errors import CorruptFile
 from lora_tool.execution.folder import replace_file

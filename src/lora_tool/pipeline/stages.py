@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint import (
@@ -52,8 +54,7 @@ if TYPE_CHECKING:
     from lora_tool.verification.verified import Verification
 
 
-@dataclass(slots=True, kw_only=True)
-class Merging(Underway):
+class Merging(Underway, kw_only=True):
     """A merge that is planned and not written yet, under the key that the cache will know it by."""
 
     key: str
@@ -212,7 +213,7 @@ class Stages:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         inputs = merge_inputs(opened, job.options.base, near=self._root, open_base=self._open_base)
-        options = replace(job.options, out=None, base=None, original=None, overwrite=False, **SAME_RESULT)
+        options = dataclasses.replace(job.options, out=None, base=None, original=None, overwrite=False, **SAME_RESULT)
         original = job.options.original
         read = (*inputs.paths, *(() if original is None else (located(original, Wanted.MODEL).path,)))
         key = key_of(("merge", options), read, own=job.own)

@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import as_options
@@ -31,15 +32,14 @@ from lora_tool.sources import Reference, opened_model, several, source_of
 from lora_tool.weighted import weighted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedOne:
+class MergedOne(Struct, frozen=True, kw_only=True):
     """What became of one adapter of several: `written`, or the `error` that it was refused with; in a dry run its `plan`."""
 
     name: str
     path: Path
     """Where its model goes."""
     written: Written | None = None
-    plan: Plan | None = field(default=None, repr=False)
+    plan: Plan | None = None
     error: LoraToolError | None = None
     seconds: float = 0.0
     """Its own time and its share of what was done for several together."""
@@ -170,8 +170,7 @@ def _parts(adapter: Reference) -> tuple[str, ...]:
     return Path(os.path.abspath(path)).parts[1:] or ("adapter",)  # noqa: PTH100 - links stay as named
 
 
-@dataclass(slots=True, kw_only=True)
-class _One(Underway):
+class _One(Underway, kw_only=True):
     """An adapter on its way."""
 
     adapter: Reference
@@ -193,8 +192,7 @@ class _One(Underway):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sweep:
+class _Sweep(Struct, frozen=True, kw_only=True):
     """What all adapters of one call share."""
 
     asked: MergeArguments

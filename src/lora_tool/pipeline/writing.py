@@ -7,10 +7,12 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.cluster.spread import HERE, Spread
@@ -45,16 +47,15 @@ _LARGE_FILE = 64 << 20
 """Bytes of a file that is read back while others are written: there is a thread to start, and libraries to look through."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Struct, frozen=True, kw_only=True):
     """A written folder, and the result of reading it back. `str()` of it gives what the command prints."""
 
     path: Path
-    plan: Plan = field(repr=False)
-    fidelity: Mapping[str, Any] | None = field(repr=False)
+    plan: Plan
+    fidelity: Mapping[str, Any] | None
     """How much of the merged ΔW remains after rounding to the output's dtype; None if nothing was merged."""
     warnings: tuple[str, ...] = ()
-    verification: Mapping[str, Any] | None = field(default=None, repr=False)
+    verification: Mapping[str, Any] | None = None
     """The summary of reading the folder back; None without `verify`."""
     finished_before: bool = False
     """Whether an earlier run wrote the same, so that `resume` left it as it is."""
@@ -183,8 +184,7 @@ def work_of(plans: Iterable[Plan]) -> tuple[str, int]:
     return "checking and writing" if looked_at else "writing", sum(plan.data_bytes for plan in listed) + looked_at
 
 
-@dataclass(slots=True, kw_only=True)
-class ReadBack:
+class ReadBack(Struct, kw_only=True, dict=True):
     """A folder that is written as `plan` says, and what reading samples of it back shows, told to `found`."""
 
     plan: Plan
@@ -195,12 +195,12 @@ class ReadBack:
     """Whether the engine calls `look` with each file while it is flushed."""
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
-    _at_the_end: bool = field(init=False)
-    """Whether no file is read back while others are written."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _at_the_end(self) -> bool:
+        """Whether no file is read back while others are written."""
         # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
-        self._at_the_end = self.plan.recomputes_inits
+        return self.plan.recomputes_inits
 
     def look(self, folder: Path, shard: Shard, steps: Sequence[Step]) -> None:
         """Read samples of these tensors of a large file back while others are written; `check` reads those of small ones."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.choices import Choice
 
@@ -39,8 +40,7 @@ class Severity(Choice):
 _WEIGHTS = {Severity.ERROR: 3, Severity.WARNING: 2, Severity.INFO: 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """One fault: the rule's code, the file, the tensor or field in it, and what to do."""
 
     code: str

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from msgspec import Struct
 
 from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.runs import Run
 from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
 from lora_tool.report.words import Checked, Ignored, Page, Skipped, Unread
-
-if TYPE_CHECKING:
-    from lora_tool.report.runs import Run
 
 __all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Struct, frozen=True, kw_only=True):
     """The outcome of one check of one or more folders."""
 
     subjects: tuple[Checked, ...] = ()

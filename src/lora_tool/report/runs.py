@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCheckpoint:
+class RunCheckpoint(Struct, frozen=True, kw_only=True):
     """One checkpoint of a training run. `loss` and `metric` are those of its step, None where none was logged."""
 
     path: str
@@ -35,8 +34,7 @@ class RunCheckpoint:
         return "not judged" if not self.judged else "broken" if self.errors else "warned" if self.warnings else "good"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Struct, frozen=True, kw_only=True):
     """A run folder: its checkpoints by step, and the best one that is whole."""
 
     path: str

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(Struct, frozen=True, kw_only=True):
     """A rule that could not run on the folder `path`, and why."""
 
     code: str
@@ -19,8 +19,7 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Checked(Struct, frozen=True, kw_only=True):
     """A folder that was looked at, what it is, and the codes of the rules that ran on it."""
 
     path: str
@@ -28,8 +27,7 @@ class Checked:
     rules: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unread:
+class Unread(Struct, frozen=True, kw_only=True):
     """A path that could not be opened or read at all, why, and what to do."""
 
     path: str
@@ -44,8 +42,7 @@ class Unread:
         return cls(path=path, message=as_options(str(error)), hint=error.hint and as_options(error.hint))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ignored:
+class Ignored(Struct, frozen=True, kw_only=True):
     """A rule that was switched off, and the reason that the configuration gives."""
 
     code: str

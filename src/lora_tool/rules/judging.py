@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
@@ -70,8 +72,7 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judge:
+class Judge(Struct, frozen=True, kw_only=True, eq=False):
     """Who asks the rules about a folder, whether it is validated, merged, verified or pushed: all say the same.
 
     Adapters and models are compared with `base`; `why_no_base` is what is said without one. `num_labels` and `task`

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase
@@ -23,8 +25,7 @@ _OF_TIED = "LT514"
 """What two values for one matrix are called; `untie` makes two matrices of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeJudge:
+class MergeJudge(Struct, frozen=True, kw_only=True):
     """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
 
     `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 
 from lora_tool.architectures.ends import is_input
 from lora_tool.checkpoint import ShardedDir
@@ -31,8 +30,7 @@ from lora_tool.tensors import StoredTensor
 _LAST_NORM = re.compile(r"(\A|\.)(norm|ln_f|final_layer_?norm)\.weight\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutState(TrainingState):
+class CutState(TrainingState, frozen=True, kw_only=True):
     """The state of a module in one safetensors file for each rank."""
 
     model: CutModel

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -37,8 +36,7 @@ _Content = tuple[str, int, int]
 """The name of a tensor, where a piece of it begins in its file, and the CRC32 of the piece."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpState(TrainingState):
+class DcpState(TrainingState, frozen=True, kw_only=True):
     """The state of a module in torch's distributed checkpoints."""
 
     found: DcpFolder

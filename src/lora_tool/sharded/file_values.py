@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
@@ -56,8 +57,7 @@ class ValuePiece(NamedTuple):
     dtype: DType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileValues:
+class FileValues(Struct, frozen=True, kw_only=True):
     """The check of the values in one file, a `ValuePart`."""
 
     path: Path

@@ -7,8 +7,10 @@ reward is wrong.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.architectures.heads import NEW_MODULES, head_of, head_path
@@ -71,8 +73,7 @@ def unwrapped_name(name: str) -> str:
     return module[1:]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
+class Heads(Struct, frozen=True, kw_only=True):
     """The frozen random heads of a PEFT module: where they are, and which are lost."""
 
     names: Mapping[str, str]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
@@ -29,8 +30,7 @@ _SAMPLE = 1 << 14
 """Elements that are compared at the beginning of each rank's part of a tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MasterRounding:
+class MasterRounding(Struct, frozen=True, kw_only=True):
     """The check of masters against their copies, by the masters' names: a `ValuePart`."""
 
     masters: TensorTable

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.architectures.model_tensors import has_tensors
 from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
@@ -32,8 +33,7 @@ MOST_MATRICES = 1 << 18
 """More than the layers of a real model have experts together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class Geometry(Struct, frozen=True, kw_only=True):
     """What of a model decides where the rows of its `linear_qkv` belong."""
 
     heads: int
@@ -71,8 +71,7 @@ class Geometry:
         return sum(map(self.count, "qkv"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNames:
+class LayerNames(Struct, frozen=True, kw_only=True):
     """What transformers calls the linear modules of a layer."""
 
     gated: bool = False
@@ -122,8 +121,7 @@ _PROVIDERS = (
 """Classes of older providers of Megatron-Bridge, each of models of one type, or called as that type's are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronModel:
+class MegatronModel(Struct, frozen=True, kw_only=True):
     """The model that was trained."""
 
     geometry: Geometry

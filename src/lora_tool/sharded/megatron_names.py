@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.keys import PREFIX
@@ -52,8 +53,7 @@ _PARTS = {"qkv": ("q", "k", "v"), "fc1": ("gate", "up")}
 _MATRIX = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Struct, frozen=True, kw_only=True):
     """Where a tensor of the adapter is: in which of Megatron's, from which row, and in which rows from there."""
 
     source: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.folders import read_folder
@@ -34,8 +35,7 @@ _OF_NAMES = ("LT410", "LT416")
 """What is said of a PEFT model by its names, which these are not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronState(TrainingState):
+class MegatronState(TrainingState, frozen=True, kw_only=True):
     """The LoRA in Megatron's chunks, by PEFT's names; `stored` is the state as Megatron names it."""
 
     stored: DcpState

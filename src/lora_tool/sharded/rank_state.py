@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.folders import read_folder
@@ -27,8 +28,7 @@ from lora_tool.sharded.tags import choose_tag, is_critic, require_tag_here, stal
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState(TrainingState):
+class RankState(TrainingState, frozen=True, kw_only=True):
     """The state of a module in one file for each rank."""
 
     found: RankFolder

@@ -6,14 +6,16 @@ import abc
 import math
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.keys import has_lora_factor
+from lora_tool.records import AbstractRecord
 from lora_tool.report import Finding
 from lora_tool.sharded.file_values import FileValues, ValuePiece
 from lora_tool.sharded.value_check import ValueCheck
@@ -23,8 +25,7 @@ _BESIDE = ("lora_adapter", "huggingface")
 """Folders in which verl puts the adapter with its config, up to 2025, and the model's config and tokenizer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingState(abc.ABC):
+class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
     """The tensors of a training run at one step: plain data, of which each kind of checkpoint has a class of its own."""
 
     root: Path

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from lora_tool.machine import available_cores
 from lora_tool.progress import Progress
@@ -27,8 +28,7 @@ class ValuePart(Protocol):
         """Read the values and return what is wrong with them. `advance` is called with the bytes, and may raise to stop it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueCheck:
+class ValueCheck(Struct, frozen=True, kw_only=True):
     """A check of the values of tensors that has not run yet."""
 
     nbytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.models import weights_in
@@ -15,8 +14,7 @@ from lora_tool.sharded.tags import require_tag_here
 from lora_tool.tensors import StoredTensor, TensorTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeState(TrainingState):
+class WholeState(TrainingState, frozen=True, kw_only=True):
     """The state of a module in `pytorch_model.bin`, `model.safetensors`, or shards of them."""
 
     tensors: TensorTable

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.display import counted
@@ -25,8 +26,7 @@ from lora_tool.sharded.zero_checks import frozen_unknown, tag_faults
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorSpec, TensorTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroState(TrainingState):
+class ZeroState(TrainingState, frozen=True, kw_only=True):
     """The state in one tag of rank files."""
 
     tag: ZeroTag
@@ -59,8 +59,7 @@ class ZeroState(TrainingState):
         return frozenset(record for record in records if record.path in used)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlicedState(TrainingState):
+class SlicedState(TrainingState, frozen=True, kw_only=True):
     """The state in one tag of rank files under tensor parallelism: each rank's slice is a state of its own."""
 
     slices: tuple[ZeroState, ...]
@@ -102,8 +101,7 @@ class SlicedState(TrainingState):
         return _together(state.value_check(state.assemble(frozenset(tensors))) for state in self.slices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedState(TrainingState):
+class StagedState(TrainingState, frozen=True, kw_only=True):
     """The state in one tag of a pipeline: each stage's part is a state of its own, with other tensors."""
 
     stages: tuple[ZeroState, ...]

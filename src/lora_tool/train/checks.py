@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint.folders import read_folder

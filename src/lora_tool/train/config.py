@@ -13,9 +13,10 @@ import importlib
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec import Struct, field
 
 from lora_tool.choices import closest
 from lora_tool.errors import BadRunConfig, CorruptFile, require_packages
@@ -38,8 +39,7 @@ _NOT_LAUNCH = ("help", "module", "no_python", "env")
 _ABSENT = object()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardSettings:
+class GuardSettings(Struct, frozen=True, kw_only=True):
     """What the guards do: `stop` a doomed run, only `warn`, or `off`. `window` counts optimizer steps."""
 
     mode: str = "stop"
@@ -47,8 +47,7 @@ class GuardSettings:
     ignore: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AfterSettings:
+class AfterSettings(Struct, frozen=True, kw_only=True):
     """What is run when training has ended well. None: not asked for."""
 
     validate: bool = False
@@ -58,8 +57,7 @@ class AfterSettings:
     push: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Struct, frozen=True, kw_only=True):
     """A whole run, before anything of it is built."""
 
     method: Method

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.report import Finding
 from lora_tool.train.methods import Feedback, Method
@@ -25,8 +26,7 @@ RARE = 256
 yet hopeless when 1 % of such runs see none (0.98 ** 256 = 0.6 %)."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SignalTracker:
+class SignalTracker(Struct, kw_only=True):
     """Follows the log of one run. `window` are the optimizer steps without a signal after which it is doomed."""
 
     method: Method | None = None

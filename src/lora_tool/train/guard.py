@@ -11,12 +11,12 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType
+from msgspec.structs import replace
 from transformers import TrainerCallback
 
 from lora_tool.report import Finding, Severity

@@ -7,9 +7,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from lora_tool.choices import TextEnum
 from lora_tool.report import Finding, Severity
@@ -34,8 +36,7 @@ class TrainingStatus(TextEnum):
     USAGE = "usage"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
+class TrainingJob(Struct, frozen=True, kw_only=True):
     """What a worker is to do. A command under `lora-tool guard` reads the settings of the guard alone."""
 
     guard: GuardSettings
@@ -50,8 +51,7 @@ class TrainingJob:
     """How many processes the launcher was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOutcome:
+class TrainingOutcome(Struct, frozen=True, kw_only=True):
     """How a training ended and what was seen. `facts` are figures for the report."""
 
     status: TrainingStatus
@@ -66,7 +66,11 @@ class TrainingOutcome:
 def write_job(job: TrainingJob, folder: Path) -> None:
     """Write the job into `folder`."""
     raw = asdict(job) | {"method": job.method.name}
-    (folder / JOB_FILE).write_text(json.dumps(raw, default=str), encoding="utf-8")
+    (folder / JOB_FILE).write_text(json.dumps(raw, default=_plain), encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    return asdict(value) if isinstance(value, Struct) else str(value)
 
 
 def read_job(folder: Path) -> TrainingJob:
@@ -94,7 +98,7 @@ def write_outcome(folder: Path, rank: int, outcome: TrainingOutcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
     part = folder / f".{name}.part"
-    part.write_text(json.dumps(asdict(outcome), default=str), encoding="utf-8")
+    part.write_text(json.dumps(asdict(outcome), default=_plain), encoding="utf-8")
     part.replace(folder / f"{name}.json")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 @enum.unique
@@ -16,8 +17,7 @@ class Feedback(str, enum.Enum):
     REWARD = "reward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
+class Method(Struct, frozen=True, kw_only=True):
     """One method of `lora-tool train`."""
 
     name: str

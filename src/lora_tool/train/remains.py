@@ -8,8 +8,9 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -34,16 +35,14 @@ _EMPTY = "LT206"
 """Tensors without values, saved under DeepSpeed ZeRO-3."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeChoice:
+class ResumeChoice(Struct, frozen=True, kw_only=True):
     """The checkpoint to resume from, None for a start from step 0; `skipped` are findings about those passed over."""
 
     path: Path | None = None
     skipped: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Struct, frozen=True, kw_only=True):
     """A folder with weights that a training left, and what is wrong with them."""
 
     path: Path

@@ -13,11 +13,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from msgspec.structs import replace
 from torch import distributed
 from transformers import AutoTokenizer, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TrainOutput

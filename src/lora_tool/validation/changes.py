@@ -6,9 +6,10 @@ import difflib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from lora_tool.errors import CorruptFile
 from lora_tool.exhaustive import assert_never
@@ -20,8 +21,7 @@ _STYLES = tuple(itertools.product((2, 4, None, 1, "\t"), (False, True)))
 """Indentations and whether all is ASCII: as programs write JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FieldChange:
+class FieldChange(Struct, frozen=True, kw_only=True):
     """A field of a JSON file, by its path in it, and the value that it gets."""
 
     path: Path
@@ -29,8 +29,7 @@ class FieldChange:
     value: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameChange:
+class NameChange(Struct, frozen=True, kw_only=True):
     """Another name for a tensor of a safetensors file. Its bytes, and those of all others, stay where they are."""
 
     path: Path
@@ -41,8 +40,7 @@ class NameChange:
 Change: TypeAlias = FieldChange | NameChange
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileChange:
+class FileChange(Struct, frozen=True, kw_only=True):
     """What is written anew of one file, which is `size` bytes long now: it begins with `old`, and shall with `new`.
 
     `diff` is a unified diff of the file; of a weights file, of the names in its header. `codes` are the rules whose

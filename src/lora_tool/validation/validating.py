@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from lora_tool.rules.training.run_table import Judged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Criteria:
+class Criteria(Struct, frozen=True, kw_only=True):
     """How a folder is checked: which rules run, what they read, and which servers will serve it. See `validate`."""
 
     select: tuple[str, ...] = ()

@@ -14,9 +14,8 @@ it, so each such rounding costs u'·(|W'| + Σ‖b‖·‖a‖) at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.ops import LowRank, Precision, RowOp
@@ -29,8 +28,7 @@ _LEFT_OUT = 2.0**-40
 """What `--precision float64` leaves out of each factor, relative to its largest entry."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class Bound(Struct, frozen=True, kw_only=True):
     """|W' - (W + ΔW)| ≤ `of_result` half units in the last place + `of_change`·|ΔW| + `of_product`·‖b‖·‖a‖."""
 
     of_result: float

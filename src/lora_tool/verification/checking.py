@@ -7,9 +7,9 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from threadpoolctl import threadpool_limits
 
 from lora_tool.choices import Choice
@@ -54,8 +54,7 @@ class Level(Choice):
     """Every value of every tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
+class _Task(Struct, frozen=True, kw_only=True):
     """Some of the comparison of a part: ranges of rows or columns to recompute, or stretches of bytes."""
 
     part: Compared

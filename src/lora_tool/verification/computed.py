@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.mlx import is_mlx

@@ -14,9 +14,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from threadpoolctl import threadpool_limits
 
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS
@@ -105,8 +105,7 @@ def _equal(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=_ALIKE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stack:
+class _Stack(Struct, frozen=True, kw_only=True):
     """The LoRA of one layer's experts in both layouts, of gate and up or of down."""
 
     fused: LoraLayer

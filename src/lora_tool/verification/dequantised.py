@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.exhaustive import assert_never
@@ -230,8 +230,7 @@ def from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, 
     return (code - (1 << (bits - 1))).astype(np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Turned:
+class _Turned(Struct, frozen=True):
     """Elements of matrices whose columns are rows of the weight: the columns of many rows are read together."""
 
     encoding: Encoding

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
@@ -34,8 +34,7 @@ _ROUNDING = 1 / math.sqrt(3)
 """Root of the mean square of a rounding error, in half units in the last place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """What became of a part; the factor of ΔW in it, and how it was misread, where those tell."""
 
     verdict: Verdict

@@ -7,10 +7,10 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.formats.factor_rows import as_in_the_file
@@ -20,6 +20,7 @@ from lora_tool.formats.room import Room
 from lora_tool.formats.stored import fill, read_columns
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
+from lora_tool.verification.native.library import comparison
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.encodings import Encoding
@@ -33,8 +34,7 @@ Rows = Sequence[tuple[int, int]]
 """Ranges of rows, first and last (not included)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FloatType:
+class FloatType(Struct, frozen=True, kw_only=True):
     """How a float type is laid out: IEEE 754's binary16, 32, 64, and bfloat16, the upper half of a binary32."""
 
     bits: str
@@ -150,8 +150,18 @@ class Files(OpenFiles):
         if lines.shape[0] > _MOST_LINES:
             return None
         columns = np.empty((lines.shape[0], last - first), kind)
-        read_columns(columns, lines, first, self)
+        if not self._compiled_columns(columns, lines, first):
+            read_columns(columns, lines, first, self)
         return columns
+
+    def _compiled_columns(self, columns: Array, lines: StoredTensor, first: int) -> bool:
+        """Do what `read_columns` does in one call; return False where that is not to be had, or the file ends before."""
+        compiled, span = comparison(), lines.spans[0]
+        if compiled is None:
+            return False
+        with self.descriptor(span.path) as descriptor:
+            begin = span.offset + first * columns.itemsize
+            return compiled.columns(descriptor, begin, span.nbytes // len(columns), columns)
 
     def _as_meant(self, whole: TransposedSpan) -> Array:
         """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""

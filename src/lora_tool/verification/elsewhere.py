@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
@@ -19,8 +21,7 @@ from lora_tool.tensors import StoredTensor
 from lora_tool.verification.checking import Level, check_steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileComparison:
+class FileComparison(Struct, frozen=True, kw_only=True):
     """The comparison of one file's tensors with the steps that should have made them: a `Task`."""
 
     path: Path

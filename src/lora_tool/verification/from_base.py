@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import architecture_of
@@ -39,8 +39,7 @@ RowsOf: TypeAlias = Callable[[int, int], Array]
 """Gives rows of a matrix, from the first to the last (not included)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expected:
+class _Expected(Struct, frozen=True, kw_only=True):
     """A change as a matrix [out, in], and what rounding may do to it."""
 
     rows: RowsOf

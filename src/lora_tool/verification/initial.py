@@ -13,9 +13,8 @@ all directions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array
@@ -31,8 +30,7 @@ class CannotTellError(Exception):
     """The base's spectrum lets float32 take out visibly different parts: no bound would be honest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(Struct, frozen=True):
     """What is taken out, `left` @ `right`, and `rows` ⊗ `of_rows` + `columns` ⊗ `of_columns`: how far float32 may be."""
 
     left: Array

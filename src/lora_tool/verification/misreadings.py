@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lora_tool.exhaustive import assert_never
@@ -46,8 +47,7 @@ _UNSCALED = "its scales were not applied"
 _NO_ZEROS = "its zero points were left out"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misreading:
+class Misreading(Struct, frozen=True, kw_only=True):
     """One way to read a weight wrongly."""
 
     what: str

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.errors import BadConfig, BrokenFile, CorruptFile, Defect
 from lora_tool.formats.fields import shown
@@ -18,8 +19,7 @@ LARGEST_FILE = 256 << 20
 _EXPECTED = "an object with `chosen` and `rejected`, and a `prompt` where they do not begin with it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(Struct, frozen=True, kw_only=True):
     """Two texts, each with its prompt, and the line that they stand in."""
 
     line: int
@@ -29,8 +29,7 @@ class Pair:
     """What TRL hands to the chat template: `tools` and `chat_template_kwargs`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
+class Pairs(Struct, frozen=True, kw_only=True):
     """The pairs of a file, and the accuracy that the merged model must have on them, if any."""
 
     path: Path

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
@@ -39,8 +41,7 @@ _ROW_EVERY, _CODED_ROW_EVERY = 1 << 19, 1 << 22
 computes at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Compared(Struct, frozen=True, kw_only=True):
     """Elements of the tensor `name` from `begin`, as stored in the merged model, and the operation that makes them."""
 
     name: str

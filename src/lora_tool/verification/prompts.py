@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.errors import BadConfig, Defect, MissingDependency
 from lora_tool.formats.fields import shown
@@ -38,8 +39,7 @@ _LARGEST_FILE = 64 << 20
 _FIELDS = ("prompt", "text", "input", "question", "instruction")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Inputs(Struct, frozen=True, kw_only=True):
     """Token ids, right-padded, [prompts, tokens]; `mask` is 1 where there is a token. `what` says it in words."""
 
     ids: torch.Tensor

@@ -9,10 +9,11 @@ the scales.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, NestedScales, parts
 from lora_tool.formats.quantised.grids import Blockwise, block_of, blocks_of, bytes_before, elements_of, rows_around
@@ -87,8 +88,7 @@ def fresh_tally(
             return look.state(first, last)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
+class _Sums(Struct, frozen=True):
     """W + ΔW, flat and float64, and how far what was rounded to 16 bits may be from it."""
 
     values: Array
@@ -110,8 +110,7 @@ class _Sums:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(Struct, frozen=True):
     """What one stretch of blocks is compared with."""
 
     op: Quantise[Computed]

@@ -7,11 +7,12 @@ is formed in float64, and base and change are kept apart, so that a difference c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -46,8 +47,7 @@ _STRIP = 1 << 11
 _DOUBLE = np.dtype(np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputed:
+class Recomputed(Struct, frozen=True):
     """Rows of a tensor as they should be: `base` + `change`, both [rows, columns] in the working type."""
 
     base: Array
@@ -71,8 +71,7 @@ class Recomputed:
         return replace(self, base=base, change=self.change.astype(wide, copy=False), stored=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(Struct, frozen=True):
     """Rows of ΔW in float64, and the factors (left, right) of each term."""
 
     values: Array

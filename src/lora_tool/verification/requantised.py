@@ -9,10 +9,10 @@ code.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from msgspec.structs import replace
 
 from lora_tool.formats.quantised.encodings import BnbInt8, OffsetIntegers, PackedIntegers, Tiled, dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes, zeros_of

@@ -66,14 +66,14 @@ def _below(scaled: Array, levels: Array) -> Array:
 
 
 def _mean(encoding: RoundedAs, read: Read) -> np.float32:
-    if "again" not in encoding.measured:
+    if encoding.means.verified is None:
         size, total = encoding.spec.numel, 0.0
         for begin in range(0, size, _PART):
             total += float(
                 _scales(_values(encoding.codes, begin, min(begin + _PART, size), read)).astype(np.float64).sum()
             )
-        encoding.measured["again"] = total / -(-size // _PER_SCALE)
-    return np.float32(encoding.measured["again"])
+        encoding.means.verified = total / -(-size // _PER_SCALE)
+    return np.float32(encoding.means.verified)
 
 
 def _eight_bits(scales: Array, mean: np.float32) -> Array:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import Bound
@@ -18,8 +18,7 @@ from lora_tool.verification.recompute import Recomputed
 _FLOATS = {np.dtype(np.float32): DType.F32, np.dtype(np.float64): DType.F64}
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(Struct):
     """What was seen of one tensor so far. `squares` and `dot` are sums over the values compared."""
 
     compared: int = 0

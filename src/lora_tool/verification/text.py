@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from lora_tool.actions import TensorAction
 from lora_tool.display import counted, finite, from_here, json_data, printable, some
@@ -170,7 +171,7 @@ def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
     if found is None:
         return None
     derived = {name: getattr(found, name) for name in ("allowed_largest", "allowed_mean", "explained")}
-    table = {**dataclasses.asdict(found), **derived}
+    table = {**asdict(found), **derived}
     return {name: finite(value) if isinstance(value, float) else value for name, value in table.items()}
 
 
@@ -196,7 +197,7 @@ def _pairs_json(found: PairEvidence | None) -> dict[str, Any] | None:
 
 
 def _loss_json(found: LossEvidence) -> dict[str, Any]:
-    table: dict[str, Any] = json_data({**dataclasses.asdict(found), "difference": found.difference})
+    table: dict[str, Any] = json_data({**asdict(found), "difference": found.difference})
     return table
 
 

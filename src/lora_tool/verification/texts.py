@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.errors import BadConfig, Defect
 from lora_tool.formats.fields import shown
@@ -11,16 +12,14 @@ from lora_tool.formats.files import read_text
 from lora_tool.verification.pairs import LARGEST_FILE, at_line, json_lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class Texts(Struct, frozen=True, kw_only=True):
     """The texts of a file, each with the line that it begins in."""
 
     path: Path
     rows: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossEvidence:
+class LossEvidence(Struct, frozen=True, kw_only=True):
     """The loss per token in nats of a merged model, of its base with the adapter unmerged, and of the base alone."""
 
     source: str

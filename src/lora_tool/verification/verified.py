@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.display import and_more
 from lora_tool.errors import VerificationFailed
@@ -15,20 +17,17 @@ from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.engine.registry import Rule
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
-
-if TYPE_CHECKING:
-    from lora_tool.rules.merged.pairs import PairEvidence
-    from lora_tool.verification.texts import LossEvidence
+from lora_tool.verification.texts import LossEvidence
 
 OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Struct, frozen=True, kw_only=True):
     """The result of verifying one folder: the rules' report, and the evidence for every tensor."""
 
     merged: Path

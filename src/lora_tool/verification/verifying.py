@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir
 from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over

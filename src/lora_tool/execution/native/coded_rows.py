@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import TYPES, Kernel
@@ -18,8 +18,7 @@ KINDS = list(Code)
 """In the order of `enum kind` in `merge.c`."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodedRows:
+class CodedRows(Struct, frozen=True):
     """Rows of codes, which become numbers of a type before anything is added."""
 
     kernel: Kernel

@@ -13,10 +13,11 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.choices import TextEnum, wrong_value
 from lora_tool.errors import ExecutionError
@@ -52,8 +53,7 @@ _FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
 _OTHER_CHOICES = ("auto", "off", "require")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class Kernel(Struct, frozen=True, kw_only=True):
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
 
     level: Level

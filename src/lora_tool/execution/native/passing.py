@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.native.library import TYPES, Kernel
@@ -42,8 +44,7 @@ class _Passage(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRows:
+class FileRows(Struct, frozen=True, kw_only=True):
     """Rows `first` to `last` of W, which lie one after the other in a file: numbers, or codes."""
 
     path: Path
@@ -88,8 +89,7 @@ def rows_in_file(sources: Sources, tensor: StoredTensor, first: int, last: int) 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Memory(Struct, frozen=True, kw_only=True):
     """Memory of a block of rows as they are read, and as they are written: the same where both are of one size."""
 
     rows: int
@@ -97,8 +97,7 @@ class Memory:
     made: Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once."""
 
     descriptor: int

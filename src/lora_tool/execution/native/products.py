@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
@@ -35,20 +35,20 @@ class _Part(ctypes.Structure):
     )
 
 
-@dataclass(slots=True, eq=False)
-class GramSum:
+class GramSum(Struct, eq=False, dict=True):
     """PᵀP in float64, of the rows of parts that stand side by side: some rows at a time, all in one order."""
 
     kernel: Kernel
     depth: int
     """Columns of all parts."""
     room: Room
-    _sums: Doubles = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _sums(self) -> Doubles:
         needed = functions(self.kernel.library).lora_tool_gram_sums(self.kernel.level.number, self.depth)
-        self._sums = self.room.of("sums", (needed,), np.dtype(np.float64))
-        self._sums[:] = 0
+        sums = self.room.of("sums", (needed,), np.dtype(np.float64))
+        sums[:] = 0
+        return sums
 
     def add(self, parts: Sequence[Stored]) -> None:
         """Add the products of these rows of each part."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.execution.native.coded_rows import KINDS
 from lora_tool.execution.native.library import TYPES, Kernel, kernel
@@ -49,8 +49,7 @@ def _layout(grid: Grid, first: int, scales: int) -> Codes:
     return Codes(apart=grid.across, group=grid.tile[1], tall=tall, above=first - top)
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(Struct, frozen=True):
     """Rows and columns of a weight whose numbers are in the cache while their scales are settled."""
 
     rows: int

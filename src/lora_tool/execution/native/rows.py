@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import Kernel
@@ -15,8 +15,7 @@ Array = NDArray[Any]
 Terms = tuple[Term, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlainRows:
+class PlainRows(Struct, frozen=True):
     """Rows of numbers."""
 
     kernel: Kernel

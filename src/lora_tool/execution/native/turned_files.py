@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
 from lora_tool.execution.native.products import functions
@@ -42,8 +42,7 @@ class _Turning(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFile:
+class InFile(Struct, frozen=True, kw_only=True):
     """A matrix, [rows, columns], where it lies in an open file, or is to lie."""
 
     descriptor: int

@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from msgspec import Struct
 
 from lora_tool.choices import TextEnum
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
@@ -32,8 +32,7 @@ class Code(TextEnum):
     """Two codes of four bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(Struct, frozen=True, kw_only=True):
     """What each byte stands for: one number, or two for the columns beside each other."""
 
     code: Code
@@ -41,8 +40,7 @@ class Table:
     """[256, numbers of a byte]"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
+class Scaled(Struct, frozen=True, kw_only=True):
     """Rows of codes with their scales."""
 
     codes: Bytes

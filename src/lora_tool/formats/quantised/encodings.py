@@ -6,14 +6,15 @@ own way. Both round where the library of the format rounds, so that a matrix has
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _Stored(Struct, frozen=True, kw_only=True):
     """Codes, and the matrix that they stand for: `spec` has its name, its shape and the type of its values."""
 
     spec: TensorSpec
@@ -27,8 +28,7 @@ class _Stored:
         return self.label
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiled(_Stored):
+class Tiled(_Stored, frozen=True, kw_only=True):
     """One scale per tile of `tile` rows and columns: value = code · scale in float32.
 
     Codes are F8_E4M3 or I8, [.., out, in]; scales are floats, or powers of two in eight bits (E8M0, byte - 127). The
@@ -41,8 +41,7 @@ class Tiled(_Stored):
     """How many of the eight there are codes for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffsetIntegers(_Stored):
+class OffsetIntegers(_Stored, frozen=True, kw_only=True):
     """Integers of eight bits, [.., out, in], with a scale and a zero for each tile: value = (code - zero) · scale in float32."""
 
     scales: StoredTensor
@@ -53,16 +52,14 @@ class OffsetIntegers(_Stored):
     """How many of the eight there are codes for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BnbInt8(_Stored):
+class BnbInt8(_Stored, frozen=True, kw_only=True):
     """LLM.int8() of bitsandbytes: value = (code · largest of the row) / 127 in float32, in this order."""
 
     largest: StoredTensor
     """`SCB`, [out]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NestedScales:
+class NestedScales(Struct, frozen=True, kw_only=True):
     """Scales that are quantised themselves: scale = level of its code · scale of its block + `offset`, in float32."""
 
     codes: StoredTensor
@@ -72,8 +69,7 @@ class NestedScales:
     offset: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bnb4(_Stored):
+class Bnb4(_Stored, frozen=True, kw_only=True):
     """Four bits of bitsandbytes, nf4 or fp4: value = level of the code · scale of its block, in float32, then rounded
     to the type of `spec`.
 
@@ -85,8 +81,7 @@ class Bnb4(_Stored):
     block: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedIntegers(_Stored):
+class PackedIntegers(_Stored, frozen=True, kw_only=True):
     """`pack-quantized` of compressed-tensors: value = (code - zero) · scale, rounded to the scale's type.
 
     Each row is a stream of `bits` per code in words of 32, the lowest bits first; a code is stored plus 2^(bits - 1).
@@ -102,8 +97,7 @@ class PackedIntegers(_Stored):
     groups: StoredTensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp4(_Stored):
+class Fp4(_Stored, frozen=True, kw_only=True):
     """Floats of four bits (E2M1), the first of two in the low half of a byte, with a scale for each `group` of a row.
 
     Scales are E4M3 (NVFP4) or powers of two (MX); with `overall` each is first multiplied with it, or divided by it, in
@@ -119,8 +113,7 @@ class Fp4(_Stored):
     below: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnIntegers(_Stored):
+class ColumnIntegers(_Stored, frozen=True, kw_only=True):
     """Integers of GPTQ and AWQ, stored [in, out] with a scale and a zero for each group of inputs and each output.
 
     value = (code - zero) · scale, rounded to the scale's type. Words of 32 bits hold neighbouring inputs (GPTQ), or
@@ -138,8 +131,22 @@ class ColumnIntegers(_Stored):
     added: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedAs(_Stored):
+class Means(Struct):
+    """The mean of a weight's scales, once it was asked for. It follows from the weight, so any two are equal."""
+
+    decoded: float | None = None
+    """As it was worked out for those who write."""
+    verified: float | None = None
+    """As `verification` worked it out."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Means)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class RoundedAs(_Stored, frozen=True, kw_only=True):
     """A plain weight, `codes`, as bitsandbytes rounds it to four bits and back: what QLoRA trained on.
 
     Each block of 64 values, over the flattened matrix, is divided by its largest and takes the nearest of 16 `levels`.
@@ -148,8 +155,7 @@ class RoundedAs(_Stored):
 
     levels: tuple[float, ...]
     nested: bool = False
-    measured: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """The mean, once it was asked for, by who computed it."""
+    means: Means = field(default_factory=Means)
 
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -175,19 +181,20 @@ def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
     return tuple(found)
 
 
-_HOLDING_TENSORS: dict[type, tuple[str, ...]] = {
-    kind: tuple(each.name for each in fields(kind) if StoredTensor.__name__ in str(each.type))
-    for kind in get_args(Encoding)
-}
+def _holding_tensors(kind: type[_Stored]) -> tuple[str, ...]:
+    declared = {name: text for each in kind.__mro__ for name, text in vars(each).get("__annotations__", {}).items()}
+    return tuple(name for name in kind.__struct_fields__ if StoredTensor.__name__ in declared[name])
+
+
+_HOLDING_TENSORS: dict[type, tuple[str, ...]] = {kind: _holding_tensors(kind) for kind in get_args(Encoding)}
 """Class of encoding → its fields that may hold tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantisedSpan(Span):
+class QuantisedSpan(Span, frozen=True, kw_only=True):
     """The `nbytes` bytes from byte `start` of the matrix that an encoding stands for; `path` and `offset` are its codes'."""
 
     encoding: Encoding
-    start: int = field(default=0)
+    start: int = 0
 
     def part(self, start: int, nbytes: int) -> Span:
         """Return the `nbytes` bytes from byte `start` of the span."""

@@ -6,9 +6,8 @@ on one thread of a CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.formats.quantised import blockwise
@@ -18,8 +17,7 @@ from lora_tool.formats.quantised.grids import Blockwise, block_of
 from lora_tool.tensors import StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
+class Levels(Struct, frozen=True, kw_only=True):
     """What codes stand for: the levels in ascending order, and the code of each. fp4 has two for zero."""
 
     values: tuple[float, ...]
@@ -77,8 +75,7 @@ def as_nested(nested: NestedScales, scales: F32, first: int, read: Read) -> F32:
     return np.asarray(levels[near] * outer + np.float32(nested.offset))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfScales:
+class OfScales(Struct, frozen=True, kw_only=True):
     """What is stored of a whole weight's scales where they are quantised themselves."""
 
     codes: NDArray[np.uint8]

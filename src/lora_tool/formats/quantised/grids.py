@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeGuard
+
+from msgspec import Struct
 
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
 from lora_tool.tensors import DType, StoredTensor
@@ -23,8 +24,7 @@ WORD = 4
 _BYTE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class Grid(Struct, frozen=True, kw_only=True):
     """The tiles of a weight: `rows` of all its matrices, one after the other, each of `height` rows."""
 
     rows: int

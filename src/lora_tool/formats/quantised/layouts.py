@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.formats.quantised.auto_round import in_known_words, not_read
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
@@ -88,8 +89,7 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 _NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_", "F4"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantisedWeights:
+class QuantisedWeights(Struct, frozen=True, kw_only=True):
     """The quantised weights of a checkpoint, and what lies beside them."""
 
     weights: Mapping[str, Encoding]

@@ -10,10 +10,10 @@ what fits. Codes with zero points are (v / scale) + zero; see `zero_points`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, bytes_of, wide
@@ -35,8 +35,7 @@ _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredAgain:
+class StoredAgain(Struct, frozen=True, kw_only=True):
     """Rows of a weight as codes again."""
 
     codes: Bytes
@@ -49,8 +48,7 @@ class StoredAgain:
     """The merged ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(Struct, frozen=True):
     """Rows of scales as they are stored, and the zero points of their tiles, int8, where there are any: [rows, across]."""
 
     stored: Array

@@ -51,14 +51,14 @@ def _plain(encoding: RoundedAs, begin: int, end: int, read: Read) -> F32:
 
 def _mean(encoding: RoundedAs, read: Read) -> np.float32:
     """Return the mean of the scales of all blocks: the whole weight is read once, a part at a time."""
-    if "mean" not in encoding.measured:
+    if encoding.means.decoded is None:
         size = encoding.spec.numel
         parts = (
             largest(_plain(encoding, at, min(at + _AT_ONCE, size), read), _BLOCK) for at in range(0, size, _AT_ONCE)
         )
         total = math.fsum(float(part.sum(dtype=np.float64)) for part in parts)
-        encoding.measured["mean"] = total / -(-size // _BLOCK)
-    return np.float32(encoding.measured["mean"])
+        encoding.means.decoded = total / -(-size // _BLOCK)
+    return np.float32(encoding.means.decoded)
 
 
 @cache

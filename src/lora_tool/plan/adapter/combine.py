@@ -6,8 +6,10 @@ The deltas of several adapters are summed. What cannot be summed is in one of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.checkpoint import AdapterDir
@@ -20,8 +22,7 @@ from lora_tool.tensors import StoredTensor
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
+class Adapted(Struct, frozen=True, kw_only=True):
     """One adapter of a merge."""
 
     view: AdapterView

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.adapter.targeting import explains, wrapped_parameters
 from lora_tool.adapter.view import AdapterView, LoraLayer
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
     from lora_tool.names.model import ModelFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterModules:
+class AdapterModules(Struct, frozen=True, kw_only=True):
     """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
     lora: Mapping[str, tuple[LoraTerm, ...]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, LoraLayer
@@ -30,8 +31,7 @@ from lora_tool.rules.serving.forms import ServingForm
 from lora_tool.tensors import FileStamp, StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class Changes(Struct, frozen=True, kw_only=True):
     """The products, and which of the adapter's tensors are in them besides the factors of LoRA."""
 
     sums: tuple[Factors, ...]
@@ -45,8 +45,7 @@ class Changes:
     """Whether the base's values are in it."""
 
 
-@dataclass(slots=True)
-class _Computing:
+class _Computing(Struct):
     """The base whose weights are read, and the spool for what comes of them: opened when it is needed."""
 
     base: ModelDir | None

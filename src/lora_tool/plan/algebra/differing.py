@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.experts import EXPERT, STACKED_BY_PEFT, is_taken_for_stacks
 from lora_tool.architectures import architecture_of
@@ -28,8 +29,7 @@ _TASKS = {"ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTI
 """How the names of classes with a head end, and PEFT's task types; any other has the labels of a text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differing:
+class Differing(Struct, frozen=True, kw_only=True):
     """The differences of a model from its base."""
 
     low_rank: tuple[str, ...]

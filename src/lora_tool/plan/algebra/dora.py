@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from lora_tool.errors import IncompatibleBase
 from lora_tool.plan.algebra.ranks import ModuleRank

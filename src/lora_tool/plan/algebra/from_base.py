@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX, is_end, is_output, is_tied
@@ -34,8 +36,7 @@ _MOST_ROWS = 512
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedRows:
+class ChangedRows(Struct, frozen=True, kw_only=True):
     """The rows of one end that are not the base's."""
 
     module: str

@@ -7,10 +7,10 @@ read as it is stored; numpy, where there is no kernel, has it widened before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from lora_tool.execution.native.library import kernel
@@ -25,8 +25,7 @@ _BLOCK = 1 << 16
 """Elements that numpy widens at a time, so that they stay in the second-level cache."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Reader:
+class Reader(Struct, kw_only=True, eq=False):
     """One worker's memory for the factors of one module after the other, from `files` that all may share."""
 
     files: OpenFiles

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.experts import experts_of
 from lora_tool.checkpoint import ModelDir
@@ -20,8 +21,7 @@ from lora_tool.rules.serving.together import ReadTogether, lacking, weight_besid
 from lora_tool.tensors import DType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
+class Idle(Struct, frozen=True, kw_only=True):
     """A module whose weight, [out, in], stays as it is."""
 
     module: str

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.stored_numbers import row_blocks
@@ -34,8 +34,7 @@ _EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: 
 """Where a type's exponent is, its mask, and what is taken off it for the distance to the next number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
+class LowRank(Struct, frozen=True, kw_only=True):
     """A difference D as `b`·`a`, [out, r] and [r, in], and what that leaves of it."""
 
     b: Array

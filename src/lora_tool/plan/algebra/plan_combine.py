@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.adapter.view import AdapterView, TrainedTokens, view_of
 from lora_tool.checkpoint import AdapterDir

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import architecture_of
@@ -44,8 +45,7 @@ _LITTLE = 0.5
 """A module that keeps less than this share is hardly of low rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extracted:
+class Extracted(Struct, frozen=True, kw_only=True):
     """One module's difference as LoRA, in figures."""
 
     module: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.view import AdapterView, view_of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from lora_tool.adapter.view import FACTORS
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_model
@@ -22,8 +23,7 @@ from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened
 Opened = TypeVar("Opened")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumInputs:
+class SumInputs(Struct, frozen=True, kw_only=True):
     """An adapter that is a sum, and the adapters that it was computed from, with their weights."""
 
     made: AdapterDir
@@ -79,8 +79,7 @@ class SumInputs:
         return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractInputs:
+class ExtractInputs(Struct, frozen=True, kw_only=True):
     """An adapter that was extracted, and the two models that it is the difference of."""
 
     made: AdapterDir
@@ -119,8 +118,7 @@ class ExtractInputs:
         return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Struct, frozen=True, kw_only=True):
     """An adapter that has a manifest."""
 
     made: AdapterDir

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from lora_tool.display import counted
 
@@ -28,8 +29,7 @@ class Kept(Protocol):
         """The share of what was to be kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRank:
+class ModuleRank(Struct, frozen=True, kw_only=True):
     """One module's ΔW before and after."""
 
     module: str

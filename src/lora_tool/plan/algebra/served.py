@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapter.view import AdapterView
@@ -24,8 +25,7 @@ _NOTHING_LOST = 1e-13
 """A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedFactors:
+class ServedFactors(Struct, frozen=True, kw_only=True):
     """The factors of every module for one server."""
 
     sums: tuple[Factors, ...]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.factor_steps import factor_ops, part_names, step_of

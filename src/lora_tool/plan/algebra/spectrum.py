@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.stored_numbers import Matrix
@@ -41,8 +41,7 @@ _LEFT_OUT = 1e-5
 """A share of ‖ΔW‖² that eigenvalues of (ΔW)ᵀΔW still tell to ten digits; less is left to the singular values of ΔW."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compressed:
+class Compressed(Struct, frozen=True, kw_only=True):
     """The best approximation of one module's ΔW at a rank, before anything is written."""
 
     module: str
@@ -109,8 +108,7 @@ def compressed(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(Struct, frozen=True):
     """A rank, or the least that keeps a share of ‖ΔW‖²."""
 
     rank: int | None
@@ -121,8 +119,7 @@ class _Asked:
         return min(self.rank if self.rank is not None else rank_for(values, self.keep), max(1, len(values)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sides:
+class _Sides(Struct, frozen=True):
     """L and R with columns of length 1, of which the Gram matrices are known: ΔW = L·diag(core)·Rᵀ."""
 
     grams: tuple[Matrix, Matrix]
@@ -144,8 +141,7 @@ def _one_over(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.divide(1.0, lengths, out=np.zeros(len(lengths)), where=lengths > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(Struct, frozen=True):
     """Singular values, and what turns L and R to the rank."""
 
     values: npt.NDArray[np.float64]
@@ -211,8 +207,7 @@ def _roots(sides: _Sides, left: float, factors: Factors, reader: Reader) -> tupl
     return _root_of_triangle(of_b * sides.inverse[0]), _root_of_triangle(of_a * sides.inverse[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Root:
+class _Root(Struct, frozen=True):
     """Of a factor whose columns have length 1: orthonormal columns times `square`, without what is zero to working precision."""
 
     square: Matrix

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.tensors import StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Term:
+class Term(Struct, frozen=True, kw_only=True, eq=False):
     """One adapter's share: `scale` · B·A, with B of [out, r], A of [r, in], and what LoRA adds to the bias."""
 
     a: StoredTensor
@@ -29,8 +30,7 @@ class Term:
         return self.a.shape[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Factors:
+class Factors(Struct, frozen=True, kw_only=True, eq=False):
     """ΔW = Σ scale·B·A of one module."""
 
     module: str

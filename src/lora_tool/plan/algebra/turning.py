@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from lora_tool.choices import positive
 from lora_tool.display import counted
@@ -22,8 +23,7 @@ from lora_tool.plan.core.factor_ops import SmallMatrix
 from lora_tool.progress import told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class Ranks(Struct, frozen=True, kw_only=True):
     """The rank of each module: a number, or the least that keeps a share of ‖ΔW‖²; with neither, all of its rank.
 
     Raises `WrongValue`.
@@ -46,8 +46,7 @@ class Ranks:
         return self.rank is None and self.keep is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
+class Turned(Struct, frozen=True, kw_only=True):
     """The matrices for B and A of each module that loses rank, and figures on every module that was looked at."""
 
     matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]] = field(default_factory=dict)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import AdapterView, WholeTensor
@@ -16,8 +18,7 @@ from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.tensors import StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeTensors:
+class WholeTensors(Struct, frozen=True, kw_only=True):
     """The whole tensors of a sum, and those that are not in it."""
 
     steps: tuple[Step, ...]

@@ -7,8 +7,10 @@ the same modules as `model.language_model.layers`, say. So one beginning of thei
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.adapter.view import AdapterView
@@ -18,8 +20,7 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.plan.core.steps import Step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginnings:
+class Beginnings(Struct, frozen=True, kw_only=True):
     """What module paths begin with in the text class, and in the whole model; nothing where both are the same."""
 
     text: str = ""

@@ -6,7 +6,8 @@ Without them sentence-transformers pools by the mean and reports that in a log l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from lora_tool.checkpoint import Folder
 from lora_tool.errors import CorruptFile
@@ -25,8 +26,7 @@ from lora_tool.plan.core.steps import SideFile, copied_file
 _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM})
 
 
-@dataclass(slots=True, kw_only=True)
-class ModuleSideFiles:
+class ModuleSideFiles(Struct, kw_only=True):
     """The files to copy, with the notes and warnings about them."""
 
     files: list[SideFile] = field(default_factory=list)

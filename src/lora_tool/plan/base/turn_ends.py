@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.files import json_bytes
@@ -17,8 +18,7 @@ from lora_tool.plan.core.steps import SideFile
 _EOS = "eos_token_id"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(Struct, frozen=True, kw_only=True):
     """The generation settings that change with the tokenizer of a merged language model."""
 
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,8 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from lora_tool import keys
 from lora_tool.adapter.half_pairs import half_pairs_among
@@ -38,8 +39,7 @@ _LORA = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Selection(Struct, frozen=True, kw_only=True):
     """The tensors of a training module that are written, the files beside them, notes and warnings."""
 
     names: Mapping[str, str]

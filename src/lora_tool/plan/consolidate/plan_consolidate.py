@@ -8,8 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction

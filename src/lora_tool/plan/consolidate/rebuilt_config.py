@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.architectures.heads import ADDED_BY_PEFT
@@ -32,8 +34,7 @@ _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alp
 """Fields that decide about ΔW and that no tensor tells."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundConfig:
+class FoundConfig(Struct, frozen=True, kw_only=True):
     """The config of the adapter in a checkpoint."""
 
     config: AdapterConfig

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.adapter.mlx import is_mlx, read_mlx
 from lora_tool.checkpoint import AdapterDir
@@ -14,8 +15,7 @@ from lora_tool.formats.files import expanded
 from lora_tool.sources import Reference, opened_adapter, opened_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convertible:
+class Convertible(Struct, frozen=True, kw_only=True):
     """An adapter that is to be converted, as PEFT has it."""
 
     adapter: AdapterDir

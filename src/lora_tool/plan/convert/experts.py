@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.experts import EXPERT, FUSED, PROJECTIONS
@@ -37,8 +38,7 @@ _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 """How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class Converted(Struct, frozen=True, kw_only=True):
     """The steps of the layers on experts, in the other layout, and what the config says of them."""
 
     steps: tuple[Step, ...]
@@ -86,8 +86,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
+class _Names(Struct, frozen=True, kw_only=True):
     """The names of one layer's experts in a checkpoint."""
 
     experts: str

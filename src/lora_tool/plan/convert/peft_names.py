@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool import keys
 from lora_tool.adapter.naming import bare_path
@@ -19,8 +21,7 @@ from lora_tool.keys import Part
 from lora_tool.tensors import StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeftNames:
+class PeftNames(Struct, frozen=True, kw_only=True):
     """An adapter's tensors by the names that PEFT loads."""
 
     tensors: Mapping[str, StoredTensor]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import NotACheckpoint
@@ -19,8 +20,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.sources import Reference, opened_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertInputs:
+class ConvertInputs(Struct, frozen=True, kw_only=True):
     """An adapter in another form, and the adapter that it was before."""
 
     made: AdapterDir

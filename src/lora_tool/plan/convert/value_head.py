@@ -10,7 +10,9 @@ from __future__ import annotations
 import shlex
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import is_output
@@ -29,8 +31,7 @@ _TASK = "SEQ_CLS"
 _GIVE_BASE = "give the model that it was trained on: --base MODEL"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueHead:
+class ValueHead(Struct, frozen=True, kw_only=True):
     """The value head beside an adapter. `constant` is its bias; without it every reward is lower by that much."""
 
     weights: Weights

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.plan.core.plan import Plan
 
@@ -20,8 +21,7 @@ _DIGITS = 4
 _WEAKEST = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRetention:
+class DeltaRetention(Struct, frozen=True, kw_only=True):
     """Sums over sampled weights of Δ², E² and Δ·E: Δ the change that was meant, E the one that was written."""
 
     meant: float = 0.0

@@ -7,8 +7,10 @@ it must lose no more than its own dtype loses.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.plan.core.aside import Aside, Carried
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
@@ -20,15 +22,14 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.operation import Read, Values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallMatrix:
+class SmallMatrix(Struct, frozen=True, kw_only=True):
     """A float64 matrix that a plan carries: plain data, compared and hashed by its bytes."""
 
     rows: int
     columns: int
-    data: bytes | Carried = field(repr=False)
+    data: bytes | Carried
     """The elements, little-endian, row by row; in a file where the plan carries many."""
-    sha256: str = field(repr=False, compare=False)
+    sha256: str
     """Of the data, in hex: a plan is described twice, and each matrix made by one of several workers."""
 
     def __post_init__(self) -> None:
@@ -62,8 +63,7 @@ class SmallMatrix:
         return {"rows": self.rows, "columns": self.columns, "sha256": self.sha256}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class Columns(Struct, frozen=True, kw_only=True):
     """`count` columns of a matrix, from `first`, every `step`-th, each value times `scale`."""
 
     tensor: StoredTensor
@@ -88,15 +88,13 @@ class Columns:
         return {**part, **input_of(self.tensor, input_names)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FactorOperation(Operation):
+class _FactorOperation(Operation, frozen=True, kw_only=True):
     """An operation whose output has another shape than its sources."""
 
     keeps_values: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside(_FactorOperation):
+class Beside(_FactorOperation, frozen=True, kw_only=True):
     """[0 | c₁·P₁ | c₂·P₂ | … | 0]: scaled columns of several matrices beside one another, between columns of zeros.
 
     A sum of deltas is one product of such a B and of the A's one below the other. With `in_turn` the first column of
@@ -172,8 +170,7 @@ class Beside(_FactorOperation):
         return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mix(_FactorOperation):
+class Mix(_FactorOperation, frozen=True, kw_only=True):
     """[P₁ | P₂ | …]·X, the parts beside one another; `below`: Xᵀ·[P₁; P₂; …], one below the other.
 
     Turning the columns of all B's, and the rows of all A's, by small matrices is what recompression is.

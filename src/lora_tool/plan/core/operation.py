@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from lora_tool.records import AbstractRecord
 from lora_tool.tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -25,8 +28,7 @@ InputNames = Mapping[Path, str]
 """Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(Struct, frozen=True, kw_only=True):
     """The sums behind each value of an output, which bound its distance from the exact value."""
 
     deltas: int = 0
@@ -39,10 +41,8 @@ class Sums:
     """Whether PEFT rounds each delta to the type of the source before it adds it."""
 
 
-class Operation(ABC):
+class Operation(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
     """Makes the rows of an output, each from the same row of its `source` and of what `inputs` holds besides."""
-
-    __slots__ = ()
 
     is_copy: ClassVar[bool] = False
     """Whether the output is the source's bytes."""
@@ -105,7 +105,7 @@ def _collect(value: object, found: list[StoredTensor]) -> None:
         for item in value:
             _collect(item, found)
     else:
-        for name in getattr(value, "__dataclass_fields__", ()):
+        for name in getattr(value, "__struct_fields__", ()):
             _collect(getattr(value, name), found)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec.structs import replace
 
 from lora_tool.choices import Choice
 from lora_tool.formats.quantised.encodings import encoding_of
@@ -44,10 +45,8 @@ class Precision(Choice):
         return ("numpy", "torch") if self is Precision.PEFT else ("numpy",)
 
 
-class _RowOperation(Operation):
+class _RowOperation(Operation, frozen=True, kw_only=True):
     """An operation on one source."""
-
-    __slots__ = ()
 
     source: StoredTensor
 
@@ -69,8 +68,7 @@ class _RowOperation(Operation):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept(_RowOperation):
+class _Kept(_RowOperation, frozen=True, kw_only=True):
     """The source's values, as far as the output's dtype holds them."""
 
     source: StoredTensor
@@ -83,8 +81,7 @@ class _Kept(_RowOperation):
         return read(self.source)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy(_Kept):
+class Copy(_Kept, frozen=True, kw_only=True):
     """The source's bytes, unchanged."""
 
     is_copy: ClassVar[bool] = True
@@ -96,8 +93,7 @@ class Copy(_Kept):
         return (Copy(source=rows_of(self.source, start, rows)),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast(_Kept):
+class Cast(_Kept, frozen=True, kw_only=True):
     """The source's values, rounded to the output's dtype."""
 
     def __str__(self) -> str:
@@ -107,8 +103,7 @@ class Cast(_Kept):
         return (Cast(source=rows_of(self.source, start, rows)),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dequantise(_Kept):
+class Dequantise(_Kept, frozen=True, kw_only=True):
     """The values that a quantised source stands for, rounded to the output's dtype."""
 
     def __str__(self) -> str:
@@ -125,8 +120,7 @@ def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast | Dequantise:
     return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraDelta(_RowOperation):
+class LoraDelta(_RowOperation, frozen=True, kw_only=True):
     """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.
 
     `rounded` where PEFT rounds the delta to the type of W before it adds it, as it does for embeddings and bare
@@ -206,8 +200,7 @@ def _residual(weight: Values, init: str, term: LoraTerm) -> Values:
     return np.asarray(weight - out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoraDelta(_RowOperation):
+class DoraDelta(_RowOperation, frozen=True, kw_only=True):
     """m/‖W + Δ‖ · (W + Δ), the norm of each output's row; `magnitude` m has one value per output.
 
     DoRA (https://arxiv.org/abs/2402.09353) as PEFT merges it: the norm is that of the unmerged base plus the delta.
@@ -253,8 +246,7 @@ class DoraDelta(_RowOperation):
         return scaled.T if self.transposed else scaled
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplaceRows(_RowOperation):
+class ReplaceRows(_RowOperation, frozen=True, kw_only=True):
     """W with the rows `indices` replaced by those of `rows`, in that order: trained tokens of an embedding."""
 
     source: StoredTensor
@@ -293,8 +285,7 @@ class ReplaceRows(_RowOperation):
         return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasDelta(_RowOperation):
+class BiasDelta(_RowOperation, frozen=True, kw_only=True):
     """b + Σ scaling·(lora_B.bias): what `lora_bias=True` adds to the module's bias."""
 
     source: StoredTensor
@@ -330,8 +321,7 @@ RowOp = OnSource | FactorOp
 """The operations that make rows of an output. A closed union: code that computes one handles all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assemble(Operation):
+class Assemble(Operation, frozen=True, kw_only=True):
     """The results of the parts, one below the other: an output whose rows have different deltas."""
 
     parts: tuple[RowOp, ...]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from lora_tool.display import as_html, counted, size
 from lora_tool.plan.core.ops import Precision
@@ -19,8 +20,7 @@ from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Everything that will be written, and where each input tensor goes. `notes` are the lines of the summary."""
 
     shards: tuple[Shard, ...]

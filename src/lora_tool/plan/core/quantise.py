@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lora_tool.choices import TextEnum
@@ -33,8 +32,7 @@ def rounded_to(encoding: Blockwise, weight: StoredTensor) -> DType:
     return encoding.spec.dtype if isinstance(encoding, Bnb4) else weight.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantise(Operation, Generic[Made]):
+class Quantise(Operation, Generic[Made], frozen=True, kw_only=True):
     """What `made` makes, rounded once to 16 bits and quantised as bitsandbytes does: see `formats.quantised.fresh`.
 
     Each part is a tensor of its own; whoever writes one of them computes the numbers of whole blocks, and of the whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lora_tool.choices import TextEnum
@@ -34,8 +33,7 @@ def stored_parts(encoding: Requantisable) -> dict[QuantisedPart, StoredTensor]:
     return found if zeros is None else found | {QuantisedPart.ZEROS: zeros}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requantise(Operation, Generic[Made]):
+class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
     """What `made` makes, stored as the base's weight is: see `formats.quantised.requantising`.
 
     Codes, scales and zero points are tensors of their own; whoever writes one of them computes the numbers of whole tiles.

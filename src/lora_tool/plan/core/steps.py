@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from lora_tool.actions import TensorAction
 from lora_tool.formats.files import require_own_file
@@ -13,8 +14,7 @@ from lora_tool.plan.core.ops import Op
 from lora_tool.tensors import TensorSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Struct, frozen=True, kw_only=True):
     """One output tensor: its spec, the operation that makes it, the action and the reason in words."""
 
     out: TensorSpec
@@ -23,8 +23,7 @@ class Step:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRecord:
+class InputRecord(Struct, frozen=True, kw_only=True):
     """An input tensor without an output tensor of the same name: dropped, or consumed by a step."""
 
     path: Path
@@ -33,8 +32,7 @@ class InputRecord:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(Struct, frozen=True, kw_only=True):
     """One output weights file: its tensors in file order."""
 
     filename: str
@@ -51,8 +49,7 @@ class Shard:
         return sum(step.out.nbytes for step in self.steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideFile:
+class SideFile(Struct, frozen=True, kw_only=True):
     """A file without weights: copied from `source`, or written with `content`."""
 
     filename: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.operation import InputNames, input_of
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from lora_tool.plan.core.operation import Read, Values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTerm:
+class LoraTerm(Struct, frozen=True, kw_only=True):
     """One adapter's share of a delta: `scaling` · B·A, with A of shape [r, in] and B of shape [out, r]."""
 
     a: StoredTensor
@@ -60,8 +60,7 @@ def _told(rank: int, experts: int, scaling: float) -> str:
     return f"rank {rank}{f' on {experts} experts' if experts > 1 else ''}, scaling {scaling:g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasTerm:
+class BiasTerm(Struct, frozen=True, kw_only=True):
     """One adapter's share of a bias: `scaling` · the bias of its lora_B."""
 
     bias: StoredTensor

@@ -8,8 +8,10 @@ than half a step is rounded away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ModelDir
@@ -47,8 +49,7 @@ to nothing away; in four bits, weights that are 1% off are about half the error 
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Original:
+class Original(Struct, frozen=True, kw_only=True):
     """The 16-bit model that a quantised base was made from."""
 
     model: ModelDir

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.quantised.four_bits import TrainedAs
@@ -12,8 +12,7 @@ from lora_tool.plan.merge.storages import Storage
 from lora_tool.tensors import DType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(Struct, frozen=True, kw_only=True):
     """The options of `plan_merge`, which says what each means; None leaves the choice to the inputs."""
 
     task: Task

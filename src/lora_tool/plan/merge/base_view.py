@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
@@ -82,8 +84,7 @@ class BaseView(Protocol):
         """Return the steps on parameters as steps on the tensors that `save_pretrained` writes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectBase:
+class DirectBase(Struct, frozen=True, kw_only=True):
     """The inputs as they are: the `BaseView` with nothing to translate."""
 
     base: ModelDir

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from lora_tool.names.model import ModelFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(Struct, frozen=True, kw_only=True):
     """The classification head of the merged model: the tensors that have no place in a causal LM."""
 
     module: str
@@ -36,8 +36,7 @@ class Head:
     num_labels: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeContext:
+class MergeContext(Struct, frozen=True, kw_only=True):
     """Everything that the steps are made from."""
 
     base: ModelDir

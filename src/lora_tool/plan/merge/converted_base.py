@@ -8,8 +8,10 @@ tensors of the names that `save_pretrained` writes (`on_disk`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
@@ -38,8 +40,7 @@ from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedBase:
+class ConvertedBase(Struct, frozen=True, kw_only=True):
     """A base in the words of memory, the adapter in the same, and the way back."""
 
     mapping: NamesOnDisk

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
@@ -39,8 +41,7 @@ _NOTHING = AdapterModules(
 _REASON = "merged by PEFT, with the whole model in memory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InMemory:
+class InMemory(Struct, frozen=True, kw_only=True):
     """The request to PEFT: a model for `task`, with `num_labels` where it has labels."""
 
     base: ModelDir

@@ -6,7 +6,9 @@ Of several classes, the merge takes the one that has a module for every tensor o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.adapter.view import view_of
@@ -26,8 +28,7 @@ _WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}
 """Auto class that may give a text model → the one that gives the whole; the others give the whole themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelClass:
+class ModelClass(Struct, frozen=True, kw_only=True):
     """What transformers loads the base as, for a task that is decided."""
 
     task: Task

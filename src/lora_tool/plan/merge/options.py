@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from msgspec import Struct
+
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
 from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
@@ -35,8 +37,7 @@ def severity(asked: object) -> Severity:
     return Severity(asked)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """One option: what it does, in a sentence, and how it is written on a command line.
 
     `parse` makes a value of what is given, and raises `WrongValue`; None takes it as it is.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.checkpoint.quantised import as_matrices
@@ -31,8 +32,7 @@ from lora_tool.weighted import all_weighted
 Word = TypeVar("Word", bound=Enum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
+class Provenance(Struct, frozen=True, kw_only=True):
     """A merged model, and the base and adapters that it is compared with."""
 
     merged: ModelDir

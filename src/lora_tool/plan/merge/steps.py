@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
@@ -40,8 +41,7 @@ _NOT_IN_TRANSFORMERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredModel:
+class StoredModel(Struct, frozen=True, kw_only=True):
     """What a merge writes of a quantised base and its changes."""
 
     storage: Storage
@@ -56,8 +56,7 @@ class StoredModel:
     """How much of ΔW is left where merged weights were rounded to their format again."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: what is asked twice is kept
-class QuantisedBase:
+class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):  # without slots: what is asked twice is kept
     """A base with quantised weights: as it is stored, and with the matrices that they stand for."""
 
     stored: ModelDir

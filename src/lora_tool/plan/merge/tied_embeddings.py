@@ -7,9 +7,11 @@ because PEFT saves them by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.adapter.tied_lora import add_the_same, saved_as_one
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
     from lora_tool.names.model import ModelFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiedEmbeddings:
+class TiedEmbeddings(Struct, frozen=True, kw_only=True):
     """The shared matrix of a causal LM: the tensor `output` is not on disk, or only as a copy of the embedding."""
 
     output: str
@@ -63,8 +64,7 @@ class TiedEmbeddings:
         return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEnds:
+class ModelEnds(Struct, frozen=True, kw_only=True):
     """The input embedding and the output layer of the merged model, and what is tied to them."""
 
     tied: TiedEmbeddings | None = None

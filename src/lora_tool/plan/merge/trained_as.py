@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import MATRIX, is_end

@@ -8,7 +8,8 @@ refused, unless the ends are to be untied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import UNMERGED

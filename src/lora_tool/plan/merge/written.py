@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.context import MergeContext
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Struct, frozen=True, kw_only=True):
     """The tensors of the merged model on disk, and what the plan says of the base that they come from."""
 
     merge: MergeContext

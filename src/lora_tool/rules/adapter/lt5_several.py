@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 
 from lora_tool.adapter.targeting import trained_for
@@ -18,8 +17,7 @@ from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SeveralAdapters(Subject):
+class SeveralAdapters(Subject, frozen=True, kw_only=True, eq=False):
     """Adapters whose sum is to be merged into one base, or written; the folder is the first one's."""
 
     views: tuple[AdapterView, ...]

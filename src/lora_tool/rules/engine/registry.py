@@ -6,8 +6,9 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from lora_tool.choices import closest
 from lora_tool.errors import UnknownRule
@@ -58,8 +59,7 @@ class Need(str, enum.Enum):
     """A reward model ranked pairs of texts of which one was preferred."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Fault:
+class Fault(Struct, frozen=True, kw_only=True, eq=False):
     """What a rule yields: `subject` is the tensor or field; path, hint and severity default to the rule's own."""
 
     message: str
@@ -71,8 +71,7 @@ class Fault:
     """Whether a merge can go on where the rule is ignored, though other faults of an `unmergeable` rule leave nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rule:
+class Rule(Struct, frozen=True, kw_only=True, eq=False):
     """One registered rule. Its docstring is its page: the title, then paragraphs that begin as `SECTIONS` say."""
 
     code: str

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.files import open_regular, opened_regular, read_at
@@ -48,8 +49,7 @@ _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
 
 
-@dataclass(slots=True)
-class Scans:
+class Scans(Struct):
     """The scans of one folder's tensors, each made once. `progress` is called with the bytes that were read."""
 
     progress: Callable[[int], None] | None = None

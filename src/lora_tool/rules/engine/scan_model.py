@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.errors import SourceChanged
 from lora_tool.machine import available_cores
@@ -28,8 +29,7 @@ def scan_workers() -> int:
     return min(_MOST_WORKERS, available_cores())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightScan:
+class WeightScan(Struct, frozen=True, kw_only=True):
     """What the values of a tensor are like."""
 
     nonfinite: int = 0
@@ -42,8 +42,7 @@ class WeightScan:
     """The largest finite magnitude where it is `LARGE` or more, else 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """How a float type lies in its bytes: exponent and fraction bits; a sign is before them."""
 
     nbytes: int

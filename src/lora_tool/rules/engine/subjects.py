@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from lora_tool.adapter.half_pairs import HalfPair, half_pair_in
 from lora_tool.adapter.targeting import trained_for
@@ -40,8 +41,7 @@ class Server(Choice):
     MLX = "mlx"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Subject:
+class Subject(Struct, frozen=True, kw_only=True, eq=False):
     """An opened folder of any kind. Its scans are kept, so that no weight is read twice."""
 
     checkpoint: Checkpoint
@@ -77,8 +77,7 @@ class Subject:
         return self.scans.of(tensor, self.tensors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunSubject(Subject):
+class RunSubject(Subject, frozen=True, kw_only=True, eq=False):
     """A run folder without finished weights, and those of its checkpoints that could be opened."""
 
     checkpoint: RunDir
@@ -94,8 +93,9 @@ def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
     return f"find the last complete checkpoint: {command}; {otherwise}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
-class ModelSubject(Subject):
+class ModelSubject(
+    Subject, frozen=True, kw_only=True, eq=False, dict=True
+):  # without slots: what is asked twice is kept
     """A model folder."""
 
     checkpoint: ModelDir
@@ -189,8 +189,7 @@ class ModelSubject(Subject):
         return None if manifest is None else manifest.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BaseMatch:
+class BaseMatch(Struct, frozen=True, kw_only=True, eq=False):
     """A base model whose tensor names mean the adapter's modules: `strip` taken off a module path, `add` put before."""
 
     base: ModelDir
@@ -229,8 +228,7 @@ class BaseMatch:
         return None if name in self.missing else self.base.tensors.get(name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoraSubject(Subject):
+class LoraSubject(Subject, frozen=True, kw_only=True, eq=False):
     """A folder that LoRA may be in: an adapter, or rank files. Each says how its pairs are found."""
 
     def half_pairs(self) -> Iterator[HalfPair]:
@@ -238,8 +236,7 @@ class LoraSubject(Subject):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterSubject(LoraSubject):
+class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     """An adapter folder, the view of what it holds, and the base it is compared with."""
 
     checkpoint: AdapterDir

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir, Folder
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near

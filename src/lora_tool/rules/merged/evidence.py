@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from lora_tool.actions import TensorAction
 from lora_tool.rules.merged.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEvidence:
+class TensorEvidence(Struct, frozen=True, kw_only=True):
     """One tensor: how it was made (`action`), what it is (`verdict`), and how far the two are apart."""
 
     name: str
@@ -43,8 +42,7 @@ class TensorEvidence:
         return self.compared == self.numel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputEvidence:
+class OutputEvidence(Struct, frozen=True, kw_only=True):
     """What merged model and base with unmerged adapter answered to the same inputs, both computed in float32.
 
     `explained_` figures are of a third run: the unmerged model with every changed weight moved at random by up to half

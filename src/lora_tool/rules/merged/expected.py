@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from lora_tool.tensors import TensorSpec
 
@@ -21,8 +22,7 @@ class ExpectedFile(Protocol):
     def content(self) -> bytes | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Expected:
+class Expected(Struct, frozen=True, kw_only=True, eq=False):
     """What base and adapter give: the merged model's tensors by name, and the files beside them."""
 
     tensors: Mapping[str, TensorSpec]

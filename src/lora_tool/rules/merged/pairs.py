@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import fmean, median
+
+from msgspec import Struct
 
 _Z = 1.959964
 """Standard deviations within which 95% of a normal distribution lie."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class Ranking(Struct, frozen=True, kw_only=True):
     """The rewards that one model gave the chosen and the rejected text of each pair."""
 
     chosen: tuple[float, ...]
@@ -50,19 +49,22 @@ class Ranking:
     @property
     def mean_margin(self) -> float:
         """The mean margin of the pairs that have one; NaN where none has."""
+        from statistics import fmean  # noqa: PLC0415 - slow to import, and only where pairs were given
+
         return fmean(self._finite() or (math.nan,))
 
     @property
     def median_margin(self) -> float:
         """The median margin of the pairs that have one; NaN where none has."""
+        from statistics import median  # noqa: PLC0415 - as above
+
         return median(self._finite() or (math.nan,))
 
     def _finite(self) -> tuple[float, ...]:
         return tuple(margin for margin in self.margins if math.isfinite(margin))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairEvidence:
+class PairEvidence(Struct, frozen=True, kw_only=True):
     """How a merged model, and its base with the adapter unmerged, ranked the pairs of a file, both in float32."""
 
     source: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from msgspec import field
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import MERGED_MODEL
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from lora_tool.rules.merged.pairs import PairEvidence
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MergedSubject(ModelSubject):
+class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True):
     """A merged model with the plan that base and adapter give, made now; `evidence` by tensor name."""
 
     planned: Expected | None
@@ -114,8 +114,7 @@ class MergedSubject(ModelSubject):
         return other >= _SEVERAL and 2 * other > len(kept)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ComputedAdapter(MergedSubject):
+class ComputedAdapter(MergedSubject, frozen=True, kw_only=True, eq=False, dict=True):
     """An adapter that was computed from others, beside what they give."""
 
     @property

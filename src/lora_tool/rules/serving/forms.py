@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from lora_tool.adapter.experts import EXPERT, is_taken_for_stacks
 from lora_tool.adapter.fused_experts import fused_experts
@@ -20,8 +21,7 @@ from lora_tool.rules.serving.left_out import hides_experts, outside_language, pa
 from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingForm:
+class ServingForm(Struct, frozen=True, kw_only=True):
     """What a server takes. All but PEFT want one scaling, alpha / r."""
 
     name: str
@@ -68,8 +68,7 @@ FORMS: Mapping[Server, ServingForm] = {
 WITH_BASE = "--base MODEL"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
+class Obstacle(Struct, frozen=True, kw_only=True):
     """What of an adapter a server has no exact form for, and the options with which it is written."""
 
     text: str

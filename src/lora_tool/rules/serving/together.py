@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapter.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
 from lora_tool.checkpoint import ModelDir
@@ -26,8 +28,7 @@ _Beside = Mapping[str, tuple[str, ...]]
 """Module → those that must have LoRA where it has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTogether:
+class ReadTogether(Struct, frozen=True, kw_only=True):
     """What a server reads only together, among the matrices of one expert and among all others of a layer."""
 
     in_experts: _Beside

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.trainer_state import TrainerState

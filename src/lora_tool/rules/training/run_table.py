@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report.findings import Severity
@@ -22,8 +23,7 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "error", "wer", "cer", "ppl")
 _OTHER_METHOD = "LT217"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judged(Struct, frozen=True, kw_only=True):
     """One checkpoint of a run, and what the rules say about it."""
 
     root: Path

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import field
 
 from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
 from lora_tool.checkpoint import ShardedDir
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT405", "LT407", "LT408"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardedSubject(LoraSubject):
+class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     """The state that would be used: of several tags the one that `latest` names, else the newest."""
 
     checkpoint: ShardedDir

@@ -1,4 +1,5 @@
-/* How far stored values are from what they should be, compiled: one pass where numpy takes a dozen.
+/* How far stored values are from what they should be, compiled: one pass where numpy takes a dozen. And columns of a
+ * matrix in a file, which are a call of the system for each row.
  *
  * Nothing here is shared with the kernel that writes; what the values should be is computed elsewhere, in float64. For
  * every element, in float32 where the stored type has 16 bits, in float64 otherwise, each operation rounded:
@@ -8,9 +9,12 @@
  * where half is half the distance of the stored value to its neighbour away from zero. Sums are taken in a fixed order,
  * so that they are the same on every machine. Subnormal numbers are the caller's to keep on.
  */
+#define _XOPEN_SOURCE 700    /* pread, */
+#define _FILE_OFFSET_BITS 64 /* also beyond 2 GB where a long has 32 bits */
 #include <float.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "lora-tool's comparison promises IEEE arithmetic: compile it without -ffast-math and -Ofast"
@@ -23,7 +27,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 1 /* of the functions below; native/library.py asks for it */
+#define VERSION 2 /* of the functions below; native/library.py asks for it */
 
 enum type { BF16, F16, F32, F64, TYPES };
 
@@ -189,4 +193,18 @@ EXPORT int lora_tool_compare(const void *const *from, const int *types, int64_t 
     *seen = (struct seen){0};
     (types[0] == BF16 || types[0] == F16 ? BEST(float) : BEST(double))(from, types, count, bound, seen);
     return 0;
+}
+
+/* Read `bytes` bytes from `offset` of the open `file`, and as many every `apart` bytes after it, `rows` times, one after
+ * the other into `out`. Return how many rows could be read to their end. */
+EXPORT int64_t lora_tool_columns(int file, int64_t offset, int64_t apart, int64_t rows, int64_t bytes, char *out) {
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t done = 0, now; done < bytes; done += now) {
+            now = pread(file, out + row * bytes + done, (size_t)(bytes - done), offset + row * apart + done);
+            if (now <= 0) {
+                return row;
+            }
+        }
+    }
+    return rows;
 }

@@ -1,4 +1,4 @@
-"""The compiled comparison: found beside this file, tested once, and called with addresses. `compare.c` says what it does.
+"""The compiled comparison, and reading of columns: found beside this file and tested once. `compare.c` says what it does.
 
 It shares nothing with the kernel that writes. Where it was not built, or `LORA_TOOL_KERNEL` is `off`, numpy compares.
 """
@@ -6,12 +6,12 @@ It shares nothing with the kernel that writes. Where it was not built, or `LORA_
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.small_library import function_of, is_off
@@ -19,7 +19,7 @@ from lora_tool.tensors import DType
 
 FILE = Path(__file__).with_name("compare.so")
 """What `build_kernel.py` makes of `compare.c`."""
-VERSION = 1
+VERSION = 2
 """Of the functions in `compare.c`."""
 _TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2, DType.F64: 3}
 Elements = tuple[NDArray[Any], DType]
@@ -44,11 +44,20 @@ class Seen(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The compiled comparison. Calls give the interpreter lock away, and are safe from several threads."""
 
     function: Any
+    reads: Any
+
+    def columns(self, descriptor: int, offset: int, apart: int, out: NDArray[Any]) -> bool:
+        """Fill `out`, [rows, some], with as many bytes of a file every `apart` bytes from `offset`, a row from each.
+
+        Return False where the file ends before, or cannot be read.
+        """
+        rows, some = len(out), out.nbytes // max(1, len(out))
+        read: int = self.reads(descriptor, offset, apart, rows, some, out.ctypes.data)
+        return read == rows
 
     def seen(self, stored: Elements, base: Elements, change: Elements, *, within: float) -> Seen:
         """Return what is seen of `stored` beside base + change, as many elements each.
@@ -77,7 +86,10 @@ def loaded(file: Path) -> Comparison | None:
         return None
     pointer = ctypes.c_void_p
     function.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_double, pointer]
-    found = Comparison(function)
+    reads = ctypes.CDLL(str(file)).lora_tool_columns
+    reads.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 4, pointer]
+    reads.restype = ctypes.c_int64
+    found = Comparison(function, reads)
     return found if _tells_apart(found) else None
 
 

@@ -9,9 +9,10 @@ import ctypes
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from lora_tool.small_library import function_of, is_off
 
@@ -49,8 +50,7 @@ class Piece(ctypes.Structure):
     differing: int
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledScan:
+class CompiledScan(Struct, frozen=True):
     """The compiled scan. Calls give the interpreter lock away, and are safe from several threads."""
 
     function: Any
