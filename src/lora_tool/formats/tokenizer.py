@@ -57,7 +57,7 @@ class SpecialToken(Struct, frozen=True, kw_only=True):
     path: Path
 
 
-class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):  # without slots: what is asked twice is kept
+class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """What the small files of a tokenizer say, by name where each lies. Those that cannot be read are in `problems`."""
 
     paths: Mapping[str, Path]

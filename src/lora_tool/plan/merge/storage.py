@@ -56,7 +56,7 @@ class StoredModel(Struct, frozen=True, kw_only=True):
     """How much of ΔW is left where merged weights were rounded to their format again."""
 
 
-class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):  # without slots: what is asked twice is kept
+class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     """A base with quantised weights: as it is stored, and with the matrices that they stand for."""
 
     stored: ModelDir

@@ -93,9 +93,7 @@ def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
     return f"find the last complete checkpoint: {command}; {otherwise}"
 
 
-class ModelSubject(
-    Subject, frozen=True, kw_only=True, eq=False, dict=True
-):  # without slots: what is asked twice is kept
+class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     """A model folder."""
 
     checkpoint: ModelDir
