@@ -21,6 +21,8 @@ from msgspec.structs import replace
 
 import lora_tool
 from lora_tool import errors
+from lora_tool.hub.model import PushContent
+from lora_tool.plan.core.factor_ops import SmallMatrix
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -50,6 +52,12 @@ def test_a_function_says_what_it_returns_and_raises_and_its_types_can_be_importe
     annotations = [signature.return_annotation, *(each.annotation for each in signature.parameters.values())]
     for found in {inner for annotation in annotations for inner in classes(annotation)}:
         assert getattr(lora_tool, found.__name__, None) is found, f"{name}: {found} cannot be imported from lora_tool"
+
+
+def test_a_repr_holds_no_content() -> None:
+    content = PushContent(name="README.md", data=b"never shown" * 1000)
+    assert repr(content) == "PushContent('README.md': 11000 bytes)"
+    assert "data" not in repr(SmallMatrix.of([[1.0] * 1000]))
 
 
 RECORDS = [name for name in lora_tool.__all__ if isinstance(getattr(lora_tool, name), StructMeta)]

@@ -47,6 +47,9 @@ class PushContent(Struct, frozen=True, kw_only=True):
         if (self.source is None) == (self.data is None) or (self.source is None) != (self.stamp is None):
             raise ValueError(f"{self.name}: either a stamped file or bytes")
 
+    def __repr__(self) -> str:
+        return f"PushContent({self.name!r}: {self.size} bytes)"
+
     @property
     def size(self) -> int:
         return self.stamp.size if self.stamp is not None else len(self.data or b"")

@@ -63,6 +63,9 @@ class Written(Struct, frozen=True, kw_only=True):
     def __fspath__(self) -> str:
         return str(self.path)
 
+    def __repr__(self) -> str:
+        return f"Written({str(self.path)!r}{f': {self.verdict}' if self.verdict else ''})"
+
     def __str__(self) -> str:
         return "\n".join((*intent(self.plan), *self.result()))
 

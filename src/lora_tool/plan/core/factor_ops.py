@@ -36,6 +36,9 @@ class SmallMatrix(Struct, frozen=True, kw_only=True):
         if len(self.data) != 8 * self.rows * self.columns:
             raise ValueError(f"{len(self.data)} bytes are not a float64 matrix of {self.rows} x {self.columns}")
 
+    def __repr__(self) -> str:
+        return f"SmallMatrix({self.rows} x {self.columns}, sha256 {self.sha256})"
+
     @classmethod
     def of(cls, values: npt.ArrayLike, aside: Aside | None = None) -> SmallMatrix:
         """Return the matrix of these numbers, [rows, columns], whose elements lie `aside` where that is given."""
