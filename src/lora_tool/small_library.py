@@ -1,4 +1,4 @@
-"""Small compiled libraries, of one function each, that Python can do without: `build_kernel.py` says which there are."""
+"""Small compiled libraries, of a function or two each, that Python can do without: `build_kernel.py` says which there are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def is_off() -> bool:
     return os.environ.get("LORA_TOOL_KERNEL", "").lower() == "off"
 
 
-def function_of(file: Path, name: str, version: int) -> Any | None:  # noqa: ANN401 - ctypes gives functions by name
-    """Return the library's function of that name; None where it is not there, or `NAME_version` tells another one."""
+def functions_of(file: Path, version: int, *names: str) -> tuple[Any, ...] | None:
+    """Return the library's functions of these names; None where one is not there, or `NAME_version` of the first tells another."""
     try:
         library = ctypes.CDLL(str(file))
-        return library[name] if library[f"{name}_version"]() == version else None
+        return tuple(library[name] for name in names) if library[f"{names[0]}_version"]() == version else None
     except (OSError, AttributeError):
         return None

@@ -182,7 +182,9 @@ def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
 
 
 def _holding_tensors(kind: type[_Stored]) -> tuple[str, ...]:
-    declared = {name: text for each in kind.__mro__ for name, text in getattr(each, "__annotations__", {}).items()}
+    declared = {
+        name: text for each in reversed(kind.__mro__) for name, text in getattr(each, "__annotations__", {}).items()
+    }
     return tuple(name for name in kind.__struct_fields__ if StoredTensor.__name__ in declared[name])
 
 

@@ -71,7 +71,6 @@ class _RowOperation(Operation, frozen=True, kw_only=True):
 class _Kept(_RowOperation, frozen=True, kw_only=True):
     """The source's values, as far as the output's dtype holds them."""
 
-    source: StoredTensor
     keeps_values: ClassVar[bool] = True
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
@@ -129,7 +128,6 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
     all of W at once, and torch.
     """
 
-    source: StoredTensor
     terms: tuple[LoraTerm, ...]
     transposed: bool = False
     rounded: bool = False
@@ -206,7 +204,6 @@ class DoraDelta(_RowOperation, frozen=True, kw_only=True):
     DoRA (https://arxiv.org/abs/2402.09353) as PEFT merges it: the norm is that of the unmerged base plus the delta.
     """
 
-    source: StoredTensor
     term: LoraTerm
     magnitude: StoredTensor
     transposed: bool = False
@@ -249,7 +246,6 @@ class DoraDelta(_RowOperation, frozen=True, kw_only=True):
 class ReplaceRows(_RowOperation, frozen=True, kw_only=True):
     """W with the rows `indices` replaced by those of `rows`, in that order: trained tokens of an embedding."""
 
-    source: StoredTensor
     rows: StoredTensor
     indices: tuple[int, ...]
 
@@ -288,7 +284,6 @@ class ReplaceRows(_RowOperation, frozen=True, kw_only=True):
 class BiasDelta(_RowOperation, frozen=True, kw_only=True):
     """b + Σ scaling·(lora_B.bias): what `lora_bias=True` adds to the module's bias."""
 
-    source: StoredTensor
     terms: tuple[BiasTerm, ...]
 
     @property

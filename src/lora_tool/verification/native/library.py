@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from lora_tool.small_library import function_of, is_off
+from lora_tool.small_library import functions_of, is_off
 from lora_tool.tensors import DType
 
 FILE = Path(__file__).with_name("compare.so")
@@ -81,12 +81,12 @@ def comparison() -> Comparison | None:
 @lru_cache
 def loaded(file: Path) -> Comparison | None:
     """Return the comparison of this library; None where it is not there, of another version, or fails its test."""
-    function = function_of(file, "lora_tool_compare", VERSION)
-    if function is None:
+    functions = functions_of(file, VERSION, "lora_tool_compare", "lora_tool_columns")
+    if functions is None:
         return None
+    function, reads = functions
     pointer = ctypes.c_void_p
     function.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_double, pointer]
-    reads = ctypes.CDLL(str(file)).lora_tool_columns
     reads.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 4, pointer]
     reads.restype = ctypes.c_int64
     found = Comparison(function, reads)

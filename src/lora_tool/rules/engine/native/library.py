@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from lora_tool.small_library import function_of, is_off
+from lora_tool.small_library import functions_of, is_off
 
 FILE = Path(__file__).with_name("scan.so")
 """What `build_kernel.py` makes of `scan.c`."""
@@ -70,9 +70,10 @@ def compiled_scan() -> CompiledScan | None:
 @functools.lru_cache
 def loaded(file: Path) -> CompiledScan | None:
     """Return the scan of this library; None where it is not there, of another version, or fails its test."""
-    function = function_of(file, "lora_tool_scan", VERSION)
-    if function is None:
+    functions = functions_of(file, VERSION, "lora_tool_scan")
+    if functions is None:
         return None
+    (function,) = functions
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     function.restype = ctypes.c_int64
     found = CompiledScan(function)
