@@ -1,33 +1,77 @@
-"""Stretches of a matrix that lies transposed in its file: the same bytes, whatever little of the file is read for them."""
+"""Stretches of copies, plain and of matrices that lie transposed: what differs is found and counted, compiled or not."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lora_tool.tensors import DType, StoredTensor, TensorSpec, TransposedSpan
-from lora_tool.verification import elements
-from lora_tool.verification.elements import Files
+from lora_tool.errors import SourceChanged
+from lora_tool.plan.core.ops import Copy
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TransposedSpan
+from lora_tool.verification.copied import Copies
+from lora_tool.verification.native import copies
+from lora_tool.verification.pieces import Compared
+
+TYPES = {1: DType.I8, 2: DType.BF16, 4: DType.F32, 8: DType.F64}
+SHAPES = [(6, 40), (40, 6), (1, 9), (9, 1), (300, 11)]
 
 
-@pytest.mark.parametrize(
-    ("most_bytes", "most_lines"), [(1 << 19, 256), (64, 256), (0, 256), (0, 0)], ids=["lines", "few", "pieces", "whole"]
-)
-@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (1, 9), (9, 1)], ids=str)
-def test_stretches_of_a_transposed_matrix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], most_bytes: int, most_lines: int
-) -> None:
-    monkeypatch.setattr(elements, "_READ_BYTES", most_bytes)
-    monkeypatch.setattr(elements, "_MOST_LINES", most_lines)
-    meant = np.arange(shape[0] * shape[1], dtype="<u2").reshape(shape)
-    path = tmp_path / "weights"
-    path.write_bytes(b"header" + meant.T.tobytes())
-    span = TransposedSpan(path=path, offset=6, nbytes=meant.nbytes, rows=shape[0], columns=shape[1], itemsize=2)
-    tensor = StoredTensor(spec=TensorSpec(name="weight", dtype=DType.F16, shape=shape), spans=(span,))
-    every = [(2 * at, 2 * count) for at in range(meant.size) for count in (1, 3, shape[1], meant.size)]
-    within = [(start, nbytes) for start, nbytes in every if start + nbytes <= meant.nbytes]
-    with Files() as files:
-        found = list(files.stretches(tensor, within))
-    assert [each.tobytes() for each in found] == [meant.tobytes()[start:][:nbytes] for start, nbytes in within]
+@pytest.fixture(params=["compiled", "off"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Say whether the compiled comparison is used; a small room makes it look at a stretch in several goes."""
+    if request.param == "off":
+        monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
+    elif copies.copy_comparison() is None:
+        pytest.skip("nothing is compiled here")
+    monkeypatch.setattr(copies, "MOST_BYTES", 56)
+    return str(request.param)
+
+
+def compared(folder: Path, stored: np.ndarray, meant: np.ndarray, *, turned: bool) -> Compared:
+    """Return the comparison of one matrix with what it should be, which may lie transposed in its file."""
+    (folder / "stored").write_bytes(b"123" + stored.tobytes())
+    (folder / "source").write_bytes(b"header" + (meant.T if turned else meant).tobytes())
+    spec = TensorSpec(name="weight", dtype=TYPES[meant.itemsize], shape=meant.shape)
+    place = {"path": folder / "source", "offset": 6, "nbytes": meant.nbytes}
+    rows, columns = meant.shape
+    span = TransposedSpan(**place, rows=rows, columns=columns, itemsize=meant.itemsize) if turned else Span(**place)
+    mine = Span(path=folder / "stored", offset=3, nbytes=stored.nbytes)
+    op = Copy(source=StoredTensor(spec=spec, spans=(span,)))
+    return Compared(name="weight", op=op, stored=StoredTensor(spec=spec, spans=(mine,)), begin=100)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
+@pytest.mark.parametrize("width", list(TYPES))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_differs_is_counted(tmp_path: Path, shape: tuple[int, int], width: int, *, turned: bool) -> None:
+    chance = np.random.default_rng([*shape, width])
+    meant = chance.integers(0, 200, shape).astype(f"<u{width}")
+    stored = meant.copy()
+    wrong = np.sort(chance.choice(meant.size, min(meant.size, 4), replace=False))
+    stored.reshape(-1)[wrong] += 1
+    part = compared(tmp_path, stored, meant, turned=turned)
+    ends = sorted({0, 1, 2, shape[1] - 1, shape[1], 2 * shape[1] + 1, meant.size - 1, meant.size, *wrong})
+    every = [(first, last) for first, last in product(ends, ends) if 0 <= first < last <= meant.size]
+    asked = [(part, [(first * width, (last - first) * width)]) for first, last in every]
+    with Copies() as files:
+        found = files.look_at_each(asked)
+    for (first, last), tally in zip(every, found, strict=True):
+        inside = [at for at in wrong if first <= at < last]
+        known = (last - first, len(inside), inside[0] + 100 if inside else None, bool(inside))
+        assert (tally.compared, tally.wrong, tally.first, tally.moved) == known
+        assert tally.outside == tally.wrong
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
+@pytest.mark.parametrize("which", ["stored", "source"])
+def test_a_file_that_ends_early_is_named(tmp_path: Path, which: str, *, turned: bool) -> None:
+    meant = np.arange(60, dtype="<u2").reshape(6, 10)
+    part = compared(tmp_path, meant, meant, turned=turned)
+    (tmp_path / which).write_bytes((tmp_path / which).read_bytes()[:-1])
+    with Copies() as files, pytest.raises(SourceChanged, match=which):
+        files.look(part, [(0, 40), (40, 80)])

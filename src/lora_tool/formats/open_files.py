@@ -26,6 +26,11 @@ def _ended(path: Path, at: int) -> SourceChanged:
     return SourceChanged(f"{path} was truncated at byte {at} while it was read")
 
 
+def opened(path: Path) -> int:
+    """Return a read-only descriptor of a file that was read before, for the caller to close. Raises OSError."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO in its place would not block
+
+
 class _Open(Struct):
     """An open file, and how many readers are reading from it right now."""
 

@@ -40,15 +40,21 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     fail_on: Severity = Severity.ERROR
 
     def as_stored(
-        self, adapters: Sequence[AdapterDir], base: ModelDir | None, *, beside: Sequence[AdapterDir] | None = None
+        self,
+        adapters: Sequence[AdapterDir],
+        base: ModelDir | None,
+        *,
+        beside: Sequence[AdapterDir] | None = None,
+        computing: bool = True,
     ) -> Report:
         """Return what the rules find in adapters beside their base, as `validate` says it, below `fail_on`.
 
         Without a base nothing is compared with one. `beside` are the same adapters as they are looked at together,
-        where less than all of them counts. Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
+        where less than all of them counts; `computing` says that what is planned will most often be more than copies.
+        Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
-        if sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
-            import numpy  # noqa: F401, ICN001, PLC0415 - what is planned is computed with it; values are read meanwhile
+        if computing and sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
+            import numpy  # noqa: F401, ICN001, PLC0415 - what computes is imported while values are read
 
         def judged(judge: Judge) -> Report:
             files = map(judge.unreadable, adapters) if judge.ignored else ()

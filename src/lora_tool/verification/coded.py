@@ -9,8 +9,8 @@ import numpy as np
 from lora_tool.plan.core.ops import Coded, Precision
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.tensors import StoredTensor, TensorTable
-from lora_tool.verification.elements import Files, Rows
-from lora_tool.verification.pieces import Compared
+from lora_tool.verification.elements import Files
+from lora_tool.verification.pieces import Compared, Rows
 from lora_tool.verification.quantised import fresh_rows, fresh_tally, written_afresh
 from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import requantised_parts, scale_rows, scale_tally, written_as

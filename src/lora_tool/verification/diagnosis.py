@@ -15,9 +15,9 @@ from lora_tool.plan.core.requantise import Requantise
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
-from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns
+from lora_tool.verification.elements import FLOATS, Array, Files, decode, half_ulps
 from lora_tool.verification.misreadings import Misreading, misreadings, other_sign, unscaled
-from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
+from lora_tool.verification.pieces import Compared, Rows, rows_and_columns, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import half_steps
 from lora_tool.verification.tally import Tally

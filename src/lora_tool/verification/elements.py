@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import math
-import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from lora_tool.formats.factor_rows import as_in_the_file
-from lora_tool.formats.open_files import OpenFiles
+from lora_tool.formats.open_files import OpenFiles, opened
 from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
 from lora_tool.formats.room import Room
-from lora_tool.formats.stored import fill, read_columns
-from lora_tool.plan.core.operation import rows_of
+from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, Span, StoredTensor, TransposedSpan
-from lora_tool.verification.native.library import comparison
+from lora_tool.verification.pieces import Rows, rows_and_columns
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.encodings import Encoding
@@ -30,8 +25,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
-Rows = Sequence[tuple[int, int]]
-"""Ranges of rows, first and last (not included)."""
 
 
 class FloatType(Struct, frozen=True, kw_only=True):
@@ -82,11 +75,6 @@ def _as_float(bits: Array, dtype: DType, wide: np.dtype[Any]) -> Array:
     return bits.view(same).astype(wide)
 
 
-def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return a shape as rows of so many elements; a scalar is one row of one."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
 def some_rows(stored: Bytes, rows: slice, dtype: DType, width: int) -> Bytes:
     """Return the bytes of some of the rows that are stored one after the other, `width` elements each."""
     row_bytes = width * dtype.bits // 8
@@ -104,15 +92,13 @@ def _tiles_of(span: Span | None, tensor: StoredTensor) -> tuple[Tiled, int] | No
 
 
 _READ_BYTES = 1 << 19
-_MOST_LINES = 256
-"""Pieces of a matrix that are read one by one; reading all of it takes no longer than more of them."""
 
 
 class Files(OpenFiles):
     """Files open for reading: opened when they are read, a bounded number. A context manager, safe for threads."""
 
     def __init__(self) -> None:
-        super().__init__(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        super().__init__(opened)
         self._strips: Strips | None = None
         self._local = threading.local()
 
@@ -121,47 +107,6 @@ class Files(OpenFiles):
         out = np.empty(nbytes, np.uint8)
         fill(out.data, tensor, start, self.read_exactly, self._decode)
         return out
-
-    def stretches(self, tensor: StoredTensor, stretches: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
-        """Yield the bytes of each start and size; of a matrix that lies transposed in its file, what little holds them."""
-        whole = tensor.spans[0] if len(tensor.spans) == 1 else None
-        if not (type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes):
-            yield from (self.read(tensor, start, nbytes) for start, nbytes in stretches)
-            return
-        stored, row_bytes, matrix = as_in_the_file(tensor)[0], whole.columns * whole.itemsize, None
-        for start, nbytes in stretches:
-            first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
-            begin = start - first * row_bytes
-            # of a single row, which is a column in the file, only these elements
-            within = (begin, begin + nbytes) if last == first + 1 else (0, row_bytes)
-            left, right = within[0] // whole.itemsize, -(-within[1] // whole.itemsize)
-            part = self._columns_of(rows_of(stored, left, right - left), first, last)
-            if part is None:
-                matrix = self._as_meant(whole) if matrix is None else matrix
-                part = matrix[first:last, left:right].T
-            rows = np.ascontiguousarray(part.T).reshape(-1).view(np.uint8)
-            yield rows[begin - left * whole.itemsize :][:nbytes]
-
-    def _columns_of(self, lines: StoredTensor, first: int, last: int) -> Array | None:
-        """Return columns of rows that lie one after the other in a file; None where that takes longer than all of it."""
-        kind = f"u{lines.dtype.bits // 8}"
-        if lines.nbytes <= _READ_BYTES:
-            return self.read(lines, 0, lines.nbytes).view(kind).reshape(lines.shape)[:, first:last]
-        if lines.shape[0] > _MOST_LINES:
-            return None
-        columns = np.empty((lines.shape[0], last - first), kind)
-        if not self._compiled_columns(columns, lines, first):
-            read_columns(columns, lines, first, self)
-        return columns
-
-    def _compiled_columns(self, columns: Array, lines: StoredTensor, first: int) -> bool:
-        """Do what `read_columns` does in one call; return False where that is not to be had, or the file ends before."""
-        compiled, span = comparison(), lines.spans[0]
-        if compiled is None:
-            return False
-        with self.descriptor(span.path) as descriptor:
-            begin = span.offset + first * columns.itemsize
-            return compiled.columns(descriptor, begin, span.nbytes // len(columns), columns)
 
     def _as_meant(self, whole: TransposedSpan) -> Array:
         """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""

@@ -24,8 +24,9 @@ from lora_tool.plan.algebra.terms import Factors, Term
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Array, Files
-from lora_tool.verification.initial import CannotTellError, taken
+from lora_tool.verification.initial import taken
 from lora_tool.verification.products import evidence_of_each, evidence_of_factors, unknown_of_factors
+from lora_tool.verification.tally import CannotTellError
 
 _DOUBLE = np.dtype(np.float64)
 _BLOCK = 1 << 19

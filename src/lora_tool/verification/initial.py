@@ -18,16 +18,13 @@ from msgspec import Struct
 
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array
+from lora_tool.verification.tally import CannotTellError
 
 _STABLE = 16.0
 _SINGLE = FLOATS[DType.F32].roundoff
 _DOUBLE = FLOATS[DType.F64].roundoff
 _TELLS = 0.5
 """A bound above this share of what is taken out tells nothing."""
-
-
-class CannotTellError(Exception):
-    """The base's spectrum lets float32 take out visibly different parts: no bound would be honest."""
 
 
 class Taken(Struct, frozen=True):

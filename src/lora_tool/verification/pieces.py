@@ -12,15 +12,18 @@ from msgspec.structs import replace
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Blockwise, Requantisable
 from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, Op, RowOp, row_ops
+from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, LowRank, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import Rows, rows_and_columns
 
 if TYPE_CHECKING:
     import random
 
 Ranged = TypeVar("Ranged")
+Rows = Sequence[tuple[int, int]]
+"""Ranges of rows, first and last (not included)."""
+Stretch = tuple[int, int]
+"""Start and size in bytes."""
 
 PRODUCT_WEIGHTS = 1 << 19
 """Weights of one product: enough rows that packing the factors costs little."""
@@ -34,6 +37,7 @@ PIECE_BYTES = 4 << 20
 SAMPLED_BYTES = 4096
 SAMPLED_EVERY = 1 << 20
 """Of copied tensors, one stretch of `SAMPLED_BYTES` in every so many bytes is compared, besides both ends."""
+_MATRIX = 2
 _WHOLE_WEIGHTS = 1 << 14
 """Tensors up to this size are looked at whole, also where samples are asked for."""
 _ROW_EVERY, _CODED_ROW_EVERY = 1 << 19, 1 << 22
@@ -88,6 +92,20 @@ def _elements(stored: StoredTensor, begin: int, shape: tuple[int, ...]) -> Store
     spec = replace(stored.spec, shape=shape)
     spans = stored.spans if spec.numel == stored.spec.numel else stored.part(begin * spec.dtype.bits // 8, spec.nbytes)
     return StoredTensor(spec=spec, spans=tuple(spans))
+
+
+def why_not(op: Op) -> str | None:
+    """Return why the operation is not recomputed here, None where it is."""
+    if isinstance(op, LowRank) and len(op.source.shape) != _MATRIX:
+        return f"verify has no second formula for LoRA on a tensor of shape {list(op.source.shape)}"
+    if not op.source.dtype.is_float:
+        return f"{op.source.dtype} is not a float type"
+    return None
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as rows of so many elements; a scalar is one row of one."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 def rows_at_once(width: int, weights: int = PRODUCT_WEIGHTS) -> int:

@@ -24,8 +24,9 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import FLOATS, Array, Files, rows_and_columns
-from lora_tool.verification.initial import CannotTellError
+from lora_tool.verification.elements import FLOATS, Array, Files
+from lora_tool.verification.pieces import rows_and_columns
+from lora_tool.verification.tally import CannotTellError
 
 _DOUBLE = np.dtype(np.float64)
 _EPSILON = float(np.finfo(np.float64).eps)

@@ -23,8 +23,8 @@ from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound
 from lora_tool.verification.dequantised import floats_of
-from lora_tool.verification.elements import FLOATS, Array, Files, Rows
-from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared
+from lora_tool.verification.elements import FLOATS, Array, Files
+from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared, Rows
 from lora_tool.verification.recompute import Products, Recomputer
 from lora_tool.verification.tally import Tally
 

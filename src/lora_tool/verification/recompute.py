@@ -27,21 +27,19 @@ from lora_tool.plan.core.ops import (
     LoraDelta,
     LowRank,
     OnSource,
-    Op,
     ReplaceRows,
     RowOp,
 )
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
-from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns, some_rows
+from lora_tool.verification.elements import FLOATS, Array, Files, decode, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.native.library import comparison
-from lora_tool.verification.pieces import row_blocks, split
+from lora_tool.verification.pieces import Rows, row_blocks, rows_and_columns, split
 
 Kept = TypeVar("Kept")
 Products = Callable[[Array, Array], Array]
 
-_MATRIX = 2
 _NORM_WEIGHTS = 1 << 20
 _STRIP = 1 << 11
 _DOUBLE = np.dtype(np.float64)
@@ -93,15 +91,6 @@ class Product(Struct, frozen=True):
 
 def _no_products(rows: Array, _columns: Array) -> Array:
     return np.zeros(rows.shape)
-
-
-def why_not(op: Op) -> str | None:
-    """Return why the operation is not recomputed here, None where it is."""
-    if isinstance(op, LowRank) and len(op.source.shape) != _MATRIX:
-        return f"verify has no second formula for LoRA on a tensor of shape {list(op.source.shape)}"
-    if not op.source.dtype.is_float:
-        return f"{op.source.dtype} is not a float type"
-    return None
 
 
 class Recomputer:

@@ -22,8 +22,8 @@ from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_par
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.dequantised import floats_of, from_stream, small_floats
-from lora_tool.verification.elements import Array, Files, Rows
-from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared
+from lora_tool.verification.elements import Array, Files
+from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared, Rows
 from lora_tool.verification.tally import Tally
 
 _ROUNDED = 2.0**-14

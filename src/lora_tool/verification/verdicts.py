@@ -9,13 +9,11 @@ from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.verification.elements import Files
-from lora_tool.verification.pieces import Compared
-from lora_tool.verification.recompute import why_not
+from lora_tool.verification.pieces import Compared, why_not
 from lora_tool.verification.tally import Tally
 
 
-def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files) -> TensorEvidence:
+def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]]) -> TensorEvidence:
     """Return the evidence of one tensor from what was seen of its parts."""
     total = Tally()
     for _, tally in seen:
@@ -25,8 +23,10 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
         from lora_tool.verification.diagnosis import Diagnosis, diagnosed  # noqa: PLC0415 - where something is wrong alone
+        from lora_tool.verification.elements import Files  # noqa: PLC0415 - see above
 
-        found = [diagnosed(part, tally, files) for part, tally in wrong]
+        with Files() as files:
+            found = [diagnosed(part, tally, files) for part, tally in wrong]
         alike = len({(each.verdict, each.reason) for each in found}) == 1
         first = found[0] if alike else Diagnosis(Verdict.DIFFERENT)
         verdict, factor, reason = first.verdict, first.factor, first.reason

@@ -1,5 +1,5 @@
-/* How far stored values are from what they should be, compiled: one pass where numpy takes a dozen. And columns of a
- * matrix in a file, which are a call of the system for each row.
+/* How far stored values are from what they should be, compiled: one pass where numpy takes a dozen. And whether copies
+ * are the bytes of their sources, which may lie transposed in a file.
  *
  * Nothing here is shared with the kernel that writes; what the values should be is computed elsewhere, in float64. For
  * every element, in float32 where the stored type has 16 bits, in float64 otherwise, each operation rounded:
@@ -27,7 +27,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 2 /* of the functions below; native/library.py asks for it */
+#define VERSION 3 /* of the functions below; native/library.py asks for it */
 
 enum type { BF16, F16, F32, F64, TYPES };
 
@@ -195,16 +195,128 @@ EXPORT int lora_tool_compare(const void *const *from, const int *types, int64_t 
     return 0;
 }
 
-/* Read `bytes` bytes from `offset` of the open `file`, and as many every `apart` bytes after it, `rows` times, one after
- * the other into `out`. Return how many rows could be read to their end. */
-EXPORT int64_t lora_tool_columns(int file, int64_t offset, int64_t apart, int64_t rows, int64_t bytes, char *out) {
-    for (int64_t row = 0; row < rows; row++) {
-        for (int64_t done = 0, now; done < bytes; done += now) {
-            now = pread(file, out + row * bytes + done, (size_t)(bytes - done), offset + row * apart + done);
-            if (now <= 0) {
-                return row;
-            }
+/* Bytes of one file that are to be those of another: as they lie in it, or as a matrix [rows, columns] has them that lies
+ * there transposed, [columns, rows]. */
+struct copy {
+    int64_t at, nbytes;       /* in the file: whole elements */
+    int64_t from;             /* in the source: where they begin, or where the matrix does */
+    int64_t start;            /* the first of these bytes in the matrix as it is meant */
+    int64_t rows, columns;    /* of that matrix; no rows where the bytes are as they lie */
+    int64_t width;            /* bytes of an element: 1, 2, 4 or 8 in a matrix */
+    int64_t first, differing; /* told: the first byte of the first element that differs, and how many do */
+};
+
+#define NEAR 4096 /* bytes between two pieces that are sooner read than left out */
+
+static inline int64_t least_of(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Return whether all of `count` bytes of the open `file` could be read from `offset`. */
+static int read_whole(int file, char *bytes, int64_t count, int64_t offset) {
+    for (int64_t done = 0, now; done < count; done += now) {
+        now = pread(file, bytes + done, (size_t)(count - done), offset + done);
+        if (now <= 0) {
+            return 0;
         }
     }
-    return rows;
+    return 1;
+}
+
+/* Note that the element at `byte` differs. */
+static void differs(struct copy *copy, int64_t byte) {
+    copy->first = copy->differing++ ? least_of(copy->first, byte) : byte;
+}
+
+/* Compare with elements that lie in the same order. */
+static void compare_lines(struct copy *copy, const char *stored, const char *source, int64_t begin, int64_t count) {
+    if (memcmp(stored, source, (size_t)count) == 0) {
+        return;
+    }
+    for (int64_t at = 0; at < count; at += copy->width) {
+        if (memcmp(stored + at, source + at, (size_t)least_of(copy->width, count - at))) {
+            differs(copy, begin + at);
+        }
+    }
+}
+
+/* Compare with a piece of one column of the matrix: `source` has its rows from `top` to `bottom`, and the element of row
+ * `first` is at `stored`, those of the next rows `columns` further on each. */
+#define COMPARE_COLUMN(TYPE)                                                                                           \
+    static void compare_column_##TYPE(struct copy *copy, const char *stored, const char *source, int64_t begin,        \
+                                      int64_t count) {                                                                 \
+        for (int64_t row = 0; row < count; row++) {                                                                    \
+            const int64_t at = row * copy->columns * (int64_t)sizeof(TYPE);                                            \
+            TYPE one, other;                                                                                           \
+            memcpy(&one, stored + at, sizeof one);                                                                     \
+            memcpy(&other, source + row * (int64_t)sizeof(TYPE), sizeof other);                                        \
+            if (one != other) {                                                                                        \
+                differs(copy, begin + at);                                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+COMPARE_COLUMN(uint8_t)
+COMPARE_COLUMN(uint16_t)
+COMPARE_COLUMN(uint32_t)
+COMPARE_COLUMN(uint64_t)
+
+/* Compare `count` bytes of the matrix from the copy's byte `begin` on, which are in `stored`. Return whether what they are
+ * compared with could be read, into `block`, which has room for as many bytes as there are of them, and more. */
+static int compare_turned(struct copy *copy, const char *stored, int64_t begin, int64_t count, int source, char *block,
+                          int64_t size) {
+    const int64_t width = copy->width, columns = copy->columns;
+    const int64_t first = (copy->start + begin) / width, last = first + count / width;
+    const int64_t top = first / columns, bottom = (last - 1) / columns;
+    const int is_one_row = top == bottom;
+    const int64_t from = is_one_row ? first % columns : 0, to = is_one_row ? (last - 1) % columns + 1 : columns;
+    /* a column of the matrix is a line of the file, of which a piece is needed */
+    const int64_t line = copy->rows * width, piece = (bottom - top + 1) * width;
+    const int64_t some = line - piece <= NEAR && size >= line ? size / line : 1;
+    void (*compare)(struct copy *, const char *, const char *, int64_t, int64_t) =
+        width == 1   ? compare_column_uint8_t
+        : width == 2 ? compare_column_uint16_t
+        : width == 4 ? compare_column_uint32_t
+                     : compare_column_uint64_t;
+    for (int64_t column = from; column < to;) {
+        const int64_t lines = least_of(some, to - column);
+        if (!read_whole(source, block, (lines - 1) * line + piece, copy->from + column * line + top * width)) {
+            return 0;
+        }
+        for (int64_t at = 0; at < lines; at++, column++) {
+            /* in the first and the last of the rows not all columns are asked for */
+            const int64_t above = top * columns + column < first, below = bottom * columns + column >= last;
+            const int64_t place = ((top + above) * columns + column - first) * width;
+            compare(copy, stored + place, block + at * line + above * width, begin + place, bottom - top + 1 - above - below);
+        }
+    }
+    return 1;
+}
+
+/* Compare copies in an open `file` with their `source`, and tell in each what differs. `room` has `most` bytes of a copy,
+ * and twice as many of the source. Return how many could be read to their end. */
+EXPORT int64_t lora_tool_copies(int file, int source, struct copy *copies, int64_t count, char *room, int64_t most) {
+    char *const block = room + most;
+    for (int64_t each = 0; each < count; each++) {
+        struct copy *copy = copies + each;
+        const int64_t whole = most / copy->width * copy->width;
+        copy->first = copy->differing = 0;
+        for (int64_t done = 0; done < copy->nbytes;) {
+            const int64_t now = least_of(whole, copy->nbytes - done);
+            if (!read_whole(file, room, now, copy->at + done)) {
+                return each;
+            }
+            if (copy->rows) {
+                if (!compare_turned(copy, room, done, now, source, block, 2 * most)) {
+                    return each;
+                }
+            } else {
+                if (!read_whole(source, block, now, copy->from + done)) {
+                    return each;
+                }
+                compare_lines(copy, room, block, done, now);
+            }
+            done += now;
+        }
+    }
+    return count;
 }

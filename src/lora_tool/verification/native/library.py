@@ -1,4 +1,4 @@
-"""The compiled comparison, and reading of columns: found beside this file and tested once. `compare.c` says what it does.
+"""The compiled comparison with what is recomputed: found beside this file and tested once. `compare.c` says what it does.
 
 It shares nothing with the kernel that writes. Where it was not built, or `LORA_TOOL_KERNEL` is `off`, numpy compares.
 """
@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 
 from lora_tool.small_library import functions_of, is_off
 from lora_tool.tensors import DType
+from lora_tool.verification.native import FILE, VERSION
 
-FILE = Path(__file__).with_name("compare.so")
-"""What `build_kernel.py` makes of `compare.c`."""
-VERSION = 2
-"""Of the functions in `compare.c`."""
 _TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2, DType.F64: 3}
 Elements = tuple[NDArray[Any], DType]
 """Elements, or their bits, one after the other in memory, and their type."""
@@ -48,16 +45,6 @@ class Comparison(Struct, frozen=True):
     """The compiled comparison. Calls give the interpreter lock away, and are safe from several threads."""
 
     function: Any
-    reads: Any
-
-    def columns(self, descriptor: int, offset: int, apart: int, out: NDArray[Any]) -> bool:
-        """Fill `out`, [rows, some], with as many bytes of a file every `apart` bytes from `offset`, a row from each.
-
-        Return False where the file ends before, or cannot be read.
-        """
-        rows, some = len(out), out.nbytes // max(1, len(out))
-        read: int = self.reads(descriptor, offset, apart, rows, some, out.ctypes.data)
-        return read == rows
 
     def seen(self, stored: Elements, base: Elements, change: Elements, *, within: float) -> Seen:
         """Return what is seen of `stored` beside base + change, as many elements each.
@@ -81,15 +68,13 @@ def comparison() -> Comparison | None:
 @lru_cache
 def loaded(file: Path) -> Comparison | None:
     """Return the comparison of this library; None where it is not there, of another version, or fails its test."""
-    functions = functions_of(file, VERSION, "lora_tool_compare", "lora_tool_columns")
+    functions = functions_of(file, VERSION, "lora_tool_compare")
     if functions is None:
         return None
-    function, reads = functions
+    (function,) = functions
     pointer = ctypes.c_void_p
     function.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_double, pointer]
-    reads.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 4, pointer]
-    reads.restype = ctypes.c_int64
-    found = Comparison(function, reads)
+    found = Comparison(function)
     return found if _tells_apart(found) else None
 
 

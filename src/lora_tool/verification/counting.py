@@ -1,0 +1,134 @@
+"""Counting over blocks: how many values are wrong, how far off they are, and how much of ΔW is in the change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lora_tool.tensors import DType
+from lora_tool.verification.bounds import Bound
+from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
+from lora_tool.verification.native.library import LISTED, Comparison, comparison
+from lora_tool.verification.recompute import Recomputed
+from lora_tool.verification.tally import Tally
+
+_FLOATS = {np.dtype(np.float32): DType.F32, np.dtype(np.float64): DType.F64}
+
+
+def tally_of(
+    stored: Bytes,
+    dtype: DType,
+    expected: Recomputed,
+    bounds: Sequence[Bound],
+    wide: np.dtype[Any],
+    steps: Array | None = None,
+) -> Tally:
+    """Return the tally of one block: `stored` are its bytes in the merged model, `first` counts from its beginning.
+
+    `bounds` is the stated one, and a wider one that may explain the values too where the arithmetic is not known;
+    `wide` is the type to compare in. `steps` is half the distance to the next value that could be stored, by default
+    that of `dtype`.
+    """
+    within = float(wide.type(bounds[0].of_result))
+    compiled = comparison() if steps is None else None
+    tally, places = _seen_by(compiled, stored, dtype, expected, within, wide) or _seen_by_numpy(
+        stored, dtype, expected.widened(wide), within, steps
+    )
+    if places.size:
+        _look_closer(tally, places, stored, dtype, expected, bounds, wide, steps)
+    return tally
+
+
+def _seen_by(
+    compiled: Comparison | None, stored: Bytes, dtype: DType, expected: Recomputed, within: float, wide: np.dtype[Any]
+) -> tuple[Tally, Array] | None:
+    """Return what `_seen_by_numpy` does; None where the compiled comparison is not there, or cannot tell all places."""
+    if compiled is None or (wide == np.float32) != (dtype.bits == 16):  # noqa: PLR2004 - what it compares in
+        return None
+    base = expected.base, expected.stored or _FLOATS[expected.base.dtype]
+    change = np.ascontiguousarray(expected.change), _FLOATS[expected.change.dtype]
+    seen = compiled.seen((stored, dtype), base, change, within=within)
+    if seen.outside > LISTED:
+        return None
+    tally = Tally(
+        compared=expected.base.size,
+        ulps=seen.largest / 2,
+        moved=bool(seen.is_moved),
+        error_squares=seen.error,
+        change_squares=seen.change,
+        moved_squares=seen.moved,
+        dot=seen.dot,
+    )
+    return tally, np.array(seen.places[: seen.outside], np.intp)
+
+
+def _seen_by_numpy(
+    stored: Bytes, dtype: DType, expected: Recomputed, within: float, steps: Array | None = None
+) -> tuple[Tally, Array]:
+    """Return the tally and where values are off by more than `within` half units in the last place.
+
+    Of these the tally has the sums, and nothing in `ulps`.
+    """
+    values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
+    moved = values - expected.base
+    error = moved - expected.change
+    np.abs(error, out=error)
+    ratio = error / (half_ulps(values, dtype) if steps is None else steps)
+    largest = ratio.max(initial=0.0)
+    places = np.empty(0, np.intp)
+    if not largest <= within:  # which NaN is not
+        fine = ratio <= within
+        largest, places = ratio.max(initial=0.0, where=fine), np.flatnonzero(~fine)
+    moved_squares = _dot(moved, moved)
+    tally = Tally(
+        compared=error.size,
+        ulps=float(largest) / 2,
+        moved=moved_squares != 0 or bool(moved.any()),
+        error_squares=_dot(error, error),
+        change_squares=_dot(expected.change, expected.change),
+        moved_squares=moved_squares,
+        dot=_dot(moved, expected.change),
+    )
+    return tally, places
+
+
+def _look_closer(
+    tally: Tally,
+    places: Array,
+    stored: Bytes,
+    dtype: DType,
+    expected: Recomputed,
+    bounds: Sequence[Bound],
+    wide: np.dtype[Any],
+    steps: Array | None,
+) -> None:
+    """Count the values outside the bounds, of those at `places`, each with its own size of change and product."""
+    rows, columns = np.divmod(places, expected.base.shape[1])
+    found = decode(stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8), dtype, wide)
+    chosen = expected.part(rows, columns).widened(wide)
+    off = np.abs(found - chosen.base - chosen.change)
+    both_nan = np.isnan(found) & np.isnan(chosen.base)
+    kept = (chosen.change == 0) & (both_nan | (found == chosen.base))  # a NaN or infinity that the base has
+    off[kept] = 0
+    apart = half_ulps(found, dtype) if steps is None else steps[rows, columns]
+    half = off / (off / apart)  # NaN, which is within no bound, where a value is not finite
+    base, change = np.abs(chosen.base), np.abs(chosen.change)
+    products = expected.products(rows, columns)
+    room = expected.room(rows, columns) if expected.room is not None else 0.0
+    outside = [
+        ~kept & ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
+        for bound in bounds
+    ]
+    tally.outside, tally.wrong = int(np.count_nonzero(outside[0])), int(np.count_nonzero(outside[-1]))
+    if tally.outside:
+        tally.first = int(places[outside[0]][0])
+    # where what was added cancels, the neighbours of the small result are near; the size of what was added decides
+    largest = np.maximum(np.maximum(np.abs(found), base), products)
+    apart = np.maximum(half, half * largest / np.maximum(np.abs(found), np.finfo(half.dtype).tiny))
+    tally.ulps = float(np.maximum(tally.ulps, np.max(off / apart, initial=0.0, where=~kept) / 2))
+
+
+def _dot(a: Array, b: Array) -> float:
+    return float(np.dot(a.reshape(-1), b.reshape(-1)))
