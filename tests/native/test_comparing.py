@@ -13,7 +13,7 @@ import build_kernel
 from lora_tool.tensors import DType
 from lora_tool.verification import counting
 from lora_tool.verification.elements import FLOATS
-from lora_tool.verification.native import library
+from lora_tool.verification.native import copies, library
 from lora_tool.verification.native.library import Comparison
 from lora_tool.verification.recompute import Recomputed
 from tests.native.conftest import Wrong
@@ -97,14 +97,33 @@ def test_a_comparison_that_is_wrong_is_not_used(wrongly_compiled: Wrong) -> None
     assert library.loaded(wrongly_compiled("COMPARING", "compare.c", build_kernel.compile_comparison)) is None
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("#define VERSION 3", "#define VERSION 99"),
+        ("if (memcmp(stored, source, (size_t)count) == 0)", "if (1)"),
+        ("if (one != other)", "if (0)"),
+        ("copy->differing++ ? least_of(copy->first, byte) : byte", "byte + 0 * copy->differing++"),
+        ("top * columns + column < first", "0"),
+        ("bottom * columns + column >= last", "0"),
+        ("copy->from + column * line", "copy->from + column * piece"),
+    ],
+    ids=["another version", "plain", "transposed", "the last", "the first row", "the last row", "lines"],
+)
+def test_a_comparison_of_copies_that_is_wrong_is_not_used(wrongly_compiled: Wrong) -> None:
+    assert copies.loaded(wrongly_compiled("COMPARING", "compare.c", build_kernel.compile_comparison)) is None
+
+
 def test_numpy_compares_where_it_is_not_built_and_where_the_kernel_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert library.loaded(tmp_path / "compare.so") is None
     (tmp_path / "torn.so").write_bytes(b"\x7fELF")
-    assert library.loaded(tmp_path / "torn.so") is None
+    for of in library, copies:
+        assert of.loaded(tmp_path / "compare.so") is None
+        assert of.loaded(tmp_path / "torn.so") is None
     monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
     assert library.comparison() is None
+    assert copies.copy_comparison() is None
 
 
 def test_sanitizers_find_nothing(tmp_path: Path, compiler: str) -> None:
@@ -118,4 +137,4 @@ def test_sanitizers_find_nothing(tmp_path: Path, compiler: str) -> None:
     assert done.returncode == 0, done.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) > 0
+    assert all(int(line) > 0 for line in ran.stdout.splitlines())

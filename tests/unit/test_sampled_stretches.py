@@ -35,9 +35,12 @@ def compared(folder: Path, stored: np.ndarray, meant: np.ndarray, *, turned: boo
     (folder / "stored").write_bytes(b"123" + stored.tobytes())
     (folder / "source").write_bytes(b"header" + (meant.T if turned else meant).tobytes())
     spec = TensorSpec(name="weight", dtype=TYPES[meant.itemsize], shape=meant.shape)
-    place = {"path": folder / "source", "offset": 6, "nbytes": meant.nbytes}
-    rows, columns = meant.shape
-    span = TransposedSpan(**place, rows=rows, columns=columns, itemsize=meant.itemsize) if turned else Span(**place)
+    span = Span(path=folder / "source", offset=6, nbytes=meant.nbytes)
+    if turned:
+        rows, columns = meant.shape
+        span = TransposedSpan(
+            path=span.path, offset=6, nbytes=meant.nbytes, rows=rows, columns=columns, itemsize=meant.itemsize
+        )
     mine = Span(path=folder / "stored", offset=3, nbytes=stored.nbytes)
     op = Copy(source=StoredTensor(spec=spec, spans=(span,)))
     return Compared(name="weight", op=op, stored=StoredTensor(spec=spec, spans=(mine,)), begin=100)

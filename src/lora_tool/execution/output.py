@@ -20,9 +20,10 @@ from lora_tool.plan.core.steps import Shard, Step
 _MOST_OPEN = 8
 
 _PATIENCE_S = 0.1
-WRITE_BYTES = 1 << 16
-"""Bytes of one write. For larger ones Linux gives the page cache larger stretches of memory that nothing has touched
-yet: a GB in writes of 256 KB to 4 MB took 0.3 to 2.9 s of CPU, in writes of 64 KB 0.34 to 0.56 (ext4, Linux 6.18)."""
+WRITE_BYTES = 1 << 20
+"""Bytes of one write. For larger ones Linux takes larger pieces of memory, and less time for each: in writes of 64 KB an
+adapter took a sixth longer, a merge an eighth. Pieces of several MB can be memory that nothing has touched yet, which
+costs a virtual machine seconds per GB (ext4, Linux 6.18)."""
 
 
 def most_open(jobs: int) -> int:

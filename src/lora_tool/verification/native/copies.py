@@ -6,6 +6,7 @@ Where it was not built, or `LORA_TOOL_KERNEL` is `off`, Python compares.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,8 @@ MOST_BYTES = 1 << 20
 _WIDTHS = (1, 2, 4, 8)
 _TRIAL = (5, 7)
 """Rows and columns of the matrix that it is tried with."""
+_TRIAL_BYTES, _VARIED = (math.prod(_TRIAL) + 1) * _WIDTHS[-1], 64
+"""Bytes that its elements lie in, and how many different ones are among them."""
 
 
 class Copy(ctypes.Structure):
@@ -77,24 +80,25 @@ def loaded(file: Path) -> CopyComparison | None:
 def _tells_apart(found: CopyComparison, file: Path) -> bool:
     """Return whether it sees in bytes of its own file what Python sees, at every width, and that others are not there."""
     data = file.read_bytes()
-    tried = [copy for width in _WIDTHS for copy in _tried(data, width)]
+    places = range(0, len(data) - _TRIAL_BYTES, _TRIAL_BYTES)
+    begin = next((at for at in places if len({*data[at : at + _TRIAL_BYTES]}) > _VARIED), 0)
+    tried = [copy for width in _WIDTHS for copy in _tried(data, begin, width)]
     beyond = Copy(at=len(data), nbytes=1, source=0, width=1)
     with file.open("rb") as opened:
         seen = found.look(opened.fileno(), opened.fileno(), [*(copy for copy, _ in tried), beyond])
     return [(copy.first, copy.differing) for copy in seen] == [known for _, known in tried]
 
 
-def _tried(data: bytes, width: int) -> Iterator[tuple[Copy, tuple[int, int]]]:
-    """Yield copies of elements of the library's own bytes, and what is to be seen of each."""
+def _tried(data: bytes, begin: int, width: int) -> Iterator[tuple[Copy, tuple[int, int]]]:
+    """Yield copies of elements of the library's own bytes from `begin`, and what is to be seen of each."""
     rows, columns = _TRIAL
     nbytes = rows * columns * width
-    middle = len(data) // 2
-    for source in (middle, middle + width, middle + 1):
+    for source in (begin, begin + width, begin + 1):
         lies = [source + at for at in range(0, nbytes, width)]
         turned = [source + (column * rows + row) * width for row in range(rows) for column in range(columns)]
         for places, shape in ((lies, (0, 0)), (turned, _TRIAL)):
             for first, last in ((0, rows * columns), (3, 5), (columns - 1, 3 * columns + 1), (columns, 2 * columns)):
-                offsets = [middle + at * width for at in range(first, last)]
+                offsets = [begin + at * width for at in range(first, last)]
                 off = [
                     at * width
                     for at, (one, other) in enumerate(zip(offsets, places[first:last], strict=True))
