@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.execution.native.library import kernel
+from tests.bench.models import make_adapter
+
 ROOT = Path(__file__).parents[2]
 ADAPTER = str(ROOT / "fixtures" / "causal-llama" / "adapter")
 HEAVY = {"rich", "numpy", "torch", "transformers", "peft", "huggingface_hub", "safetensors", "ml_dtypes", "click"}
@@ -96,6 +99,22 @@ def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_p
     seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
     assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.pipeline.merging"}
     assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.storage", "statistics"}
+
+
+@pytest.mark.parametrize("server", ["vllm", "mlx"])
+def test_what_only_moves_values_is_written_and_read_back_without_numpy(server: str, tmp_path: Path) -> None:
+    """The import takes longer than copying a usual adapter does. Without the kernel, numpy turns matrices round."""
+    if server == "mlx" and kernel() is None:
+        pytest.skip("nothing is compiled here")
+    make_adapter(tmp_path / "adapter", layers=1, rank=4)
+    arguments = ["prepare", str(tmp_path / "adapter"), "--for", server, "-o", str(tmp_path / "out")]
+    assert loaded(CALL.format(arguments=arguments)) <= {"click"}
+    assert json.loads((tmp_path / "out" / "lora_tool.json").read_text())["verification"]["errors"] == 0
+
+
+def test_rank_files_are_joined_without_numpy(tmp_path: Path) -> None:
+    ranks = str(ROOT / "fixtures" / "zero" / "stage3-full")
+    assert loaded(CALL.format(arguments=["consolidate", ranks, "-o", str(tmp_path / "out")])) <= {"click"}
 
 
 def test_a_plan_is_printed_without_what_computes_and_rank_files_without_rules(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec.structs import replace
 
-from lora_tool.formats.stored import fill, read_columns
-from lora_tool.tensors import Span, StoredTensor, TransposedSpan
+from lora_tool.formats.stored import as_in_the_file, fill, read_columns
+from lora_tool.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,12 +61,3 @@ def _rows(
     else:
         read_columns(columns, part, first, files)
     return columns.T
-
-
-def as_in_the_file(part: StoredTensor) -> tuple[StoredTensor, bool]:
-    """Return the matrix as it lies in the file, and whether that is the transposed of the one that is meant."""
-    span = part.spans[0] if len(part.spans) == 1 else None
-    if not isinstance(span, TransposedSpan) or span.nbytes != span.stored_bytes:
-        return part, False
-    spec = replace(part.spec, shape=(span.columns, span.rows))
-    return StoredTensor(spec=spec, spans=(Span(path=span.path, offset=span.offset, nbytes=span.nbytes),)), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections import defaultdict
@@ -35,6 +36,10 @@ class Room:
 
     def __init__(self) -> None:
         self._buffers: defaultdict[str, PageBuffer] = defaultdict(PageBuffer)
+
+    def address(self, name: str, nbytes: int) -> int:
+        """Return where so many bytes of that name lie, which are any; they are valid until the next of the name."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._buffers[name].like(0, nbytes)))
 
     def of(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, like: int | None = None) -> NDArray[Any]:
         """Return the array of that name, whose elements are any; it is valid until the next of the name.

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec.structs import replace
+
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_rows
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
@@ -54,6 +56,15 @@ def _read_opened(path: Path, offset: int, *buffers: memoryview) -> None:
     with open_regular(path) as fd:
         if read_rows(path, fd, offset, buffers) < sum(map(len, buffers)):
             raise SourceChanged(f"{path} was truncated while it was read")
+
+
+def as_in_the_file(part: StoredTensor) -> tuple[StoredTensor, bool]:
+    """Return the matrix as it lies in the file, and whether that is the transposed of the one that is meant."""
+    span = part.spans[0] if len(part.spans) == 1 else None
+    if not isinstance(span, TransposedSpan) or span.nbytes != span.stored_bytes:
+        return part, False
+    spec = replace(part.spec, shape=(span.columns, span.rows))
+    return StoredTensor(spec=spec, spans=(Span(path=span.path, offset=span.offset, nbytes=span.nbytes),)), True
 
 
 def fill(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.native.library import TYPES, WIDE_TYPES, kernel
+from lora_tool.execution.native.turned_files import turned
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Precision, RowOp, row_ops
@@ -24,6 +25,10 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
         precision = Precision.FLOAT32  # factors are computed in float64 in both, and a cast is rounded once
     match precision:
         case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
+            if turned(op):
+                from lora_tool.execution.backends.turning_backend import TurningBackend  # noqa: PLC0415 - see above
+
+                return TurningBackend
             from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above
 
             return NativeBackend

@@ -8,19 +8,18 @@ from collections.abc import Callable
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import WIDE_TYPES, Kernel
+from lora_tool.execution.native.library import Kernel
 from lora_tool.execution.native.passing import write_array
 from lora_tool.execution.native.products import mix, turn
-from lora_tool.execution.native.turned_files import InFile, turn_on
-from lora_tool.execution.past_cache import PastCache
+from lora_tool.execution.native.turned_files import turned
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
-from lora_tool.formats.factor_rows import as_in_the_file, pieces
+from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.room import Room
+from lora_tool.formats.stored import as_in_the_file
 from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
-from lora_tool.plan.core.ops import Cast, RowOp
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType
 
 _TURNED_BYTES = 4 << 20
 """Of what is turned round together: all of a factor at usual ranks."""
@@ -43,8 +42,8 @@ class NativeFactors:
         """Write the unit where it is a product, or a matrix that is turned round; return whether all of it was written."""
         if isinstance(unit.op, Mix):
             return self._write_mix(unit, unit.op, out)
-        turned = _turned(unit.op)
-        return turned is not None and self._write_turned(unit, turned, out)
+        part = turned(unit.op)
+        return part is not None and self._write_turned(unit, part, out)
 
     def rows(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
@@ -111,9 +110,6 @@ class NativeFactors:
         The file is read in the order of its bytes, as often as blocks of the output are needed to hold all of it.
         """
         stored, width = as_in_the_file(part.tensor)[0], math.prod(unit.out.shape[1:])
-        result = InFile(descriptor=out, begin=unit.begin, shape=(unit.last - unit.first, width), dtype=unit.out.dtype)
-        if self._turned_on(stored, part.scale, result, unit.first):
-            return True
         step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
         for first in range(unit.first, unit.last, step):
             rows = slice(first, min(first + step, unit.last))
@@ -127,27 +123,3 @@ class NativeFactors:
                     return False
             write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
         return True
-
-    def _turned_on(self, stored: StoredTensor, scale: float, result: InFile, first: int) -> bool:
-        """Write columns from `first` on as rows of the result, from file to file; return whether that was possible."""
-        place = self._sources.place(stored, 0, stored.nbytes)
-        if place is None or isinstance(result.descriptor, PastCache):
-            return False
-        path, begin = place
-        rows, columns = stored.shape
-        with self._sources.descriptor(path) as source:
-            matrix = InFile(descriptor=source, begin=begin, shape=(rows, columns), dtype=stored.dtype)
-            return turn_on(self._kernel, matrix, result, first, scale, self._room)
-
-
-def _turned(op: RowOp) -> Columns | None:
-    """Return the matrix that lies transposed in the file, where it is all that the operation writes but zeros after it."""
-    match op:
-        case Cast(source=source) if len(source.shape) == _MATRIX:
-            part = Columns(tensor=source, count=source.shape[1])
-        case Beside(parts=(part,), leading=0) if part.count == part.tensor.shape[1]:
-            pass
-        case _:
-            return None
-    known = part.tensor.dtype in WIDE_TYPES and part.tensor.spec.numel > 0
-    return part if known and as_in_the_file(part.tensor)[1] else None

@@ -291,6 +291,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
+    library.lora_tool_turn_pass.argtypes = [number, pointer]
     library.lora_tool_write.restype = library.lora_tool_pass.restype = size
     return library
 

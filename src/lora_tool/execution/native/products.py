@@ -153,7 +153,6 @@ def functions(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_turn.argtypes = [
         number, pointer, number, size, pointer, number, size, size, size, ctypes.c_double,
     ]  # fmt: skip
-    library.lora_tool_turn_pass.argtypes = [number, pointer]
     for name in ("gram_sums", "gram_room", "mix_room"):
         getattr(library, f"lora_tool_{name}").restype = size
     return library

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 from msgspec import Struct
 
 from lora_tool.execution.native.library import WIDE_TYPES, Kernel
-from lora_tool.execution.native.products import functions
 from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.formats.room import Room
+from lora_tool.formats.stored import as_in_the_file
+from lora_tool.plan.core.factor_ops import Beside, Columns
+from lora_tool.plan.core.ops import Cast, RowOp
 from lora_tool.tensors import DType
 
+_MATRIX = 2
 _TURNED_BYTES = 1 << 21
 """Of a matrix that are turned round together: of a high one, pieces of every row of the output are written."""
 
@@ -51,6 +53,19 @@ class InFile(Struct, frozen=True, kw_only=True):
     dtype: DType
 
 
+def turned(op: RowOp) -> Columns | None:
+    """Return the matrix that lies transposed in a file, where it is all that the operation writes but zeros after it."""
+    match op:
+        case Cast(source=source) if len(source.shape) == _MATRIX:
+            part = Columns(tensor=source, count=source.shape[1])
+        case Beside(parts=(part,), leading=0) if part.count == part.tensor.shape[1]:
+            pass
+        case _:
+            return None
+    known = part.tensor.dtype in WIDE_TYPES and part.tensor.spec.numel > 0
+    return part if known and as_in_the_file(part.tensor)[1] else None
+
+
 def turn_on(kernel: Kernel, stored: InFile, out: InFile, first: int, scale: float, room: Room) -> bool:
     """Write columns of a matrix from `first` on as the rows of `out`, with zeros after them if those are longer.
 
@@ -78,13 +93,13 @@ def turn_on(kernel: Kernel, stored: InFile, out: InFile, first: int, scale: floa
         wide=wide,
         line=line,
         some=WRITE_BYTES,
-        read=room.of("read", (high * line * sizes[0],), np.dtype(np.uint8)).ctypes.data,
-        made=room.of("result", (wide * (stride if high == rows else high) * sizes[1],), np.dtype(np.uint8)).ctypes.data,
+        read=room.address("read", high * line * sizes[0]),
+        made=room.address("result", wide * (stride if high == rows else high) * sizes[1]),
         scale=scale,
         source=stored.descriptor,
         out=out.descriptor,
         source_type=WIDE_TYPES[stored.dtype],
         out_type=WIDE_TYPES[out.dtype],
     )
-    written: int = functions(kernel.library).lora_tool_turn_pass(kernel.level.number, ctypes.addressof(turning))
+    written: int = kernel.library.lora_tool_turn_pass(kernel.level.number, ctypes.addressof(turning))
     return bool(written)

@@ -71,7 +71,7 @@ def plan_prepare(
     form, kind = FORMS[chosen], None if dtype is None else float_type(dtype)
     opened = opened_adapter(adapter)
     model = None if base is None else opened_model(base)
-    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model, computing=form.mlx)
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model, computing=False)
     view = view_of(opened)
     _require_form(view, chosen, model, approximate=approximate)
     names = SAME

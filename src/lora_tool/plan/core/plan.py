@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from lora_tool.display import as_html, counted, size
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.ops import Cast, Precision
 from lora_tool.plan.core.render import leftover_json, plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
@@ -62,8 +62,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def only_copies(self) -> bool:
-        """Whether every output tensor is the bytes of an input."""
-        return all(step.op.is_copy for step in self.steps)
+        """Whether every output tensor is the bytes of an input, as they lie there or, in a matrix, transposed."""
+        return all(
+            step.op.is_copy or (isinstance(step.op, Cast) and step.op.source.dtype is step.out.dtype)
+            for step in self.steps
+        )
 
     @property
     def recomputes_inits(self) -> bool:
