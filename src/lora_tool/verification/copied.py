@@ -55,21 +55,23 @@ class Copies(OpenFiles):
 
     def _compared(self, piece: _Piece) -> Tally:
         """Compare a stretch that does not lie in one piece of a file, or that no compiled code compares."""
-        part, (start, nbytes) = piece
-        stored, source = (self._read(tensor, start, nbytes) for tensor in (part.stored, part.op.source))
-        if stored == source:
-            return _tally(piece, 0, 0)
-        width = _width(part.stored)
-        off = [at for at in range(0, nbytes, width) if stored[at : at + width] != source[at : at + width]]
-        return _tally(piece, off[0], len(off))
+        import numpy as np  # noqa: PLC0415 - for what few files need
 
-    def _read(self, tensor: StoredTensor, start: int, nbytes: int) -> bytes:
+        part, stretch = piece
+        stored, source = (self._files().read(tensor, *stretch) for tensor in (part.stored, part.op.source))
+        if np.array_equal(stored, source):
+            return _tally(piece, 0, 0)
+        off = np.unique(np.flatnonzero(stored != source) // _width(part.stored))
+        return _tally(piece, int(off[0]) * _width(part.stored), len(off))
+
+    def _files(self) -> Files:
+        """Return what reads tensors of any kind."""
         with self._making:
             if self._decoding is None:
-                from lora_tool.verification.elements import Files  # noqa: PLC0415 - numpy, for what few files need
+                from lora_tool.verification.elements import Files  # noqa: PLC0415 - numpy, see above
 
                 self._decoding = Files()
-        return self._decoding.read(tensor, start, nbytes).tobytes()
+            return self._decoding
 
     def close(self) -> None:
         """Close all of them."""
