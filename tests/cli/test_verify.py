@@ -17,7 +17,7 @@ from lora_tool.pipeline import writing
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.tensors import DType
+from lora_tool.tensors import DType, TensorTable
 from lora_tool.verification import written
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
@@ -200,11 +200,17 @@ def test_large_files_are_read_back_while_others_or_more_of_them_are_written(
     seen = []
 
     def watched(
-        plan: Plan, folder: Path, shard: Shard, steps: Sequence[Step], *, jobs: int | None
+        plan: Plan,
+        folder: Path,
+        shard: Shard,
+        steps: Sequence[Step],
+        *,
+        tables: dict[str, TensorTable],
+        jobs: int | None,
     ) -> dict[str, TensorEvidence]:
         assert (folder / shard.filename).stat().st_size == len(shard.header) + shard.data_bytes
         seen.append([step.out.name for step in steps])
-        return check_file(plan, folder, shard, steps, jobs=jobs)
+        return check_file(plan, folder, shard, steps, tables=tables, jobs=jobs)
 
     check_file = written.check_file
     monkeypatch.setattr(written, "check_file", watched)

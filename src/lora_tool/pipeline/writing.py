@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lora_tool.execution.work import Unfinished
     from lora_tool.plan.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
+    from lora_tool.tensors import TensorTable
 
 _SERVED = {
     "vllm": "vllm serve BASE --enable-lora{towers} --max-lora-rank {rank} --lora-modules name={path}",
@@ -198,6 +199,7 @@ class ReadBack(Struct, kw_only=True, dict=True):
     """Whether the engine calls `look` with each file while it is flushed."""
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
+    _tables: dict[str, TensorTable] = field(default_factory=dict)
 
     @cached_property
     def _at_the_end(self) -> bool:
@@ -213,7 +215,7 @@ class ReadBack(Struct, kw_only=True, dict=True):
             workers = self.jobs or available_cores()
             is_end = steps[-1] is self.plan.shards[-1].steps[-1]
             jobs = workers if is_end else max(1, workers // 2)
-            self._seen.update(check_file(self.plan, folder, shard, steps, jobs=jobs))
+            self._seen.update(check_file(self.plan, folder, shard, steps, tables=self._tables, jobs=jobs))
 
     def check_file(self, folder: Path, shard: Shard) -> None:
         """Do what `look` does where the engine did not: once the file is on the disk, while there are others to write."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.tensors import TensorTable
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
 
@@ -39,15 +40,22 @@ def check_written(
 
 
 def check_file(
-    plan: Plan, folder: Path, shard: Shard, steps: Sequence[Step], *, jobs: int | None = None
+    plan: Plan,
+    folder: Path,
+    shard: Shard,
+    steps: Sequence[Step],
+    *,
+    tables: MutableMapping[str, TensorTable],
+    jobs: int | None = None,
 ) -> dict[str, TensorEvidence]:
     """Return the evidence of sampled values of a file of the `folder` that `plan` is being carried out in: of `steps` of it.
 
-    Codes whose scales are in another file are left to `check_written`, and so is what is not there as it was planned.
-    Raises as `check_steps`.
+    `tables` keeps what the headers of the folder's files say. Codes whose scales are in another file are left to
+    `check_written`, and so is what is not there as it was planned. Raises as `check_steps`.
     """
-    stored = read_single(folder / shard.filename).tensors
-    return check_steps(steps, stored, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
+    if shard.filename not in tables:
+        tables[shard.filename] = read_single(folder / shard.filename).tensors
+    return check_steps(steps, tables[shard.filename], level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
 
 
 def _written(plan: Plan, folder: Path) -> ModelDir:
