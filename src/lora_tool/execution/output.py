@@ -21,9 +21,9 @@ _MOST_OPEN = 8
 
 _PATIENCE_S = 0.1
 WRITE_BYTES = 1 << 20
-"""Bytes of one write. For larger ones Linux takes larger pieces of memory, and less time for each: in writes of 64 KB an
-adapter took a sixth longer, a merge an eighth. Pieces of several MB can be memory that nothing has touched yet, which
-costs a virtual machine seconds per GB (ext4, Linux 6.18)."""
+"""Bytes that the kernel writes at a time at most; it writes less where that is faster, see `files.h`."""
+_SMALL_WRITE = 1 << 16
+"""What Python writes at a time: for more, Linux may take memory that nothing has touched yet."""
 
 
 def most_open(jobs: int) -> int:
@@ -150,4 +150,4 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
     done = out.write_pages(data, offset) if isinstance(out, PastCache) else 0
     while done < len(data):
-        done += os.pwrite(out, data[done : done + WRITE_BYTES], offset + done)
+        done += os.pwrite(out, data[done : done + _SMALL_WRITE], offset + done)

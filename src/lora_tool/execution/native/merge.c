@@ -15,12 +15,13 @@
  *
  * A level is one set of vector instructions: `tile.h` is written once, and compiled with the words of each.
  */
-#define _XOPEN_SOURCE 700    /* pread and pwrite, */
+#define _XOPEN_SOURCE 700    /* pread, pwrite and clock_gettime, */
 #define _FILE_OFFSET_BITS 64 /* also beyond 2 GB where a long has 32 bits */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
