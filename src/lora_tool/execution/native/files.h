@@ -4,10 +4,10 @@
 /* A write of 1 MB takes two thirds of the time of sixteen of 64 KB. But Linux may take memory for it that nothing has
  * touched yet while it still has smaller pieces of other memory, and on a virtual machine the first touch costs seconds per
  * GB. So small writes follow a large one that took long. */
-#define SMALL_WRITE ((int64_t)1 << 16)
-#define SMALL_WRITES ((int64_t)64 << 20) /* bytes that are written so */
-#define SLOW 1                           /* ns of CPU per byte */
-static _Atomic int64_t small_left;
+#define SMALL_WRITE (1 << 16)
+#define SMALL_WRITES (64 << 20) /* bytes that are written so, by all threads together */
+#define SLOW 1                  /* ns of CPU per byte */
+static _Atomic int32_t small_left;
 
 static int64_t cpu_ns(void) {
     struct timespec used;
@@ -27,7 +27,7 @@ EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64
             break;
         }
         if (is_small) {
-            small_left -= now;
+            small_left -= (int32_t)now;
         } else if (now > SMALL_WRITE && cpu_ns() - before > now * SLOW) {
             small_left = SMALL_WRITES;
         }
