@@ -3,11 +3,11 @@
 combine, resize and prepare beside a synced copy of their inputs, of 128 MB to 1.66 GB, the decomposition that
 PEFT's `svd` calls beside ours, the residual of extract beside the best that there is, and its memory at the widths of 8 B.
 
-The larger the adapter, the nearer to `cp`: 0.3 s pass before the first byte, mostly imports. On two cores of a shared
-machine, `cp` of one of 671 MB took 0.4 to 1.0 s from the page cache. Where it took 0.5 s, `combine --rank 64` took 2.8 and
-1.7 × at 671 MB and 1.66 GB, `resize --rank 16` 2.6 and 2.1 × (aim 3), `prepare` for vLLM 1.4 and 1.2 ×, for MLX-LM, which
-has every factor transposed, 2.2 and 1.8 × (aim 1.3). With inputs that lie on the disk alone 1.4 and 1.8, 1.5 and 1.1, 1.0
-and 0.8, 1.3 and 1.0 ×.
+The larger the adapter, the nearer to `cp`: 0.2 s pass before the first byte, mostly imports. On two cores of a shared
+machine, `cp` of one of 671 MB took 0.4 to 1.0 s from the page cache. Where it took 0.5 s, `combine --rank 64` took 2.7 ×
+at 671 MB and 1.7 to 3 × at 1.66 GB, `resize --rank 16` 2.1 and 1.9 × (aim 3), `prepare` for vLLM 1.2 and 1.1 ×, for MLX-LM,
+which has every factor transposed, 1.15 to 1.5 and 1.1 to 1.4 × (aim 1.3). With inputs that lie on the disk alone 1.4 and
+1.5, 1.2 and 1.0, 0.7 and 0.8, 0.8 and 0.8 ×.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ Tried on the way, CPU seconds by turns on a busy machine (Zen 4, 2 cores, r=64 i
   1.28 s, r=64 1.57 against 1.51 s; left out
 - copying by way of memory in place of `copy_file_range`, 1.5 GB: 0.42 to 0.48 s of system time with pieces of 512 KB
   against 0.35 s, and now and then 2.5 s with pieces of 1 MB and more
-- writing in pieces of 512 KB in place of 1 MB: no difference at r=64
+- writing in pieces of 512 KB or 4 MB in place of 1 MB: no difference at r=64. Of small ones after a large one that
+  took long, 16 MB in place of 64 MB: no difference
 - the read-back check on one thread: at r=64 it saves 0.05 s of CPU, at r=256 it takes 0.05 s longer; left at all cores
 - prefetching right or left factors in the product, 128, 384 or 512 KB of right factors in place of 256: no difference
 - io_uring, in C, 1.6 GB from one buffer, written and flushed (3 quiet rounds): 1.24 to 1.51 s in pieces of 64 KB, 16 at a
