@@ -1,4 +1,4 @@
-"""Whether copies are the bytes of their sources: compared by compiled code, or by Python, without numpy where all is well."""
+"""Whether copies are the bytes of their sources: compared by compiled code, by numpy where that is not to be had."""
 
 from __future__ import annotations
 

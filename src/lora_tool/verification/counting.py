@@ -67,7 +67,7 @@ def _seen_by(
 def _seen_by_numpy(
     stored: Bytes, dtype: DType, expected: Recomputed, within: float, steps: Array | None = None
 ) -> tuple[Tally, Array]:
-    """Return the tally and where values are off by more than `within` half units in the last place.
+    """Return the tally, and the places of the values that are off by more than `within` half ulps.
 
     Of these the tally has the sums, and nothing in `ulps`.
     """

@@ -23,7 +23,6 @@ from lora_tool.tensors import DType
 
 _TURNED_BYTES = 4 << 20
 """Of what is turned round together: all of a factor at usual ranks."""
-_MATRIX = 2
 
 
 class NativeFactors:

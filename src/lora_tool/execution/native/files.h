@@ -19,17 +19,18 @@ static int64_t cpu_ns(void) {
 EXPORT int64_t lora_tool_write(int file, const char *bytes, int64_t count, int64_t offset, int64_t most) {
     int64_t done = 0;
     while (done < count) {
-        const int is_small = small_left > 0;
-        const int64_t some = least_of(count - done, is_small ? least_of(most, SMALL_WRITE) : most);
-        const int64_t before = is_small ? 0 : cpu_ns();
+        const int64_t some = least_of(count - done, small_left > 0 ? least_of(most, SMALL_WRITE) : most);
+        const int64_t before = some > SMALL_WRITE ? cpu_ns() : 0;
         int64_t now = pwrite(file, bytes + done, (size_t)some, offset + done);
         if (now <= 0) {
             break;
         }
-        if (is_small) {
+        if (some > SMALL_WRITE) {
+            if (cpu_ns() - before > now * SLOW) {
+                small_left = SMALL_WRITES;
+            }
+        } else if (small_left > 0) {
             small_left -= (int32_t)now;
-        } else if (now > SMALL_WRITE && cpu_ns() - before > now * SLOW) {
-            small_left = SMALL_WRITES;
         }
         done += now;
     }

@@ -27,7 +27,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define VERSION 3 /* of the functions below; native/library.py asks for it */
+#define VERSION 3 /* of the functions below; native/__init__.py names it */
 
 enum type { BF16, F16, F32, F64, TYPES };
 
@@ -240,8 +240,8 @@ static void compare_lines(struct copy *copy, const char *stored, const char *sou
     }
 }
 
-/* Compare with a piece of one column of the matrix: `source` has its rows from `top` to `bottom`, and the element of row
- * `first` is at `stored`, those of the next rows `columns` further on each. */
+/* Compare with `count` rows of one column of the matrix, which lie one after the other in `source`: the element of the
+ * first is at `stored`, the copy's byte `begin`, and each next one a whole row further on. */
 #define COMPARE_COLUMN(TYPE)                                                                                           \
     static void compare_column_##TYPE(struct copy *copy, const char *stored, const char *source, int64_t begin,        \
                                       int64_t count) {                                                                 \

@@ -1,6 +1,6 @@
 """The compiled comparison of copies with their sources, tested once before it is used. `compare.c` says what it does.
 
-Where it was not built, or `LORA_TOOL_KERNEL` is `off`, Python compares.
+Where it was not built, or `LORA_TOOL_KERNEL` is `off`, numpy compares.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CopyComparison(Struct, frozen=True):
 
 
 def copy_comparison() -> CopyComparison | None:
-    """Return the compiled comparison of copies, None where Python is to compare."""
+    """Return the compiled comparison of copies, None where numpy is to compare."""
     return None if is_off() else loaded(FILE)
 
 
