@@ -15,8 +15,8 @@ from lora_tool.plan.core.ops import Cast, RowOp
 from lora_tool.tensors import DType
 
 _MATRIX = 2
-_TURNED_BYTES = 1 << 21
-"""Of a matrix that are turned round together: of a high one, pieces of every row of the output are written."""
+_TURNED_BYTES = 1 << 22
+"""Of a matrix that are turned round together: all of a factor at usual ranks, which is then read and written in one piece."""
 
 
 class _Turning(ctypes.Structure):

@@ -19,6 +19,8 @@ from lora_tool.verification.native import FILE, VERSION
 
 MOST_BYTES = 1 << 20
 """Of a copy that are compared together."""
+_LEAST_BYTES = 1 << 16
+"""Of memory for a copy: of what lies transposed, many times the bytes of a sample are read, and so many at once."""
 _WIDTHS = (1, 2, 4, 8)
 _TRIAL = (5, 7)
 """Rows and columns of the matrix that it is tried with."""
@@ -53,7 +55,7 @@ class CopyComparison(Struct, frozen=True):
     def look(self, file: int, source: int, copies: Sequence[Copy]) -> tuple[Copy, ...]:
         """Return those of the copies, in their order, that both files could be read for, with what was seen of them."""
         some = (Copy * len(copies))(*copies)
-        most = max(_WIDTHS[-1], min(MOST_BYTES, max((each.nbytes for each in copies), default=0)))
+        most = max(_LEAST_BYTES, min(MOST_BYTES, max((each.nbytes for each in copies), default=0)))
         done: int = self.function(file, source, some, len(copies), ctypes.create_string_buffer(3 * most), most)
         return tuple(some[:done])
 
