@@ -5,9 +5,9 @@ PEFT's `svd` calls beside ours, the residual of extract beside the best that the
 
 The larger the adapter, the nearer to `cp`: 0.2 s pass before the first byte, mostly imports. On two cores of a shared
 machine, `cp` of one of 671 MB took 0.4 to 1.0 s from the page cache. Where it took 0.5 s, `combine --rank 64` took 2.7 ×
-at 671 MB and 1.7 to 3 × at 1.66 GB, `resize --rank 16` 2.1 and 1.9 × (aim 3), `prepare` for vLLM 1.2 and 1.1 ×, for MLX-LM,
-which has every factor transposed, 1.15 to 1.5 and 1.1 to 1.4 × (aim 1.3). With inputs that lie on the disk alone 1.4 and
-1.5, 1.2 and 1.0, 0.7 and 0.8, 0.8 and 0.8 ×.
+at 671 MB and 1.7 to 3 × at 1.66 GB, `resize --rank 16` 2.1 and 1.9 × (aim 3; 3.1 to 3.6 × at 671 MB in slow hours),
+`prepare` for vLLM 1.15 to 1.35 and 0.6 to 1.1 ×, for MLX-LM, which has every factor transposed, 1.2 to 1.5 and 0.75 to
+1.1 × (aim 1.3). With inputs that lie on the disk alone 1.4 and 1.5, 1.2 and 1.0, 0.7 and 0.5, 0.8 and 0.5 ×.
 """
 
 from __future__ import annotations
