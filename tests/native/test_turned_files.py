@@ -49,7 +49,7 @@ def test_every_element_gets_to_its_place(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turned_files, "_TURNED_BYTES", block)
+    monkeypatch.setattr(turned_files, "TURNED_BYTES", block)
     stored = (np.arange(size[0] * size[1]).reshape(size) % 113).astype(STORAGE[types[0]])
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(BEFORE + stored.tobytes() + AFTER)
@@ -71,7 +71,7 @@ def test_every_element_gets_to_its_place(
 def test_what_cannot_be_written_is_told(
     kernels: tuple[Kernel, ...], size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turned_files, "_TURNED_BYTES", 600)
+    monkeypatch.setattr(turned_files, "TURNED_BYTES", 600)
     stored = np.ones(size, np.float32)
     source, target = tmp_path / "source", tmp_path / "target"
     blank(target, stored.nbytes)

@@ -11,18 +11,14 @@ from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import Kernel
 from lora_tool.execution.native.passing import write_array
 from lora_tool.execution.native.products import mix, turn
-from lora_tool.execution.native.turned_files import turned
+from lora_tool.execution.native.turned_files import TURNED_BYTES, turned
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.room import Room
-from lora_tool.formats.stored import as_in_the_file
 from lora_tool.plan.core.factor_ops import Beside, Columns, FactorOp, Mix
-from lora_tool.tensors import DType
-
-_TURNED_BYTES = 4 << 20
-"""Of what is turned round together: all of a factor at usual ranks."""
+from lora_tool.tensors import DType, StoredTensor
 
 
 class NativeFactors:
@@ -41,8 +37,8 @@ class NativeFactors:
         """Write the unit where it is a product, or a matrix that is turned round; return whether all of it was written."""
         if isinstance(unit.op, Mix):
             return self._write_mix(unit, unit.op, out)
-        part = turned(unit.op)
-        return part is not None and self._write_turned(unit, part, out)
+        found = turned(unit.op)
+        return found is not None and self._write_turned(unit, *found, out)
 
     def rows(self, unit: ComputeUnit, op: FactorOp, first: int, last: int) -> Array | None:
         """Return rows of the factor in the type of the output, flat; None where one is not finite."""
@@ -103,13 +99,13 @@ class NativeFactors:
                     write_array(self._kernel, values, out, unit.at + row * unit.row_bytes + first * made.itemsize)
         return True
 
-    def _write_turned(self, unit: ComputeUnit, part: Columns, out: int) -> bool:
+    def _write_turned(self, unit: ComputeUnit, stored: StoredTensor, part: Columns, out: int) -> bool:
         """Write a matrix that lies transposed in the file; return False where a value is not finite.
 
         The file is read in the order of its bytes, as often as blocks of the output are needed to hold all of it.
         """
-        stored, width = as_in_the_file(part.tensor)[0], math.prod(unit.out.shape[1:])
-        step = max(1, _TURNED_BYTES // max(1, unit.row_bytes))
+        width = math.prod(unit.out.shape[1:])
+        step = max(1, TURNED_BYTES // max(1, unit.row_bytes))
         for first in range(unit.first, unit.last, step):
             rows = slice(first, min(first + step, unit.last))
             made = self._room.of("result", (rows.stop - first, width), kernels.STORAGE[unit.out.dtype])
@@ -118,7 +114,7 @@ class NativeFactors:
                 if self._stopped():
                     return True
                 place = made[:, at : at + len(some)]
-                if not turn(self._kernel, some[:, rows], part.tensor.dtype, place, unit.out.dtype, part.scale):
+                if not turn(self._kernel, some[:, rows], stored.dtype, place, unit.out.dtype, part.scale):
                     return False
             write_array(self._kernel, made, out, unit.at + first * unit.row_bytes)
         return True

@@ -13,7 +13,6 @@ from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.room import Room
-from lora_tool.formats.stored import as_in_the_file
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import Precision
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TurningBackend:
-    """See `Backend`. What is not finite, or goes past the page cache, is left to the one of all operations."""
+    """See `Backend`. What is not finite, or goes past the page cache, is left to `NativeBackend`."""
 
     whole_tensors: ClassVar[bool] = False
 
@@ -35,7 +34,7 @@ class TurningBackend:
         self._precision = precision
         self._stopped = stopped
         self._room = Room()
-        self._of_all: NativeBackend | None = None
+        self._native: NativeBackend | None = None
 
     @staticmethod
     def one_thread() -> contextlib.AbstractContextManager[None]:
@@ -46,18 +45,18 @@ class TurningBackend:
         """See `Backend`."""
         if self._turned_on(unit, out):
             return None
-        if self._of_all is None:
+        if self._native is None:
             from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - numpy
 
-            self._of_all = NativeBackend(self._sources, self._precision, self._stopped)
-        return self._of_all.run(unit, out)
+            self._native = NativeBackend(self._sources, self._precision, self._stopped)
+        return self._native.run(unit, out)
 
     def _turned_on(self, unit: ComputeUnit, out: int) -> bool:
         """Write the unit from file to file; return whether that was possible."""
-        part = turned(unit.op)
-        if part is None or isinstance(out, PastCache):
+        found = turned(unit.op)
+        if found is None or isinstance(out, PastCache):
             return False
-        stored = as_in_the_file(part.tensor)[0]
+        stored, part = found
         place = self._sources.place(stored, 0, stored.nbytes)
         if place is None:
             return False

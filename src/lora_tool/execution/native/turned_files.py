@@ -12,10 +12,10 @@ from lora_tool.formats.room import Room
 from lora_tool.formats.stored import as_in_the_file
 from lora_tool.plan.core.factor_ops import Beside, Columns
 from lora_tool.plan.core.ops import Cast, RowOp
-from lora_tool.tensors import DType
+from lora_tool.tensors import DType, StoredTensor
 
 _MATRIX = 2
-_TURNED_BYTES = 1 << 22
+TURNED_BYTES = 4 << 20
 """Of a matrix that are turned round together: all of a factor at usual ranks, which is then read and written in one piece."""
 
 
@@ -53,8 +53,10 @@ class InFile(Struct, frozen=True, kw_only=True):
     dtype: DType
 
 
-def turned(op: RowOp) -> Columns | None:
-    """Return the matrix that lies transposed in a file, where it is all that the operation writes but zeros after it."""
+def turned(op: RowOp) -> tuple[StoredTensor, Columns] | None:
+    """Return a matrix as it lies in a file, transposed, and the columns of it as they are meant, where these are all that
+    the operation writes but zeros after them.
+    """
     match op:
         case Cast(source=source) if len(source.shape) == _MATRIX:
             part = Columns(tensor=source, count=source.shape[1])
@@ -62,8 +64,8 @@ def turned(op: RowOp) -> Columns | None:
             pass
         case _:
             return None
-    known = part.tensor.dtype in WIDE_TYPES and part.tensor.spec.numel > 0
-    return part if known and as_in_the_file(part.tensor)[1] else None
+    stored, is_turned = as_in_the_file(part.tensor)
+    return (stored, part) if is_turned and stored.dtype in WIDE_TYPES and stored.spec.numel > 0 else None
 
 
 def turn_on(kernel: Kernel, stored: InFile, out: InFile, first: int, scale: float, room: Room) -> bool:
@@ -77,10 +79,10 @@ def turn_on(kernel: Kernel, stored: InFile, out: InFile, first: int, scale: floa
     if is_high and stride != rows:
         return False
     if is_high:  # in rows, as they lie in the file
-        high, wide, line = min(rows, max(1, _TURNED_BYTES // (columns * sizes[0]))), count, columns
+        high, wide, line = min(rows, max(1, TURNED_BYTES // (columns * sizes[0]))), count, columns
     else:  # in columns, which are whole rows of the output
         high = rows
-        line = wide = min(count, max(1, _TURNED_BYTES // (rows * sizes[0])))
+        line = wide = min(count, max(1, TURNED_BYTES // (rows * sizes[0])))
     turning = _Turning(
         begin=stored.begin,
         to=out.begin,

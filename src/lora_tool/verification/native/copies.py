@@ -20,7 +20,8 @@ from lora_tool.verification.native import FILE, VERSION
 MOST_BYTES = 1 << 20
 """Of a copy that are compared together."""
 _LEAST_BYTES = 1 << 16
-"""Of memory for a copy: of what lies transposed, many times the bytes of a sample are read, and so many at once."""
+"""Memory for each copy, at least: for a sample of a transposed matrix many times its bytes are read from the source, up to
+twice this at a time."""
 _WIDTHS = (1, 2, 4, 8)
 _TRIAL = (5, 7)
 """Rows and columns of the matrix that it is tried with."""
