@@ -9,7 +9,7 @@ def main() -> NoReturn:
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background may ignore it
     if heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from lora_tool.cli.main import main as run  # noqa: PLC0415 - as above
+    from lora_tool.cli.main import main as run
 
     if heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)

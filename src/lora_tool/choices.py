@@ -39,7 +39,7 @@ def wrong_value(what: str, value: object, known: Iterable[str]) -> WrongValue:
 
 def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """Return the one of `known` that `word` most resembles, None where none has this `likeness`, at most 1, to it."""
-    import difflib  # noqa: PLC0415 - only for what is misspelled
+    import difflib  # only for what is misspelled
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 

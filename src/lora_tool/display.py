@@ -71,7 +71,7 @@ def shortened(text: str, longest: int = 1_500) -> str:
 
 def as_html(text: str) -> str:
     """Return lines of text as HTML that acts on nothing, for a notebook."""
-    import html  # noqa: PLC0415 - only in notebooks
+    import html  # only in notebooks
 
     return f"<pre>{html.escape(shortened(text, 20_000))}</pre>"
 

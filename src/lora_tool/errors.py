@@ -242,10 +242,10 @@ _NEED_PYTHON_3_11 = ("merge", "train", "all")
 
 def _installed_from(extra: str) -> str:
     """Return what pip is given for lora-tool with the `extra`: a clone is no package of the index."""
-    import json  # noqa: PLC0415 - all of these only where something is missing
-    import shlex  # noqa: PLC0415
-    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
-    from urllib.parse import unquote  # noqa: PLC0415
+    import json  # all of these only where something is missing
+    import shlex
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote
 
     try:
         origin = json.loads(distribution("lora-tool").read_text("direct_url.json") or "{}")

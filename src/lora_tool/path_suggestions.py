@@ -30,7 +30,7 @@ def probably_meant(path: str | Path) -> str | None:
 
     The first part of the path that is not there is taken for the mistake; the rest of it has to be there.
     """
-    import difflib  # noqa: PLC0415 - only for what is misspelled
+    import difflib  # only for what is misspelled
 
     wanted = expanded(path)
     rest: list[str] = []
@@ -49,7 +49,7 @@ def probably_meant(path: str | Path) -> str | None:
 
 def _composed(name: str) -> str:
     """Return the name in one Unicode form: macOS and archives made there take letter and accent apart, keyboards do not."""
-    import unicodedata  # noqa: PLC0415 - only for what is misspelled
+    import unicodedata  # only for what is misspelled
 
     return unicodedata.normalize("NFC", name)
 

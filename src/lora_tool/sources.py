@@ -247,8 +247,8 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
     hub_id, revision = named.id, named.revision or revision
     if not download and not may_hold(hub_id):
         raise _not_in_cache(hub_id, revision, reference)
-    from lora_tool.hub_client.downloading import download as fetch  # noqa: PLC0415 - not needed for local paths
-    from lora_tool.hub_client.downloading import in_cache  # noqa: PLC0415
+    from lora_tool.hub_client.downloading import download as fetch  # not needed for local paths
+    from lora_tool.hub_client.downloading import in_cache
 
     if not download:
         path = in_cache(hub_id, revision, [wanted.value, *_BESIDE_WEIGHTS])

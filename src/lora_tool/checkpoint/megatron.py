@@ -101,8 +101,8 @@ def _named(told: str, tags: Collection[str]) -> str:
 
 
 def _step_in(path: Path) -> str | None:
-    from lora_tool.formats.torch_objects import LazyTensor  # noqa: PLC0415 - for few folders, and all import this
-    from lora_tool.formats.torch_zip import read_scalar, read_torch_file  # noqa: PLC0415
+    from lora_tool.formats.torch_objects import LazyTensor  # for few folders, and all import this
+    from lora_tool.formats.torch_zip import read_scalar, read_torch_file
 
     file = read_torch_file(path)
     step = file.value.get("step") if isinstance(file.value, dict) else None

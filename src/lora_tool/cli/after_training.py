@@ -83,7 +83,7 @@ def foreseen(run: RunConfig, output: Path) -> Iterator[Finding]:
 
 
 def _has_token(run: RunConfig) -> bool:
-    from huggingface_hub import get_token  # noqa: PLC0415 - only where something is pushed
+    from huggingface_hub import get_token  # only where something is pushed
 
     return bool({"HF_TOKEN", "HF_OIDC_RESOURCE"} & {*run.env, *os.environ} or get_token())
 

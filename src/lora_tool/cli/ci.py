@@ -88,10 +88,10 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     job = _job(options, rules, files, settings.criteria)
     if options["each"]:
         _require_for_several(options)
-        from lora_tool.cli.ci_each import run_all  # noqa: PLC0415 - only where asked for
+        from lora_tool.cli.ci_each import run_all  # only where asked for
 
         return run_all(job, files, rules.ignored, as_json=options["as_json"], quiet=options["quiet"])
-    from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.pipeline.running import run  # after the usage is known to be right
 
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
@@ -104,7 +104,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     write_reports(files, lambda form: _rendered(outcome, report, form, job))
     set_github_output(output=outcome.output)
     if options["as_json"]:
-        from lora_tool.pipeline.render import outcome_json  # noqa: PLC0415 - JSON's words, only where asked for
+        from lora_tool.pipeline.render import outcome_json  # JSON's words, only where asked for
 
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
@@ -147,7 +147,7 @@ def _require_for_several(options: Mapping[str, Any]) -> None:
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     if form is Form.MARKDOWN:
-        from lora_tool.pipeline.render import outcome_markdown  # noqa: PLC0415
+        from lora_tool.pipeline.render import outcome_markdown
 
         return outcome_markdown(outcome, report, pages=RULES)
     return report_text(report, form, job.fail_on)

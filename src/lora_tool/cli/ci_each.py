@@ -53,7 +53,7 @@ def run_all(
     passed = all(each.outcome.passed for each in swept)
     set_github_output(output=job.output if passed and not job.dry_run else None, best=best.job.output if best else None)
     if as_json:
-        from lora_tool.pipeline.render import sweep_json  # noqa: PLC0415 - JSON's words, only where asked for
+        from lora_tool.pipeline.render import sweep_json  # JSON's words, only where asked for
 
         click.echo(json.dumps(sweep_json(swept, reports, codes), indent=2, allow_nan=False))
     else:
@@ -68,14 +68,14 @@ def _say(job: Job, stage: Stage) -> None:
 
 def _rendered(swept: Sequence[Swept], report: Report, form: Form) -> str:
     if form is Form.MARKDOWN:
-        from lora_tool.pipeline.render import sweep_markdown  # noqa: PLC0415
+        from lora_tool.pipeline.render import sweep_markdown
 
         return sweep_markdown(swept, report, pages=RULES)
     return report_text(report, form, swept[0].job.fail_on)
 
 
 def _show(swept: Sequence[Swept], report: Report, job: Job) -> None:
-    from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
 
     warnings = dict.fromkeys(warning for each in swept for stage in each.outcome.stages for warning in stage.warnings)
     lines = [*findings_of(report), *(f"warning: {printable(warning)}" for warning in warnings), *skipped_of(report)]

@@ -54,14 +54,14 @@ def code_of(outcome: Outcome) -> int:
 
 def findings_of(report: Report) -> list[str]:
     """Return errors and warnings as lines."""
-    from lora_tool.report.text import findings_lines  # noqa: PLC0415 - where there is a run to show
+    from lora_tool.report.text import findings_lines  # where there is a run to show
 
     return list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
 
 
 def skipped_of(report: Report) -> list[str]:
     """Return the rules that could not run as lines."""
-    from lora_tool.report.text import skipped_lines  # noqa: PLC0415 - where there is a run to show
+    from lora_tool.report.text import skipped_lines  # where there is a run to show
 
     return list(skipped_lines(report.skipped))
 

@@ -58,7 +58,7 @@ def command(
     opened = tuple(map(opened_adapter, names))
     check_output(output, overwrite=overwrite or resume, inputs=tuple(each.root for each in opened))
     read_ahead(*opened)
-    from lora_tool.plan.algebra.plan_combine import plan_combine  # noqa: PLC0415 - after the options
+    from lora_tool.plan.algebra.plan_combine import plan_combine  # after the options
 
     chosen = None if head_of is None else opened[place_of(head_of, names)]
     plan = plan_combine(

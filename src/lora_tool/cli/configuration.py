@@ -51,7 +51,7 @@ class Configuration(Struct, frozen=True, kw_only=True):
     @property
     def criteria(self) -> Criteria:
         """By what `validate` judges where its command line asks for nothing else; strict means to read everything."""
-        from lora_tool.validation.validating import Criteria  # noqa: PLC0415 - all rules, only where they judge
+        from lora_tool.validation.validating import Criteria  # all rules, only where they judge
 
         return Criteria(
             select=self.select,
@@ -121,9 +121,9 @@ def _table(path: Path) -> Mapping[str, Any] | None:
     if path.name == PYPROJECT and "lora-tool" not in text:
         return None
     if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415 - most folders have no configuration
+        import tomllib  # most folders have no configuration
     else:
-        import tomli as tomllib  # noqa: PLC0415
+        import tomli as tomllib
     try:
         parsed = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -198,6 +198,6 @@ def _meant(codes: Collection[str]) -> list[str]:
     """Return the rules that the codes mean. Raises `UnknownRule`."""
     if not codes:
         return []
-    import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+    import lora_tool.rules.judging  # noqa: F401 - it registers the rules, which only this needs
 
     return sorted(expand(codes))

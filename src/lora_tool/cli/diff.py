@@ -31,18 +31,18 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
     Adapters are compared by the ΔW = scaling·B·A of each module, so their ranks may differ. The table shows both norms,
     the norm of the difference (relative to the first), and the cosine of the angle between them.
     """
-    from lora_tool.pipeline.comparing import diff  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.pipeline.comparing import diff  # after the usage is known to be right
 
     comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
     if plot is not None:
-        from lora_tool.pictures.drawing import draw_comparison  # noqa: PLC0415 - matplotlib, only for pictures
+        from lora_tool.pictures.drawing import draw_comparison  # matplotlib, only for pictures
 
         draw_comparison(comparison, plot, names=(first, second))
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
         print_json(first=first, second=second, same=comparison.same, **asdict(comparison))
     else:
-        from lora_tool.cli.diff_view import show_comparison  # noqa: PLC0415 - rich, only for people
+        from lora_tool.cli.diff_view import show_comparison  # rich, only for people
 
         show_comparison(comparison, sys.stdout, every=every)
     return FINDINGS if tell and not comparison.same else DONE

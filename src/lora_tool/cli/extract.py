@@ -59,7 +59,7 @@ def command(
     one_arena()
     tuned, first = opened_model(model, download=True), opened_model(base, download=True)
     check_output(output, overwrite=overwrite, inputs=(tuned.root, first.root))
-    from lora_tool.pipeline.algebra import extraction  # noqa: PLC0415 - after the options
+    from lora_tool.pipeline.algebra import extraction  # after the options
 
     with extraction(tuned, first, output, rank=rank, keep=keep, save=save, dtype=dtype) as plan:
         carry_out(plan, output, overwrite=overwrite, resume=False, **how)

@@ -55,6 +55,6 @@ def fixes(report: Report, *, task: str | None, apply: bool) -> Fixes:
     changes = planned_changes(report, task=task)
     if not apply:
         return Fixes(changes=changes)
-    from lora_tool.execution.fixing import apply_change  # noqa: PLC0415 - only where something is written
+    from lora_tool.execution.fixing import apply_change  # only where something is written
 
     return Fixes(changes=changes, kept=tuple(map(apply_change, changes)))

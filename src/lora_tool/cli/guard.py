@@ -57,10 +57,10 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
     has lora-tool. When it ends, its result is checked. Its output is passed through, and so is its exit code if it
     fails on its own. Exit code 1 means that a guard stopped it, or that its result is bad. Needs lora-tool[train].
     """
-    from lora_tool.train.config import GuardSettings, require_training  # noqa: PLC0415 - after the usage is known
-    from lora_tool.train.job import read_outcomes  # noqa: PLC0415
-    from lora_tool.train.remains import saved_in  # noqa: PLC0415
-    from lora_tool.train.traps import CODES  # noqa: PLC0415
+    from lora_tool.train.config import GuardSettings, require_training  # after the usage is known
+    from lora_tool.train.job import read_outcomes
+    from lora_tool.train.remains import saved_in
+    from lora_tool.train.traps import CODES
 
     require_training(("torch", "transformers", "accelerate"))
     unknown = [name for name in ignore if name not in CODES]
@@ -102,15 +102,15 @@ class _Ended(Struct, frozen=True, kw_only=True):
     @property
     def stopped(self) -> TrainingOutcome | None:
         """The training that a guard stopped, None where none was."""
-        from lora_tool.train.job import TrainingStatus  # noqa: PLC0415 - after the usage is known to be right
+        from lora_tool.train.job import TrainingStatus  # after the usage is known to be right
 
         return next((outcome for outcome in self.outcomes if outcome.status is TrainingStatus.STOPPED), None)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
-        from lora_tool.report import Report  # noqa: PLC0415 - after the usage is known to be right
-        from lora_tool.report.json import report_json  # noqa: PLC0415
-        from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
+        from lora_tool.report import Report  # after the usage is known to be right
+        from lora_tool.report.json import report_json
+        from lora_tool.train.job import TrainingStatus
 
         bad = TrainingStatus.BAD_RESULT if self.errors else TrainingStatus.DONE
         status = TrainingStatus.STOPPED if self.stopped else bad
@@ -149,9 +149,9 @@ class _Ended(Struct, frozen=True, kw_only=True):
 
 def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_stdout: bool) -> int:
     """Run the command with the guard's settings in `folder`, and return its exit code."""
-    from lora_tool import train  # noqa: PLC0415
-    from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, write_job  # noqa: PLC0415
-    from lora_tool.train.launch import run_group  # noqa: PLC0415
+    from lora_tool import train
+    from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, write_job
+    from lora_tool.train.launch import run_group
 
     write_job(TrainingJob(guard=settings), folder)
     attach = Path(train.__file__).parent / "attach"
@@ -165,7 +165,7 @@ def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_s
 
 def _rescue(item: Saved) -> Path | None:
     """Put the adapter together beside the empty one, which is left as it is; return where, None where it cannot be."""
-    from lora_tool.train.remains import newest_rank_files, reassemble  # noqa: PLC0415
+    from lora_tool.train.remains import newest_rank_files, reassemble
 
     checkpoint = newest_rank_files(item.path) or newest_rank_files(item.path.parent)
     out = item.path.parent / f"{item.path.name}-consolidated"

@@ -37,8 +37,8 @@ def command(paths: tuple[str, ...], *, norms: bool | None, plot: Path | None, ba
     checkpoints = [opened(path) for path in paths or (".",)]
     inspections = [inspect_checkpoint(each, norms=norms, spectra=as_json) for each in checkpoints]
     if plot is not None:
-        from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
-        from lora_tool.validation.bases import named_base  # noqa: PLC0415
+        from lora_tool.pictures.drawing import draw  # matplotlib, only for pictures
+        from lora_tool.validation.bases import named_base
 
         (checkpoint,), (inspection,) = checkpoints, inspections
         root = checkpoint.folder.root
@@ -49,11 +49,11 @@ def command(paths: tuple[str, ...], *, norms: bool | None, plot: Path | None, ba
         click.echo(_json(inspections))
         return
     if len(inspections) > 1:
-        from lora_tool.cli.inspect_several import show_several  # noqa: PLC0415 - rich, only for people
+        from lora_tool.cli.inspect_several import show_several  # rich, only for people
 
         show_several(inspections, sys.stdout)
         return
-    from lora_tool.cli.inspect_view import show_inspection  # noqa: PLC0415 - rich, only for people
+    from lora_tool.cli.inspect_view import show_inspection  # rich, only for people
 
     show_inspection(inspections[0], sys.stdout)
 

@@ -19,13 +19,13 @@ def command(root: Path, *, as_json: bool) -> None:
 
     The verdict is that of `validate` with the same lora-tool.toml. A star marks the best complete checkpoint of a run.
     """
-    from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
-    from lora_tool.pipeline.looking import ls  # noqa: PLC0415
+    from lora_tool.cli.configuration import configuration
+    from lora_tool.pipeline.looking import ls
 
     runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
         print_json(root=root, runs=runs)
         return
-    from lora_tool.cli.inventory_view import show_inventory  # noqa: PLC0415 - rich, only for people
+    from lora_tool.cli.inventory_view import show_inventory  # rich, only for people
 
     show_inventory(runs, root, sys.stdout)

@@ -86,7 +86,7 @@ class LazyGroup(click.Group):
         command: click.Command = module.command
         command.context_class = Context
         if command.help is None and command.callback is not None:  # python -OO
-            from lora_tool.rules.engine.registry import page_in_source  # noqa: PLC0415 - for that alone
+            from lora_tool.rules.engine.registry import page_in_source
 
             command.help = page_in_source(command.callback)
         for param in command.params:
@@ -106,7 +106,7 @@ class LazyGroup(click.Group):
         try:
             resolved = super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
+            from lora_tool.choices import closest  # for mistakes alone
 
             meant = closest(args[0], COMMANDS)
             if meant is None:
@@ -135,7 +135,7 @@ def _warn_of_variables(name: str, command: click.Command) -> None:
     known = {str(param.envvar) for param in command.params if isinstance(param, click.Option)}
     for variable in sorted(os.environ.keys() - known):
         if variable.startswith(f"{ENVIRONMENT}_{name}_".upper()):
-            from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
+            from lora_tool.choices import closest  # for mistakes alone
 
             meant = closest(variable, known, likeness=0.75)
             ask = f", did you mean {meant}?" if meant else ""
@@ -229,7 +229,7 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
         return LoraToolError(error.format_message(), hint=hint)
-    from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
+    from lora_tool.choices import closest  # for mistakes alone
 
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
     meant = closest(error.option_name, error.possibilities or (), likeness=0.75)

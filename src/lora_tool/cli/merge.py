@@ -55,10 +55,10 @@ def command(
     options = replace(asked(MergeArguments, typed), **rules.arguments())
     if each:
         _require_each(adapters, options, part)
-        from lora_tool.cli.merge_each import carry_out_each  # noqa: PLC0415 - only where asked for
+        from lora_tool.cli.merge_each import carry_out_each  # only where asked for
 
         return carry_out_each(adapters or (".",), options, dry_run=dry_run, as_json=as_json, quiet=quiet)
-    from lora_tool.pipeline.merging import begun, meant_instead, merge_inputs, planned  # noqa: PLC0415 - after the options
+    from lora_tool.pipeline.merging import begun, meant_instead, merge_inputs, planned  # after the options
 
     if len(adapters) > 1 and options.out is None:
         meant = meant_instead(adapters, options.base)
@@ -67,7 +67,7 @@ def command(
             if meant
             else "name the output with -o OUT when merging several adapters"
         )
-    from lora_tool.execution.folder import check_output  # noqa: PLC0415
+    from lora_tool.execution.folder import check_output
 
     options.spread.require()
     inputs = merge_inputs(adapters or (".",), options.base)

@@ -35,7 +35,7 @@ def carry_out_each(
         outputs = [{**one.to_json(), "exit_code": code} for one, code in zip(done, codes, strict=True)]
         click.echo(json.dumps({"schema_version": 1, "outputs": outputs}, indent=2))
     elif not quiet:
-        from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+        from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
 
         columns = ("name", "verdict", "size>", "time>", "why not")
         print_all([new_table(columns, [tuple(_row(one, dry_run=dry_run)) for one in done])], sys.stdout)

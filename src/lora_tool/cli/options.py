@@ -61,12 +61,12 @@ def rule_codes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
     """Return the codes that a shell offers for the last of those between commas: rules, of `guard` the guards."""
     known: dict[str, str]
     if ctx.info_name == "guard":
-        from lora_tool.train.traps import PAGES  # noqa: PLC0415 - for shells alone
+        from lora_tool.train.traps import PAGES  # for shells alone
 
         known = PAGES
     else:
-        import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules
-        from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415
+        import lora_tool.rules.judging  # noqa: F401 - it registers the rules
+        from lora_tool.rules.engine.registry import RULES
 
         known = {code: rule.title for code, rule in sorted(RULES.items())}
     before, comma, begun = incomplete.rpartition(",")
@@ -104,7 +104,7 @@ def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
 def _hear(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
     if not value:
         return
-    from lora_tool.cli.terminal import tell  # noqa: PLC0415 - for those who ask
+    from lora_tool.cli.terminal import tell  # for those who ask
 
     said: set[str] = set()
 
@@ -216,7 +216,7 @@ def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
             raise click.UsageError("--min-accuracy needs --pairs")
         return None
     require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
-    from lora_tool.verification.pairs import read_pairs  # noqa: PLC0415 - only where asked for
+    from lora_tool.verification.pairs import read_pairs  # only where asked for
 
     return read_pairs(path, least=least)
 

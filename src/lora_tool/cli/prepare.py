@@ -74,7 +74,7 @@ def command(
             "lora-tool merge --rm ADAPTER"
         )
     read_ahead(opened)
-    from lora_tool.pipeline.algebra import plan_reward_base, preparation  # noqa: PLC0415 - after the options
+    from lora_tool.pipeline.algebra import plan_reward_base, preparation  # after the options
 
     asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}
     with preparation(opened, server, output, base=base, **asked) as plan:

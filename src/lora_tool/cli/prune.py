@@ -44,9 +44,9 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
     `validate` finds no error in it with the same lora-tool.toml. Finished weights, adapters and models are never
     touched, nor are links and their targets.
     """
-    from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
-    from lora_tool.execution.folder import remove, require_room  # noqa: PLC0415
-    from lora_tool.inventory import choose, inventory  # noqa: PLC0415
+    from lora_tool.cli.configuration import configuration
+    from lora_tool.execution.folder import remove, require_room
+    from lora_tool.inventory import choose, inventory
 
     if trash is not None and not apply_:
         raise click.UsageError("--trash needs --apply: nothing is moved without it")
@@ -78,6 +78,6 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
         ]
         print_json(applied=apply_, checkpoints=rows)
         return
-    from lora_tool.cli.inventory_view import show_choices  # noqa: PLC0415 - rich, only for people
+    from lora_tool.cli.inventory_view import show_choices  # rich, only for people
 
     show_choices(choices, root, sys.stdout, done=apply_)

@@ -127,12 +127,12 @@ def command(
     if asked["message"] is not None and not asked["message"].strip():
         raise click.UsageError("--message is empty")
     asked |= rule_choice(ctx, configured(ctx)).arguments()
-    from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
-    from lora_tool.hub.model import MAIN, PushCheck  # noqa: PLC0415
-    from lora_tool.hub.planning import plan_push  # noqa: PLC0415
-    from lora_tool.hub.pushing import push  # noqa: PLC0415
-    from lora_tool.hub.text import plan_json, plan_text, pushed_json, pushed_text  # noqa: PLC0415
+    from lora_tool.hub.card import Readme  # after the usage is known to be right
+    from lora_tool.hub.hashing import with_hashes
+    from lora_tool.hub.model import MAIN, PushCheck
+    from lora_tool.hub.planning import plan_push
+    from lora_tool.hub.pushing import push
+    from lora_tool.hub.text import plan_json, plan_text, pushed_json, pushed_text
 
     show = sys.stderr.isatty() and not (quiet or as_json)
     try:

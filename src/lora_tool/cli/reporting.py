@@ -31,7 +31,7 @@ class ReportFile(Struct, frozen=True, kw_only=True):
 
     def write(self, text: str) -> None:
         """Write the file whole or not at all; a job summary is added to. Raises `LoraToolError`."""
-        from lora_tool.execution.folder import replace_file  # noqa: PLC0415 - only for reports in files
+        from lora_tool.execution.folder import replace_file  # only for reports in files
 
         content = f"{text}\n".encode()
         try:

@@ -47,7 +47,7 @@ def command(
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
     read_ahead(opened)
-    from lora_tool.plan.algebra.plan_combine import plan_resize  # noqa: PLC0415 - after the options
+    from lora_tool.plan.algebra.plan_combine import plan_resize  # after the options
 
     plan = plan_resize(opened, rank=rank, keep=keep, dtype=dtype, ignore=ignore)
     carry_out(plan, output, overwrite=overwrite, resume=resume, **how)

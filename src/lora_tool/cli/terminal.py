@@ -86,13 +86,13 @@ def print_json(**table: object) -> None:
 
 def show_findings(findings: Iterable[Finding]) -> None:
     """Write errors and warnings to stderr as `validate` prints them, and how many there are."""
-    from lora_tool.report.findings import Severity  # noqa: PLC0415 - no word of help needs it
+    from lora_tool.report.findings import Severity  # no word of help needs it
 
     shown = tuple(finding for finding in findings if finding.severity > Severity.INFO)
     if not shown:
         return
-    from lora_tool.report.model import Report  # noqa: PLC0415 - where there are findings
-    from lora_tool.report.text import findings_lines  # noqa: PLC0415
+    from lora_tool.report.model import Report  # where there are findings
+    from lora_tool.report.text import findings_lines
 
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     for line in findings_lines(shown, color=colour):
@@ -116,7 +116,7 @@ def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool =
     else:
         tell("error", str(error))
     if as_json:
-        from lora_tool.report.json import finding_json  # noqa: PLC0415 - for programs, where it failed
+        from lora_tool.report.json import finding_json  # for programs, where it failed
 
         hint = error.hint and as_options(error.hint)
         said = {"message": as_options(str(error)), "hint": hint, "exit_code": code}
@@ -134,8 +134,8 @@ def progress_bar(description: str, total: int, *, quiet: bool = False) -> Iterat
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich import progress  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
+    from rich import progress
+    from rich.console import Console  # only where somebody watches
 
     columns = (
         progress.TextColumn("{task.description}"),

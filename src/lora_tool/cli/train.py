@@ -43,6 +43,6 @@ def command(
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
     `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].
     """
-    from lora_tool.cli.training import train  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.cli.training import train  # after the usage is known to be right
 
     return train(METHODS[method], options, config, dry_run=dry_run, resume=resume, as_json=as_json, quiet=quiet)

@@ -113,7 +113,7 @@ def _show(found: Iterable[Finding]) -> None:
 
 
 def _print_plan(run: RunConfig) -> None:
-    import yaml  # noqa: PLC0415 - only where a run is read
+    import yaml  # only where a run is read
 
     click.echo(f"# {shlex.join(launch_command(run))}")
     given = {name: getattr(value, "value", value) for name, value in run.options.items() if name in run.given}

@@ -118,7 +118,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     looked = _all_judged(paths, asked, quiet=options["quiet"])
     fixed = None
     if options["fix"]:
-        from lora_tool.cli.fixing import fixes  # noqa: PLC0415 - only where asked for
+        from lora_tool.cli.fixing import fixes  # only where asked for
 
         fixed = fixes(joined(each.report for each in looked), task=asked["task"], apply=options["apply"])
         if fixed.kept:
@@ -206,7 +206,7 @@ def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) 
     if fixed is not None and fixed.kept and told.form is not Form.JSON:
         click.echo(f"{shown}\n", err=not text)  # before what is found now
     if fixed is not None and told.form is Form.JSON:
-        from lora_tool.report.json import report_json  # noqa: PLC0415 - JSON's words, only where asked for
+        from lora_tool.report.json import report_json  # JSON's words, only where asked for
 
         click.echo(json_text({**report_json(report), "fixes": fixed.to_json()}, spread=3))
     elif not nothing and not silent:
@@ -218,7 +218,7 @@ def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) 
 
 def _show_table(looked: Sequence[_Looked], told: Reporting) -> None:
     """Print a line for each of several folders."""
-    from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
 
     columns = ("folder", "kind", "verdict", "errors>", "warnings>", "first")
     click.echo()

@@ -122,10 +122,10 @@ def command(
     it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a
     tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set in the [verify] table of lora-tool.toml.
     """
-    from lora_tool.checkpoint import open_model  # noqa: PLC0415
-    from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
-    from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
+    from lora_tool.checkpoint import open_model
+    from lora_tool.plan.merge.provenance import find_inputs
+    from lora_tool.verification.checking import Level  # after the usage is known to be right
+    from lora_tool.verification.verifying import verify_inputs, written_wrong
 
     rules = rule_choice(ctx, configured(ctx))
     spread = spread_over(engine, address, workers)
@@ -136,7 +136,7 @@ def command(
     asked["pairs"] = pairs_asked(pairs, min_accuracy)
     _require_drawable(plot, pairs)
     if text is not None:
-        from lora_tool.verification.texts import read_texts  # noqa: PLC0415 - only where asked for
+        from lora_tool.verification.texts import read_texts  # only where asked for
 
         asked["text"] = read_texts(text)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
@@ -159,7 +159,7 @@ def command(
 
     if len(merged) > 1:
         _require_for_several(adapters, plot, tensors=tensors)
-        from lora_tool.cli.verify_several import verify_several  # noqa: PLC0415 - only for several
+        from lora_tool.cli.verify_several import verify_several  # only for several
 
         return verify_several(merged, verified, code_of, told, quiet=quiet)
     [folder] = merged
@@ -168,7 +168,7 @@ def command(
         shown = _text(verification, printed, told.least, tensors=tensors, color=wants_colour())
         (say if printed is Form.TEXT else click.echo)(shown)
     if plot is not None and verification.pairs is not None:
-        from lora_tool.pictures.margins import draw_margins  # noqa: PLC0415 - matplotlib, only for pictures
+        from lora_tool.pictures.margins import draw_margins  # matplotlib, only for pictures
 
         draw_margins(folder.resolve().name, verification.pairs, plot)
         click.echo(f"drawn: {printable(str(plot))}", err=True)
@@ -182,7 +182,7 @@ def _prompts_in(file: Path | None, *, logits: bool) -> Sequence[str] | None:
         return None
     if not logits:
         raise click.UsageError("--prompts needs --logits")
-    from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
+    from lora_tool.verification.prompts import read_prompts  # torch, only where asked for
 
     return read_prompts(file)
 
@@ -191,7 +191,7 @@ def _opened_once(base: str | None, folders: Sequence[Path]) -> Reference | None:
     """Return the base that was given, opened where several folders are compared with it."""
     if base is None or len(folders) == 1:
         return base
-    from lora_tool.sources import opened_model  # noqa: PLC0415 - for several
+    from lora_tool.sources import opened_model  # for several
 
     return opened_model(base)
 
@@ -211,8 +211,8 @@ def _of_computed(
     **how: Any,  # level and watch
 ) -> Verification | None:
     """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
-    from lora_tool.plan.computed import find_computed  # noqa: PLC0415
-    from lora_tool.verification.verifying import verify_computed  # noqa: PLC0415
+    from lora_tool.plan.computed import find_computed
+    from lora_tool.verification.verifying import verify_computed
 
     computed = find_computed(folder, adapters, base=base)
     if computed is None:
@@ -234,7 +234,7 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
 
 
 def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:
-    from lora_tool.verification.text import verification_json, verification_lines  # noqa: PLC0415
+    from lora_tool.verification.text import verification_json, verification_lines
 
     if form is Form.JSON:
         return json.dumps(verification_json(verification), indent=2, allow_nan=False)

@@ -40,7 +40,7 @@ class Seen(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Return what `verify --json` says of one folder, or the error, with the folder and its exit code."""
-        from lora_tool.verification.text import verification_json  # noqa: PLC0415
+        from lora_tool.verification.text import verification_json
 
         table: dict[str, Any] = {"path": printable(str(self.folder)), "exit_code": self.code}
         if self.verification is not None:
@@ -91,7 +91,7 @@ def _json(seen: Sequence[Seen]) -> str:
 
 
 def _show_table(seen: Sequence[Seen]) -> None:
-    from lora_tool.cli.tables import new_table, print_all  # noqa: PLC0415 - rich, only where it is shown
+    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
 
     columns = ("folder", "verdict", "tensors>", "max error>", "pairs right>", "why not")
     print_all([new_table(columns, [tuple(_row(each)) for each in seen])], sys.stdout)
@@ -103,7 +103,7 @@ def _row(seen: Seen) -> Iterator[str]:
     if found is None:
         yield from ("not verified", "", "", "", as_cell(as_options(str(seen.error))))
         return
-    from lora_tool.verification.verified import summary_json  # noqa: PLC0415 - numpy, only now
+    from lora_tool.verification.verified import summary_json
 
     summary = summary_json(found)
     yield "failed" if seen.code else "right"

@@ -117,7 +117,7 @@ def carry_out(
     if part is not None:
         _carry_out_part(plan, out, part, as_json=as_json, quiet=quiet, **how)
         return
-    from lora_tool.pipeline.writing import intent, write  # noqa: PLC0415 - numpy, only now
+    from lora_tool.pipeline.writing import intent, write
 
     gc.freeze()  # the plan stays: from here on only what the long work makes is looked through for cycles
     gc.set_threshold(100_000, 100)
@@ -162,7 +162,7 @@ def _carry_out_part(
         raise click.UsageError("this machine writes a part, not the Ray cluster: leave out --part, or --engine ray")
     if resume:
         raise click.UsageError("--resume finishes what the parts have begun: leave out --part")
-    from lora_tool.execution.shares import bytes_of, execute_share  # noqa: PLC0415 - numpy, only now
+    from lora_tool.execution.shares import bytes_of, execute_share
 
     with progress_bar(f"part {part}", bytes_of(plan, part), quiet=quiet or as_json) as progress:
         done = execute_share(plan, out, part, jobs=jobs, overwrite=overwrite, progress=progress)

@@ -82,6 +82,6 @@ def carry_out(
 
 def _this_node() -> str:
     """Return what the node is called that this runs on."""
-    import ray  # noqa: PLC0415 - it runs inside Ray
+    import ray  # it runs inside Ray
 
     return f"{platform.node()} ({ray.util.get_node_ip_address()})"

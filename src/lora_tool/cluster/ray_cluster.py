@@ -68,7 +68,7 @@ class RayCluster(Struct, frozen=True, kw_only=True):
             for name, value in _SETTINGS.items():
                 os.environ.setdefault(name, value)  # before Ray is imported, which reads them then
             told("connecting to the Ray cluster")
-            import ray  # noqa: PLC0415 - a second, and only where it is asked for
+            import ray  # a second, and only where it is asked for
 
             if ray.is_initialized():
                 _require_joined(self.address, ray.get_runtime_context().gcs_address)

@@ -48,7 +48,7 @@ class Spread(Struct, frozen=True, kw_only=True):
         """The cluster, None where this machine does the work."""
         if self.engine is EngineName.LOCAL:
             return None
-        from lora_tool.cluster.ray_cluster import RayCluster  # noqa: PLC0415 - only where it is asked for
+        from lora_tool.cluster.ray_cluster import RayCluster  # only where it is asked for
 
         return RayCluster(address=self.address or "auto", workers=self.workers)
 

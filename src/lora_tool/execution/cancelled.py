@@ -83,7 +83,7 @@ def _sums(weights: AnyArray, products: Sequence[Product], rows: AnyArray, column
 
 
 def _exact_sum(weight: float, products: Sequence[Product], row: int, column: int) -> float:
-    from fractions import Fraction  # noqa: PLC0415 - imports decimal, for what is rare
+    from fractions import Fraction  # imports decimal, for what is rare
 
     total = Fraction(weight)
     for each in products:

@@ -51,13 +51,13 @@ def engine_of_several(spread: Spread, *, jobs: int | None) -> EngineOfSeveral:
     """Return the engine that was asked for, for plans that read the same files."""
     if spread.cluster is not None:
         return _engine_on(spread.cluster)
-    from lora_tool.execution.one_pass import OnePassEngine  # noqa: PLC0415 - only where several are written
+    from lora_tool.execution.one_pass import OnePassEngine  # only where several are written
 
     return OnePassEngine(jobs=jobs)
 
 
 def _engine_on(cluster: RayCluster) -> RayEngine:
-    from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
+    from lora_tool.execution.ray_engine import RayEngine  # only where it is asked for
 
     return RayEngine(cluster=cluster)
 

@@ -78,8 +78,8 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
 
 
 def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transformers model
-    import transformers  # noqa: PLC0415
-    from peft import PeftModel  # noqa: PLC0415 - heavy, and only here
+    import transformers
+    from peft import PeftModel  # heavy, and only here
 
     choices: dict[str, Any] = {"dtype": FLOAT_NAMES[asked.dtype] if asked.dtype else "auto", "local_files_only": True}
     if asked.num_labels is not None:
@@ -105,8 +105,8 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
     whole = all(file.path.suffix != TORCH_SUFFIX for file in adapter.weights.files)
     if adapter.config is None or (whole and all(key.canonical == name for name, key in adapter.keys.items())):
         return adapter.root
-    import torch  # noqa: PLC0415
-    from safetensors.torch import save_file  # noqa: PLC0415
+    import torch
+    from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
     for name, key in adapter.keys.items():
@@ -125,7 +125,7 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
 
 def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # noqa: ANN401 - a PeftModel
     """Raise unless every tensor of the adapter's file is one of the model's: PEFT silently ignores others."""
-    from peft import get_peft_model_state_dict  # noqa: PLC0415
+    from peft import get_peft_model_state_dict
 
     loaded = get_peft_model_state_dict(model, adapter_name=name)
     own = {key.canonical for key in adapter.keys.values()}

@@ -74,7 +74,7 @@ class Sources(OpenFiles):
 
     def bytes_of(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return the tensor's bytes from its byte `start`, as a new array."""
-        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+        import numpy as np  # for quantised weights alone
 
         raw = np.empty(nbytes, np.uint8)
         self.read_into(tensor, start, raw.data)
@@ -88,7 +88,7 @@ class Sources(OpenFiles):
         found = rows_within(tensor, first, last)
         if found is None:
             return None
-        from lora_tool.formats.quantised.coded import coded  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.formats.quantised.coded import coded  # for quantised weights alone
 
         self._read_again.number = 0
         parts = coded(*found, self._bytes_again) or ()
@@ -99,9 +99,9 @@ class Sources(OpenFiles):
         found = rows_within(tensor, first, last)
         if found is None:
             return None
-        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+        import numpy as np  # for quantised weights alone
 
-        from lora_tool.formats.quantised.coded import coded  # noqa: PLC0415 - see above
+        from lora_tool.formats.quantised.coded import coded
 
         places: list[tuple[Path, int] | None] = []
 
@@ -122,7 +122,7 @@ class Sources(OpenFiles):
 
     def _bytes_again(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return what `bytes_of` does, in the memory of this thread's last `coded` rows: new memory costs as much."""
-        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+        import numpy as np  # for quantised weights alone
 
         held = self._read_again
         if held.number == len(held.buffers):
@@ -136,9 +136,9 @@ class Sources(OpenFiles):
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
-        from lora_tool.execution.native.dequantising import arithmetic  # noqa: PLC0415 - for quantised weights alone
-        from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
-        from lora_tool.formats.quantised.strips import Strips  # noqa: PLC0415 - see above
+        from lora_tool.execution.native.dequantising import arithmetic  # for quantised weights alone
+        from lora_tool.formats.quantised.decoding import decoded
+        from lora_tool.formats.quantised.strips import Strips
 
         self._strips = self._strips or Strips()
         return decoded(encoding, first, last, read, arithmetic(), self._strips)

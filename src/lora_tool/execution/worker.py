@@ -86,9 +86,9 @@ class Worker:
 
     def _of_codes(self) -> tuple[Requantiser, Quantiser]:
         if self._coders is None:
-            from lora_tool.execution.numbers import Numbers  # noqa: PLC0415 - numpy, for few plans
-            from lora_tool.execution.quantised import Quantiser  # noqa: PLC0415 - see above
-            from lora_tool.execution.requantised import Requantiser  # noqa: PLC0415 - see above
+            from lora_tool.execution.numbers import Numbers  # numpy, for few plans
+            from lora_tool.execution.quantised import Quantiser
+            from lora_tool.execution.requantised import Requantiser
 
             numbers = Numbers(self._sources, self._precision, self._stopped)
             self._coders = Requantiser(numbers), Quantiser(numbers)

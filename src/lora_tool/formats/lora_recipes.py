@@ -200,7 +200,7 @@ def _base(table: Mapping[str, Any]) -> str | None:
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the mapping in a YAML file, {} where it holds something else. Raises `CorruptFile`; no tag runs code."""
-    import yaml  # noqa: PLC0415 - for few checkpoints
+    import yaml  # for few checkpoints
 
     try:
         table = yaml.load(read_text(path, limit=_LARGEST), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe loaders both

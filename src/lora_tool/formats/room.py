@@ -46,7 +46,7 @@ class Room:
 
         Its address is that of a page, or differs from an offset `like` it by whole pages.
         """
-        import numpy as np  # noqa: PLC0415 - what copies files does without it
+        import numpy as np  # what copies files does without it
 
         buffer = self._buffers[name].like(like or 0, math.prod(shape) * dtype.itemsize)
         return np.ndarray(shape, dtype, buffer=buffer)

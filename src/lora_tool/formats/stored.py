@@ -106,7 +106,7 @@ def read_columns(columns: NDArray[Any], tensor: StoredTensor, first: int, files:
         rows = enumerate(columns.view("u1"))
         files.read_pieces(span.path, ((begin + at * down, row.data) for at, row in rows))
         return
-    import numpy as np  # noqa: PLC0415 - for few checkpoints
+    import numpy as np  # for few checkpoints
 
     whole = np.empty(tensor.shape, columns.dtype)
     fill(whole.reshape(-1).view("u1").data, tensor, 0, files.read_exactly)
@@ -115,7 +115,7 @@ def read_columns(columns: NDArray[Any], tensor: StoredTensor, first: int, files:
 
 def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:
     """Return the bytes of the span: the whole matrix is read, and some of its columns are taken."""
-    import numpy as np  # noqa: PLC0415 - for few checkpoints
+    import numpy as np  # for few checkpoints
 
     stored = np.empty(span.stored_bytes, np.uint8)
     read(span.path, span.offset, stored.data)
@@ -128,9 +128,9 @@ def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:
 
 def _read_quantised(span: QuantisedSpan, buffer: memoryview, read: Read, decode: Decode | None) -> None:
     """Fill `buffer` with the bytes of the span: the rows that they lie in are decoded."""
-    import numpy as np  # noqa: PLC0415 - for few checkpoints
+    import numpy as np  # for few checkpoints
 
-    from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.decoding import decoded
 
     def bytes_of(tensor: StoredTensor, start: int, nbytes: int) -> NDArray[Any]:
         out = np.empty(nbytes, np.uint8)
@@ -172,7 +172,7 @@ def _read_tiles(span: TiledSpan, buffer: memoryview, read: Read) -> None:
 
 def _lay(held: memoryview, tile: Tile, rows: memoryview, row_bytes: int) -> None:
     """Put what is held of a tile into its place in every row."""
-    import numpy as np  # noqa: PLC0415 - for few checkpoints
+    import numpy as np  # for few checkpoints
 
     matrix = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)
     matrix[:, tile.begin : tile.begin + tile.width] = np.frombuffer(held, np.uint8).reshape(-1, tile.width)
@@ -199,7 +199,7 @@ def same_transposed(one: StoredTensor, other: StoredTensor) -> bool:
     is_matrix = len(one.shape) == len(other.shape) == 2 and one.nbytes and not one.dtype.bits % 8  # noqa: PLR2004
     if not is_matrix or one.dtype is not other.dtype or one.shape != other.shape[::-1]:
         return False
-    import numpy as np  # noqa: PLC0415 - for few adapters
+    import numpy as np  # for few adapters
 
     width = one.dtype.bits // 8
     columns = np.frombuffer(read_part(other, 0, other.nbytes), f"V{width}").reshape(other.shape).T

@@ -31,7 +31,7 @@ BLOCK = 1 << 20
 
 def bfloat16() -> np.dtype[Any]:
     """Return ml_dtypes' type, which numpy lacks. The package takes 3 MB, and is imported where it is needed."""
-    import ml_dtypes  # noqa: PLC0415 - see above
+    import ml_dtypes
 
     kind: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return kind

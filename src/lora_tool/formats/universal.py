@@ -62,7 +62,7 @@ def _folders(zero: Path, problems: list[Problem]) -> Iterator[Path]:
 
 
 def _master(folder: Path) -> Master:
-    from lora_tool.formats.torch_zip import read_torch_file  # noqa: PLC0415 - not to judge an adapter
+    from lora_tool.formats.torch_zip import read_torch_file  # not to judge an adapter
 
     file = read_torch_file(folder / FILE)
     tensor = file.value.get("param") if isinstance(file.value, dict) else file.value
@@ -72,7 +72,7 @@ def _master(folder: Path) -> Master:
 
 
 def _step(path: Path) -> float | None:
-    from lora_tool.formats.torch_zip import read_scalar, read_torch_file  # noqa: PLC0415
+    from lora_tool.formats.torch_zip import read_scalar, read_torch_file
 
     if not path.is_file():
         return None

@@ -152,7 +152,7 @@ class Inspection(Struct, frozen=True, kw_only=True):
         return f"{type(self).__name__}({shortened(self.path, 300)!r}: {self.kind}, {size(self.disk_bytes)})"
 
     def _repr_html_(self) -> str:
-        import html  # noqa: PLC0415 - only in notebooks
+        import html  # only in notebooks
 
         rows = (
             f"<tr><th>{name}</th><td>{html.escape(shortened(printable(value)))}</td></tr>"

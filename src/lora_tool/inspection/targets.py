@@ -28,7 +28,7 @@ def targets_and_modules(
     """
     measured: Sequence[Measured | None] = ()
     if norms:
-        from lora_tool.inspection.factors import layer_norms  # noqa: PLC0415 - numpy, only for norms
+        from lora_tool.inspection.factors import layer_norms  # numpy, only for norms
 
         measured = layer_norms(layers)
     found = _spectra(layers) if spectra else {}
@@ -81,9 +81,9 @@ def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
 
 def _spectra(layers: Sequence[LoraLayer]) -> Mapping[LoraLayer, Spectrum | None]:
     """Return the spectrum of each layer, None where its factors do not fit together."""
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where asked for
+    from threadpoolctl import threadpool_limits  # numpy, only where asked for
 
-    from lora_tool.inspection.spectra import spectrum  # noqa: PLC0415
+    from lora_tool.inspection.spectra import spectrum
 
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
         return {layer: spectrum(layer) for layer in layers}

@@ -54,8 +54,8 @@ class MixtureMapping(Struct, frozen=True, kw_only=True):
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
         require_packages(("torch", "transformers"), extra="merge")
-        from lora_tool.names import meta  # noqa: PLC0415 - imports torch
-        from lora_tool.names.peft_view import dropped_by_peft  # noqa: PLC0415 - PEFT's import is slow and seldom needed
+        from lora_tool.names import meta
+        from lora_tool.names.peft_view import dropped_by_peft  # PEFT's import is slow and seldom needed
 
         dtype = meta.DTYPES.get(self.dtype, meta.DTYPES[DType.F32])
         return dropped_by_peft(meta.build(self.config, self.facts.class_name, dtype), folder, tensors)

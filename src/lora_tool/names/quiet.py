@@ -10,7 +10,7 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence the libraries' progress bars, log lines and warnings, and restore their settings afterwards."""
-    from transformers.utils import logging  # noqa: PLC0415 - heavy, and loaded by whoever asks
+    from transformers.utils import logging  # heavy, and loaded by whoever asks
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

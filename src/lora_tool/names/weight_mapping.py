@@ -80,7 +80,7 @@ class WeightMapping:
 
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
-        from lora_tool.names.peft_view import dropped_by_peft  # noqa: PLC0415 - PEFT's import is slow and seldom needed
+        from lora_tool.names.peft_view import dropped_by_peft  # PEFT's import is slow and seldom needed
 
         return dropped_by_peft(self._built(self.facts.class_name), folder, tensors)
 

@@ -79,8 +79,8 @@ def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     """
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
         raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
-    from lora_tool.pipeline.merging import merge_inputs  # noqa: PLC0415 - a merge's plan, only where asked for
-    from lora_tool.plan.merge.plan_merge import plan_merge  # noqa: PLC0415
+    from lora_tool.pipeline.merging import merge_inputs  # a merge's plan, only where asked for
+    from lora_tool.plan.merge.plan_merge import plan_merge
 
     inputs = merge_inputs(adapter, base)
     return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
@@ -126,13 +126,13 @@ def preparation(adapter: Reference, server: Server | str, out: Path, **asked: An
 
     `asked` are the other arguments of `plan_prepare`. Raises as that does.
     """
-    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # noqa: PLC0415 - one plan of several
+    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # one plan of several
 
     with contextlib.ExitStack() as stack:
 
         def spool() -> Spool:
-            from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
-            from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
+            from lora_tool.execution.folder import staging_folder
+            from lora_tool.execution.spool import FileSpool
 
             return FileSpool(stack.enter_context(staging_folder(out)))
 
@@ -145,9 +145,9 @@ def extraction(model: Reference, base: Reference, out: Path, **asked: Any) -> It
 
     `asked` are the other arguments of `plan_extract`. Raises as that does.
     """
-    from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
-    from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
-    from lora_tool.plan.algebra.plan_extract import plan_extract  # noqa: PLC0415 - one plan of several
+    from lora_tool.execution.folder import staging_folder
+    from lora_tool.execution.spool import FileSpool
+    from lora_tool.plan.algebra.plan_extract import plan_extract  # one plan of several
 
     with staging_folder(out) as folder:
         yield plan_extract(model, base, FileSpool(folder), **asked)

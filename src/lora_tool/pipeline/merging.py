@@ -187,10 +187,10 @@ def begun(inputs: FoundInputs, spread: Spread) -> Iterator[None]:
     if spread.cluster is not None:
         yield
         return
-    from lora_tool.execution.hashing import hashed_meanwhile  # noqa: PLC0415 - no dry run uses it
+    from lora_tool.execution.hashing import hashed_meanwhile  # no dry run uses it
 
     with hashed_meanwhile(file.path for adapter in inputs.adapters for file in adapter.weights.files):
-        import numpy as np  # noqa: PLC0415 - see above
+        import numpy as np
 
         del np
         yield
@@ -224,7 +224,7 @@ def planned(
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
-        from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415 - for such adapters alone
+        from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # for such adapters alone
 
         asked = ask_in_memory(
             inputs.base,
@@ -239,8 +239,8 @@ def planned(
     else:
         yield plan
         return
-    from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
-    from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
+    from lora_tool.execution.folder import staging_folder  # torch is loaded for this alone
+    from lora_tool.execution.in_memory import merge_with_peft, require_memory
 
     require_memory(asked)
     if dry_run:
@@ -290,7 +290,7 @@ def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> W
     Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
     for an argument.
     """
-    from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
+    from lora_tool.execution.folder import check_output  # after the arguments are known to be right
 
     asked.spread.require()
     inputs = merge_inputs(adapters, asked.base)

@@ -98,7 +98,7 @@ class Passes(Struct, frozen=True, kw_only=True):
             return 1
         if self.spread.cluster is not None:
             return _MOST_FOLDERS
-        from lora_tool.execution.one_pass import most_plans  # noqa: PLC0415 - what computes: no dry run uses it
+        from lora_tool.execution.one_pass import most_plans  # what computes: no dry run uses it
 
         return most_plans(self.jobs)
 
@@ -119,7 +119,7 @@ class Passes(Struct, frozen=True, kw_only=True):
 
     def write(self, group: Sequence[Underway]) -> None:
         """Write the folders of one group, which are planned: each ends when it is read back, or with an error."""
-        from lora_tool.execution.engine import engine_of_several  # noqa: PLC0415 - what computes: no dry run uses it
+        from lora_tool.execution.engine import engine_of_several  # what computes: no dry run uses it
 
         with self.watch(*work_of(one.planned for one in group)) as progress:
             for one in group:

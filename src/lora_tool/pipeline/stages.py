@@ -94,7 +94,7 @@ class Stages:
         job = self._job
         job.options.spread.require()
         if job.push is not None:
-            from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
+            from lora_tool.hub.session import require_client  # slow to import
 
             require_client()  # before hours of reading, as everything that can be known then
         opened = open_checkpoint(job.checkpoint)
@@ -314,9 +314,9 @@ class Stages:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         if merged is None or self.result is None:
             return self._rank_alone()
-        from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verified import summary_json  # noqa: PLC0415
-        from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
+        from lora_tool.plan.merge.provenance import find_inputs
+        from lora_tool.verification.verified import summary_json
+        from lora_tool.verification.verifying import verify_inputs
 
         options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
         key = key_of(options, [*merged.paths, self.result], own=job.own)
@@ -348,14 +348,14 @@ class Stages:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         if not isinstance(opened, ModelDir):
             raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}, but --pairs needs a reward model")
-        from lora_tool.verification.verifying import judged_alone  # noqa: PLC0415 - numpy, only now
+        from lora_tool.verification.verifying import judged_alone
 
         found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)
         return self._proven(found, f"nothing was merged{ranking_of(found)}")
 
     def _proven(self, found: Verification, summary: str) -> Stage:
         """Return the stage that found this, failed where findings say so."""
-        from lora_tool.verification.verifying import written_wrong  # noqa: PLC0415 - numpy, only now
+        from lora_tool.verification.verifying import written_wrong
 
         failing = found.report.at_least(self._job.fail_on)
         pairs = found.pairs
@@ -374,10 +374,10 @@ class Stages:
         if job.push is None or self.result is None or job.dry_run:
             why = "a dry run" if job.push and job.dry_run else "not asked for"
             return Stage(name="push", status=Status.SKIPPED, summary=why)
-        from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415 - the Hub's client, only now
-        from lora_tool.hub.model import MAIN  # noqa: PLC0415
-        from lora_tool.hub.planning import plan_push  # noqa: PLC0415
-        from lora_tool.hub.pushing import push  # noqa: PLC0415
+        from lora_tool.hub.hashing import with_hashes  # the Hub's client, only now
+        from lora_tool.hub.model import MAIN
+        from lora_tool.hub.planning import plan_push
+        from lora_tool.hub.pushing import push
 
         plan = plan_push(
             self.result,

@@ -166,8 +166,8 @@ def write(
     what the rules say of it. `watch` is asked for the progress of the writing. With `resume` a folder that an earlier
     run wrote from the same stays as it is. Raises as `execute` does, and `VerificationFailed`.
     """
-    from lora_tool.execution.engine import engine_of  # noqa: PLC0415 - what computes: no dry run uses it
-    from lora_tool.execution.local_engine import workers_for  # noqa: PLC0415 - see above
+    from lora_tool.execution.engine import engine_of  # what computes: no dry run uses it
+    from lora_tool.execution.local_engine import workers_for
 
     workers = workers_for(plan, jobs)
     read_back = ReadBack(plan=plan, out=Path(out), jobs=workers, found=found, while_flushed=spread.cluster is None)
@@ -210,7 +210,7 @@ class ReadBack(Struct, kw_only=True, dict=True):
     def look(self, folder: Path, shard: Shard, steps: Sequence[Step]) -> None:
         """Read samples of these tensors of a large file back while others are written; `check` reads those of small ones."""
         if not self._at_the_end and shard.data_bytes >= _LARGE_FILE:
-            from lora_tool.verification.written import check_file  # noqa: PLC0415 - only where checked
+            from lora_tool.verification.written import check_file  # only where checked
 
             workers = self.jobs or available_cores()
             is_end = steps[-1] is self.plan.shards[-1].steps[-1]
@@ -224,8 +224,8 @@ class ReadBack(Struct, kw_only=True, dict=True):
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
-        from lora_tool.verification.verified import summary_json  # noqa: PLC0415 - only where checked
-        from lora_tool.verification.written import check_written  # noqa: PLC0415 - only where checked
+        from lora_tool.verification.verified import summary_json  # only where checked
+        from lora_tool.verification.written import check_written  # only where checked
 
         seen = check_written(self.plan, folder, jobs=self.jobs, seen=self._seen)
         # under the name that the user knows
@@ -253,7 +253,7 @@ def being_written(
     read_back: ReadBack, *, verify: bool, overwrite: bool, resume: bool, progress: Progress | None = None
 ) -> AbstractContextManager[Unfinished]:
     """Return the folder whose weight files are written inside, and with `verify` read back. Raises as `write` does."""
-    from lora_tool.execution.engine import unfinished  # noqa: PLC0415 - what computes: no dry run uses it
+    from lora_tool.execution.engine import unfinished  # what computes: no dry run uses it
 
     return unfinished(
         read_back.plan,

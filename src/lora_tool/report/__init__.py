@@ -18,6 +18,6 @@ __all__ = ["Checked", "Finding", "Report", "Severity", "Skipped"]
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562: whatever the name is
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lora_tool.report import model  # noqa: PLC0415
+    from lora_tool.report import model
 
     return getattr(model, name)

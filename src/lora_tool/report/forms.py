@@ -48,21 +48,21 @@ def rendered(
     if form is Form.TEXT:
         return report.text(color=color)
     if form is Form.JSON:
-        from lora_tool.report.json import report_json  # noqa: PLC0415
+        from lora_tool.report.json import report_json
 
         return json_text(report_json(report), spread=2)
     if form is Form.GITHUB:
-        from lora_tool.report.github import report_github  # noqa: PLC0415
+        from lora_tool.report.github import report_github
 
         return report_github(report, pages=pages, root=where)
     if form is Form.MARKDOWN:
-        from lora_tool.report.markdown import report_markdown  # noqa: PLC0415
+        from lora_tool.report.markdown import report_markdown
 
         return report_markdown(report, pages=pages)
     if form is Form.JUNIT:
-        from lora_tool.report.junit import report_junit  # noqa: PLC0415
+        from lora_tool.report.junit import report_junit
 
         return report_junit(report, pages=pages, fail_on=fail_on)
-    from lora_tool.report.sarif import report_sarif  # noqa: PLC0415
+    from lora_tool.report.sarif import report_sarif
 
     return json_text(report_sarif(report, pages=pages, root=where), spread=4)

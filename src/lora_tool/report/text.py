@@ -36,7 +36,7 @@ def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: i
 
 
 def _styled(text: str, **style: Any) -> str:
-    import click  # noqa: PLC0415 - only for colours
+    import click  # only for colours
 
     return click.style(text, **style)
 

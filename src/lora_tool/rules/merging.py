@@ -54,7 +54,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
         if computing and sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
-            import numpy  # noqa: F401, ICN001, PLC0415 - what computes is imported while values are read
+            import numpy  # noqa: F401, ICN001 - what computes is imported while values are read
 
         def judged(judge: Judge) -> Report:
             files = map(judge.unreadable, adapters) if judge.ignored else ()

@@ -54,7 +54,7 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
         return list(self._faults())
 
     def _faults(self) -> Iterator[Finding]:
-        from lora_tool.sharded.rounding import rounds_to  # noqa: PLC0415 - numpy, only where it is needed
+        from lora_tool.sharded.rounding import rounds_to  # numpy, only where it is needed
 
         for name, copy in self.copies.items():
             master, at = self.masters[name], 0

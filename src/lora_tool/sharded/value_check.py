@@ -40,7 +40,7 @@ class ValueCheck(Struct, frozen=True, kw_only=True):
 
     def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and return what they find, in their order. Raises what they raise."""
-        from concurrent.futures import CancelledError, ThreadPoolExecutor  # noqa: PLC0415 - slow, and plans do not run
+        from concurrent.futures import CancelledError, ThreadPoolExecutor  # slow, and plans do not run
 
         stop = threading.Event()
 
@@ -65,7 +65,7 @@ def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[F
     kept = tuple(found)
     errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
     if errors:
-        from lora_tool.report import Report  # noqa: PLC0415 - what a whole report is made of, for errors alone
+        from lora_tool.report import Report  # what a whole report is made of, for errors alone
 
         codes = ",".join(sorted({error.code for error in errors}))
         Report(findings=errors).raise_at(Severity.ERROR, hint=f'to continue despite these errors: `ignore="{codes}"`')

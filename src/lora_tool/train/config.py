@@ -139,7 +139,7 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
-    import yaml  # noqa: PLC0415 - only where a run is read
+    import yaml  # only where a run is read
 
     try:
         raw = yaml.safe_load(read_text(path, limit=_MAX_BYTES))

@@ -109,7 +109,7 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
-    from lora_tool.rules.training.run_table import FINISHED, Judged, run_table  # noqa: PLC0415 - for runs alone
+    from lora_tool.rules.training.run_table import FINISHED, Judged, run_table  # for runs alone
 
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
     rows = [item for item, _ in inner]
@@ -135,7 +135,7 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
 def _checkpoint_of_run(
     path: Path, judge: Judge, adapters: tuple[AdapterDir, ...] = ()
 ) -> tuple[Judged, Checkpoint | None]:
-    from lora_tool.rules.training.run_table import Judged  # noqa: PLC0415 - for runs alone
+    from lora_tool.rules.training.run_table import Judged  # for runs alone
 
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link to a place outside the run's folder", judge.rules, code="LT112")
@@ -174,8 +174,8 @@ def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...])
             checkpoint=checkpoint, num_labels=judge.labels, task=judge.task, base=judge.base, whole=whole
         )
     # the planner, only for merged models: importing it takes a fifth of the time of a check
-    from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
-    from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
+    from lora_tool.plan.merge.provenance import Provenance
+    from lora_tool.validation.merged import merged_subject
 
     provenance = Provenance(merged=checkpoint, base=judge.base, adapters=adapters)
     return merged_subject(provenance, num_labels=judge.labels, task=judge.task, read=judge.deep is not False)

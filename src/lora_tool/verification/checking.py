@@ -95,7 +95,7 @@ def check_steps(
     with contextlib.ExitStack() as opened, ieee_arithmetic():
         recomputing = None
         if not all(look.stretches for look in looks):
-            from lora_tool.verification.recomputing import Recomputing  # noqa: PLC0415 - numpy, not for copies
+            from lora_tool.verification.recomputing import Recomputing  # numpy, not for copies
 
             recomputing = opened.enter_context(Recomputing(precision))
         checking = _Checking(
@@ -111,7 +111,7 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
     if stored is None or stored.shape != step.out.shape or stored.dtype.is_float != step.out.dtype.is_float:
         return None
     if isinstance(step.op, Requantise | Quantise):
-        from lora_tool.verification.coded import coded_parts  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.verification.coded import coded_parts  # for quantised weights alone
 
         return coded_parts(step.op, stored, tensors)
     return parts_of(step, stored)
@@ -119,7 +119,7 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
 
 def _looks(part: Compared, seen: Tally, level: Level) -> Iterator[_Look]:
     if isinstance(part.op, Requantise | Quantise):
-        from lora_tool.verification.coded import coded_rows  # noqa: PLC0415 - for quantised weights alone
+        from lora_tool.verification.coded import coded_rows  # for quantised weights alone
 
         for tiles in batched(coded_rows(part, all_of_them=level is Level.FULL), _PIECES):
             yield _Look(part=part, seen=seen, rows=tiles)

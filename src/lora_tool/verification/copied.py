@@ -55,7 +55,7 @@ class Copies(OpenFiles):
 
     def _compared(self, piece: _Piece) -> Tally:
         """Compare a stretch that does not lie in one piece of a file, or that no compiled code compares."""
-        import numpy as np  # noqa: PLC0415 - for what few files need
+        import numpy as np  # for what few files need
 
         part, stretch = piece
         stored, source = (self._files().read(tensor, *stretch) for tensor in (part.stored, part.op.source))
@@ -68,7 +68,7 @@ class Copies(OpenFiles):
         """Return what reads tensors of any kind."""
         with self._making:
             if self._decoding is None:
-                from lora_tool.verification.elements import Files  # noqa: PLC0415 - numpy, see above
+                from lora_tool.verification.elements import Files
 
                 self._decoding = Files()
             return self._decoding

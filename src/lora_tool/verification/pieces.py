@@ -184,7 +184,7 @@ def sampled_stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
 
 def _chance(tensor: StoredTensor) -> random.Random:
     """Return what chooses samples of this tensor, the same each time."""
-    import random  # noqa: PLC0415 - small tensors are looked at whole
+    import random  # small tensors are looked at whole
 
     return random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
 

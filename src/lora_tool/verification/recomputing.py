@@ -51,7 +51,7 @@ class Recomputing:
         if columns:
             yield self._of_columns(part, columns)
         if isinstance(part.op, Requantise | Quantise):
-            from lora_tool.verification.coded import coded_tallies  # noqa: PLC0415 - for quantised weights alone
+            from lora_tool.verification.coded import coded_tallies  # for quantised weights alone
 
             yield from coded_tallies(part, rows, self._files, self._recomputer, self._precision)
         elif rows:
@@ -76,7 +76,7 @@ class Recomputing:
         if self._precision is None:
             bounds.append(sixteen_bit_bound(op, dtype))
         if part.written is not None:
-            from lora_tool.verification.requantised import (  # noqa: PLC0415 - for quantised weights alone
+            from lora_tool.verification.requantised import (  # for quantised weights alone
                 half_steps,
                 step_bound,
             )

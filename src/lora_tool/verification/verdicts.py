@@ -22,8 +22,8 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]]) -> TensorEvi
     wrong = [(part, tally) for part, tally in seen if tally.wrong and _why_unknown(part, tally) is None]
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
-        from lora_tool.verification.diagnosis import Diagnosis, diagnosed  # noqa: PLC0415 - where something is wrong alone
-        from lora_tool.verification.elements import Files  # noqa: PLC0415 - see above
+        from lora_tool.verification.diagnosis import Diagnosis, diagnosed  # where something is wrong alone
+        from lora_tool.verification.elements import Files
 
         with Files() as files:
             found = [diagnosed(part, tally, files) for part, tally in wrong]

@@ -120,12 +120,12 @@ def verify_inputs(
     plan, why_no_plan = inputs.plan_or_why_not()
     ranking = None
     if pairs is not None:
-        from lora_tool.verification.rewards import prepare  # noqa: PLC0415 - torch and transformers, only where asked for
+        from lora_tool.verification.rewards import prepare  # torch and transformers, only where asked for
 
         ranking = prepare(inputs, plan, pairs)  # before the long work
     reading = None
     if text is not None:
-        from lora_tool.verification import losses  # noqa: PLC0415 - torch and transformers, only where asked for
+        from lora_tool.verification import losses  # torch and transformers, only where asked for
 
         reading = losses.prepare(inputs, plan, text)
     evidence: Mapping[str, TensorEvidence] = {}
@@ -135,7 +135,7 @@ def verify_inputs(
             evidence = _compared(inputs, plan, level, spread, jobs=jobs, progress=progress or bar)
     outputs, why_no_outputs = None, ""
     if logits:
-        from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
+        from lora_tool.verification.answers import ask  # torch and transformers, only where asked for
 
         try:
             outputs = ask(inputs, plan, prompts=prompts)
@@ -165,7 +165,7 @@ def _compared(
     weights, precision = inputs.merged.weights, inputs.precision
     if spread.cluster is None:
         return check_steps(plan.steps, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
-    from lora_tool.verification.elsewhere import check_on_cluster  # noqa: PLC0415 - only where asked for
+    from lora_tool.verification.elsewhere import check_on_cluster  # only where asked for
 
     return check_on_cluster(plan, weights, spread.cluster, level=level, precision=precision, progress=progress)
 
@@ -214,7 +214,7 @@ def judged_alone(model: ModelDir, pairs: Pairs, *, ignore: Iterable[str], watch:
 
     `watch` is asked for the progress. Raises as `verification.rewards.rank_alone`.
     """
-    from lora_tool.verification.rewards import rank_alone  # noqa: PLC0415 - torch and transformers, only where asked for
+    from lora_tool.verification.rewards import rank_alone  # torch and transformers, only where asked for
 
     subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
     return by_rules(subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None)

@@ -26,18 +26,18 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
     match precision:
         case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
             if turned(op):
-                from lora_tool.execution.backends.turning_backend import TurningBackend  # noqa: PLC0415 - see above
+                from lora_tool.execution.backends.turning_backend import TurningBackend
 
                 return TurningBackend
-            from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above
+            from lora_tool.execution.backends.native_backend import NativeBackend
 
             return NativeBackend
         case Precision.FLOAT32 | Precision.FLOAT64:
-            from lora_tool.execution.backends.numpy_backend import NumpyBackend  # noqa: PLC0415 - see above
+            from lora_tool.execution.backends.numpy_backend import NumpyBackend
 
             return NumpyBackend
         case Precision.PEFT:
-            from lora_tool.execution.backends.torch_backend import TorchBackend  # noqa: PLC0415 - see above
+            from lora_tool.execution.backends.torch_backend import TorchBackend
 
             return TorchBackend
         case _:

@@ -192,8 +192,8 @@ class NativeBackend(NumpyBackend):
         finite. The unit's rows are whole rows of tiles, and all that have these scales; the first `kept` are returned as
         numbers, too. The codes are this worker's buffer.
         """
-        from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
-        from lora_tool.formats.quantised.requantising import StoredAgain  # noqa: PLC0415 - see above
+        from lora_tool.execution.native.requantising import panel_of, storing_of  # for quantised weights alone
+        from lora_tool.formats.quantised.requantising import StoredAgain
 
         grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
         panel = panel_of(self._kernel, grid, count)
@@ -220,8 +220,8 @@ class NativeBackend(NumpyBackend):
         Its scales are fewer than the unit's where the rest is better done in a call of its own, or in another way; None
         where all of it is. Of the codes the first `kept` rows are returned.
         """
-        from lora_tool.execution.native.requantising import panel_of, storing_of  # noqa: PLC0415 - for quantised weights alone
-        from lora_tool.formats.quantised.requantising import StoredAgain  # noqa: PLC0415 - see above
+        from lora_tool.execution.native.requantising import panel_of, storing_of  # for quantised weights alone
+        from lora_tool.formats.quantised.requantising import StoredAgain
 
         grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)
@@ -259,7 +259,7 @@ class NativeBackend(NumpyBackend):
         """Return rows of a weight as they are read: quantised ones as they are stored."""
         part = self._sources.coded(tensor, first, last)
         if part is not None:
-            from lora_tool.execution.native.coded_rows import CodedRows  # noqa: PLC0415 - for quantised weights alone
+            from lora_tool.execution.native.coded_rows import CodedRows  # for quantised weights alone
 
             return CodedRows(self._kernel, part, tensor.dtype)
         return PlainRows(self._kernel, self._stored(tensor, first, last).reshape(last - first, -1), tensor.dtype)

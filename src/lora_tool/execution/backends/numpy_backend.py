@@ -78,7 +78,7 @@ class NumpyBackend:
     @staticmethod
     def one_thread() -> AbstractContextManager[object]:
         """Give the BLAS of numpy one thread."""
-        from threadpoolctl import threadpool_limits  # noqa: PLC0415 - it looks through every loaded library
+        from threadpoolctl import threadpool_limits  # it looks through every loaded library
 
         one: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
         return one

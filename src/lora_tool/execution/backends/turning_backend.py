@@ -46,7 +46,7 @@ class TurningBackend:
         if self._turned_on(unit, out):
             return None
         if self._native is None:
-            from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - numpy
+            from lora_tool.execution.backends.native_backend import NativeBackend
 
             self._native = NativeBackend(self._sources, self._precision, self._stopped)
         return self._native.run(unit, out)

@@ -133,9 +133,9 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
     if target.storing is not None:
         passage.storing = ctypes.pointer(target.storing)
     if rows.coded is not None:
-        import numpy as np  # noqa: PLC0415 - for quantised weights alone
+        import numpy as np  # for quantised weights alone
 
-        from lora_tool.execution.native.coded_rows import codes_of  # noqa: PLC0415 - see above
+        from lora_tool.execution.native.coded_rows import codes_of
 
         scales = np.ascontiguousarray(rows.coded.scales)
         codes = codes_of(rows.coded, scales, rows.dtype)

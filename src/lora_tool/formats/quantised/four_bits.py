@@ -29,7 +29,7 @@ class TrainedAs(Choice):
 
     def rounded(self, weight: StoredTensor) -> StoredTensor:
         """Return a plain weight with the values that the base had in training, computed when it is read."""
-        from lora_tool.formats.quantised.encodings import RoundedAs, dequantised  # noqa: PLC0415 - the names are options
+        from lora_tool.formats.quantised.encodings import RoundedAs, dequantised  # the names are options
 
         levels = _FP4 if self is TrainedAs.FP4 else _NF4
         return dequantised(

@@ -42,8 +42,8 @@ def cancel_warnings(sums: Sequence[Factors]) -> Iterator[str]:
 
 def _shares(sums: Sequence[Factors]) -> Iterator[tuple[str, float]]:
     """Yield each module and ‖ΔW‖ as a share of what its terms are by themselves."""
-    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415 - numpy, only where values are read
-    from lora_tool.plan.algebra.spectrum import grams_and_scales, left_of_terms  # noqa: PLC0415 - see above
+    from lora_tool.plan.algebra.grams import Reader  # numpy, only where values are read
+    from lora_tool.plan.algebra.spectrum import grams_and_scales, left_of_terms
 
     with OpenFiles(opened_regular) as files:
         reader = Reader(files=files)

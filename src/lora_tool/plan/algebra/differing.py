@@ -172,7 +172,7 @@ def _has_lora(module: str, model_type: str | None) -> bool:
 
 def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether tensors of different float types hold the same numbers."""
-    from lora_tool.formats.stored_numbers import READABLE, blocks  # noqa: PLC0415 - numpy, only for such tensors
+    from lora_tool.formats.stored_numbers import READABLE, blocks  # numpy, only for such tensors
 
     if one.dtype is other.dtype or one.shape != other.shape or not {one.dtype, other.dtype} <= READABLE:
         return False

@@ -32,10 +32,10 @@ def nearest_to_dora(
 
     `weight` is W, [out, in]. Raises `IncompatibleBase` where sizes differ, `UnsupportedAdapter` for NaN and infinity.
     """
-    import numpy as np  # noqa: PLC0415 - numpy, only where values are read
+    import numpy as np  # numpy, only where values are read
 
-    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
-    from lora_tool.plan.algebra.krylov import nearest_to  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers
+    from lora_tool.plan.algebra.krylov import nearest_to
 
     (term,) = factors.terms
     if weight.shape != (factors.out, factors.width) or magnitude.spec.numel != factors.out:

@@ -74,7 +74,7 @@ def without_init(factors: Factors, weight: StoredTensor, init: str, spool: Spool
         raise IncompatibleBase(
             f"`{factors.module}` is {list(shape)} in {weight.path.parent}, [{factors.out}, {factors.width}] in the adapter"
         )
-    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.formats.stored_numbers import numbers  # numpy, only where values are read
 
     whole = numbers(weight)
     left, right = taken_out(init, whole.T if transposed else whole, term.rank, term.scale)
@@ -89,7 +89,7 @@ def taken_out(
 
     Raises `UnsupportedAdapter` where W holds NaN or infinity.
     """
-    import numpy as np  # noqa: PLC0415 - numpy, only where values are read
+    import numpy as np  # numpy, only where values are read
 
     if not np.isfinite(weight).all():
         raise UnsupportedAdapter(
@@ -142,9 +142,9 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
 
 def factors_of_rows(changed: ChangedRows, spool: Spool) -> Factors:
     """Return the change of the rows as LoRA: an embedding's A, and an output layer's B, are rows of the unit matrix."""
-    import numpy as np  # noqa: PLC0415 - as above
+    import numpy as np
 
-    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers
 
     ours, theirs = (
         np.concatenate([numbers(rows_of(tensor, row, 1)) for row in rows])
@@ -173,9 +173,9 @@ def _require_rows(weight: StoredTensor, count: int, module: str, root: Path) -> 
 
 def _other_rows(tensor: StoredTensor, weight: StoredTensor) -> Iterator[int]:
     """Yield the rows in which two matrices have other values."""
-    import numpy as np  # noqa: PLC0415 - as above
+    import numpy as np
 
-    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415
+    from lora_tool.formats.stored_numbers import numbers
 
     step = max(1, _BLOCK // max(1, weight.shape[1]))
     for at in range(0, tensor.shape[0], step):

@@ -158,7 +158,7 @@ def _require_names(base: ModelDir, found: Differing) -> None:
     asked = AdapterConfig(path=base.root / FILE_NAME, task_type=found.task_type)
     known = module_names(config, base.tensors, asked)
     if known is None and all(map(find_spec, ("torch", "transformers"))):
-        from lora_tool.names.modules import built_modules  # noqa: PLC0415 - imports torch
+        from lora_tool.names.modules import built_modules
 
         known = built_modules(base, next(iter(config.architectures), None), auto_class_for(found.task_type))
     names = frozenset() if known is None else known.headed if found.task_type else known.headed | known.bare
@@ -175,9 +175,9 @@ def _require_names(base: ModelDir, found: Differing) -> None:
 
 def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool) -> Iterator[Made]:
     """Yield each module's figures and factors, computed by one worker per core, as far as memory goes."""
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
+    from threadpoolctl import threadpool_limits  # numpy, only where values are read
 
-    from lora_tool.plan.algebra.krylov import memory_of, nearest  # noqa: PLC0415
+    from lora_tool.plan.algebra.krylov import memory_of, nearest
 
     def one(module: str) -> Made:
         ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
@@ -216,7 +216,7 @@ def _unchanged(made: Sequence[Made], base: ModelDir, found: Differing, spool: Sp
     """Yield the experts that did not change, but that PEFT stacks with those that did: B is zero, A another expert's, if any."""
     if not found.stacked:
         return
-    import numpy as np  # noqa: PLC0415 - the factors of the others were computed with it
+    import numpy as np  # the factors of the others were computed with it
 
     held: dict[str | int, StoredTensor] = {each.module: a for each, (a, _) in made}
     for module, like in found.stacked.items():

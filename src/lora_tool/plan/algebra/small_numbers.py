@@ -48,7 +48,7 @@ def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[Module
 
 def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRank]) -> Iterator[tuple[str, float]]:
     """Yield each module and the larger share that rounding takes of the norm of A or B."""
-    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.plan.algebra.grams import Reader  # numpy, only where values are read
 
     with OpenFiles(opened_regular) as files:
         reader = Reader(files=files)

@@ -60,10 +60,10 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
     """
     if asked.exact or not sums:
         return Turned()
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
+    from threadpoolctl import threadpool_limits  # numpy, only where values are read
 
-    from lora_tool.plan.algebra.grams import Reader  # noqa: PLC0415
-    from lora_tool.plan.algebra.spectrum import Compressed, compressed  # noqa: PLC0415
+    from lora_tool.plan.algebra.grams import Reader
+    from lora_tool.plan.algebra.spectrum import Compressed, compressed
 
     told(f"computing the singular values of {counted(len(sums), 'module')}")
 

@@ -141,8 +141,8 @@ def _target(asked: What, *, lora: bool) -> What:
 def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
     """Return the codes as reports write them. Raises `UnknownRule`."""
     if asked:
-        import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
-        from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
+        import lora_tool.rules.judging  # noqa: F401 - it registers the rules, which only this needs
+        from lora_tool.rules.engine.registry import expand
 
         expand(asked)
     return tuple(code.upper() for code in asked)
@@ -168,9 +168,9 @@ def _config_of(
 def _refuse_broken_config(checkpoint: ShardedDir, problems: tuple[Problem, ...]) -> None:
     """Raise `FindingsFound` where `validate` calls one of the problems an error."""
     if problems:
-        from lora_tool.rules.engine.registry import chosen  # noqa: PLC0415 - slow to import, for few folders
-        from lora_tool.rules.engine.subjects import Subject  # noqa: PLC0415
-        from lora_tool.rules.judging import Judge  # noqa: PLC0415
+        from lora_tool.rules.engine.registry import chosen  # slow to import, for few folders
+        from lora_tool.rules.engine.subjects import Subject
+        from lora_tool.rules.judging import Judge
 
         found = Judge(rules=chosen(("LT1", "LT214"))).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
         paths = {problem.path for problem in problems}

@@ -22,7 +22,7 @@ def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | N
     known = module_names(base.config, base.tensors, adapter)
     if known is not None or base.config.custom_code or not _can_ask():
         return known
-    from lora_tool.names.modules import built_modules  # noqa: PLC0415 - imports torch
+    from lora_tool.names.modules import built_modules
 
     decided(f"names: transformers says which modules a {base.config.model_type} has")
     own = adapter.trained_class or (None if adapter.task_type else next(iter(base.config.architectures), None))

@@ -161,7 +161,7 @@ def _forms(
 
 def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
     """Return whether the gate's rows have zeros in the second half of the columns, and the other rows in the first."""
-    from lora_tool.formats.stored_numbers import numbers  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.formats.stored_numbers import numbers  # numpy, only where values are read
 
     half = b.shape[1] // 2
     gate, up = numbers(rows_of(b, 0, height)), numbers(rows_of(b, height, b.shape[0] - height))

@@ -20,7 +20,7 @@ class Aside:
     @cached_property
     def descriptor(self) -> int:
         """That of the file. Raises `OSError` where no temporary file can be made."""
-        import tempfile  # noqa: PLC0415 - few plans carry that much
+        import tempfile  # few plans carry that much
 
         with tempfile.TemporaryFile(prefix="lora-tool-") as file:
             descriptor = os.dup(file.fileno())

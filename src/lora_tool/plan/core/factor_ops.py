@@ -42,7 +42,7 @@ class SmallMatrix(Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, values: npt.ArrayLike, aside: Aside | None = None) -> SmallMatrix:
         """Return the matrix of these numbers, [rows, columns], whose elements lie `aside` where that is given."""
-        import numpy as np  # noqa: PLC0415 - a plan of copies needs none
+        import numpy as np  # a plan of copies needs none
 
         array = np.asarray(values, "<f8")
         rows, columns = array.shape
@@ -53,7 +53,7 @@ class SmallMatrix(Struct, frozen=True, kw_only=True):
     @property
     def values(self) -> Values:
         """The elements, [rows, columns], not to be written to."""
-        import numpy as np  # noqa: PLC0415 - as above
+        import numpy as np
 
         return np.frombuffer(bytes(self.data), "<f8").reshape(self.rows, self.columns)
 
@@ -165,7 +165,7 @@ class Beside(_FactorOperation, frozen=True, kw_only=True):
         return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros, **turns}
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # noqa: PLC0415 - the formula alone needs it
+        import numpy as np  # the formula alone needs it
 
         made = np.zeros(self.shape)
         for part, place in zip(self.parts, self.places, strict=True):
@@ -229,7 +229,7 @@ class Mix(_FactorOperation, frozen=True, kw_only=True):
         return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, **matrix}
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # noqa: PLC0415 - the formula alone needs it
+        import numpy as np  # the formula alone needs it
 
         whole = np.concatenate([read(part) for part in self.parts], axis=0 if self.below else 1)
         return self.matrix.values.T @ whole if self.below else whole @ self.matrix.values

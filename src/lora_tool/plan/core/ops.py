@@ -187,7 +187,7 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
 
 def _residual(weight: Values, init: str, term: LoraTerm) -> Values:
     """Return a float64 W [out, in] without what PiSSA or OLoRA takes out of it (peft 0.21, `pissa_init`, `olora_init`)."""
-    import numpy as np  # noqa: PLC0415 - the formula alone needs it
+    import numpy as np  # the formula alone needs it
 
     if init == "pissa":
         left, values, right = np.linalg.svd(weight, full_matrices=False)
@@ -338,7 +338,7 @@ class Assemble(Operation, frozen=True, kw_only=True):
         return _described(self, self.source, input_names, parts=parts)
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # noqa: PLC0415 - the formula alone needs it
+        import numpy as np  # the formula alone needs it
 
         return np.concatenate([part.reference(read) for part in self.parts])
 

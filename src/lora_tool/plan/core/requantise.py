@@ -79,7 +79,7 @@ class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
 
     def reference(self, read: Read) -> Values:
         """Return codes, scales or zero points as they are before they are rounded to their type."""
-        import numpy as np  # noqa: PLC0415 - the formula alone needs it
+        import numpy as np  # the formula alone needs it
 
         grid, (least, most) = grid_of(self.encoding), limits(self.encoding)
         values = self.made.reference(read).reshape(grid.rows, grid.width)
@@ -110,7 +110,7 @@ class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
 
     def _zeros(self, read: Read) -> Values:
         """Return the zero point of each tile, 0 where the format has none."""
-        import numpy as np  # noqa: PLC0415 - see above
+        import numpy as np
 
         grid, tensor = grid_of(self.encoding), zeros_of(self.encoding)
         if tensor is None:

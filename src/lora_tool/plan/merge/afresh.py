@@ -148,7 +148,7 @@ def kept_afresh(op: Quantise[Computed]) -> DeltaRetention:
 
     Raises `CorruptFile` or `SourceChanged` for a file that cannot be read.
     """
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
     total = DeltaRetention()
     for first, last in _sampled(op.encoding):
@@ -167,7 +167,7 @@ def kept_afresh(op: Quantise[Computed]) -> DeltaRetention:
 
 
 def _require_same(encoding: Blockwise, weight: StoredTensor, model: ModelDir) -> None:
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
     rounding = apart = size = 0.0
     dtype = rounded_to(encoding, weight)
@@ -211,8 +211,8 @@ def _quantised(encoding: Blockwise, values: Values, dtype: DType, first: int | N
     Scales that are quantised themselves take the base's mean and scales where `values` are those of the blocks from
     `first`, else they stay as they are: an outlier moves the mean so far that the scales of small blocks are much off.
     """
-    from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
-    from lora_tool.formats.quantised.fresh import as_nested, numbers_of, scales_of_blocks  # noqa: PLC0415 - for few plans
+    from lora_tool.formats.quantised.arrays import STORED
+    from lora_tool.formats.quantised.fresh import as_nested, numbers_of, scales_of_blocks  # for few plans
 
     narrow = values.astype("<f4").astype(STORED[dtype]).astype("<f4")
     scales = scales_of_blocks(encoding, narrow)

@@ -128,8 +128,8 @@ def plan_merge(
     is_quantised = full is not stored and asked.base_as is None
     whole = _original(original, stored, is_quantised=is_quantised)
     if is_quantised:
-        from lora_tool.plan.merge.storage import QuantisedBase  # noqa: PLC0415 - for quantised bases alone
-        from lora_tool.plan.merge.written_of_quantised import written_of_quantised  # noqa: PLC0415 - see above
+        from lora_tool.plan.merge.storage import QuantisedBase  # for quantised bases alone
+        from lora_tool.plan.merge.written_of_quantised import written_of_quantised
 
         quantised = QuantisedBase(stored=stored, plain=plain, parameter_of=view.parameter_of, original=whole)
         written = written_of_quantised(view, merge, steps, quantised, asked)

@@ -46,7 +46,7 @@ def read_base(
     """
     if text_only:
         _require_transformers()
-        from lora_tool.plan.merge.model_class import text_base  # noqa: PLC0415 - imports torch
+        from lora_tool.plan.merge.model_class import text_base
 
         base = text_base(base)
     task = other_task(asked, adapters, base)
@@ -58,7 +58,7 @@ def read_base(
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
             return direct_base(base, adapters, row, task)
-    from lora_tool.plan.merge.converted_base import converted_base  # noqa: PLC0415 - for bases that are not as in memory alone
+    from lora_tool.plan.merge.converted_base import converted_base  # for bases that are not as in memory alone
 
     mixture = _known_mixture(base, adapters, asked) if task is None else None
     if mixture is not None:
@@ -70,7 +70,7 @@ def read_base(
         arch = class_row(base.whole_config, mixture.facts, None)
         return converted_base(base, adapters, mixture, arch, decide_task(asked, adapters, base, None))
     _require_transformers()
-    from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
+    from lora_tool.plan.merge.model_class import model_class
 
     try:
         found = model_class(base, adapters, asked, task)
@@ -124,8 +124,8 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) 
     """
     if asked not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
-    from lora_tool.names.mixture import mixture_mapping  # noqa: PLC0415 - for bases that are not as in memory alone
-    from lora_tool.plan.merge.adapter_in_memory import homes  # noqa: PLC0415 - see above
+    from lora_tool.names.mixture import mixture_mapping  # for bases that are not as in memory alone
+    from lora_tool.plan.merge.adapter_in_memory import homes
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)

@@ -172,10 +172,10 @@ def _kept(op: Coded) -> DeltaRetention:
     """Return what is left of the change in some rows of a weight."""
     if isinstance(op, Quantise):
         return kept_afresh(op)
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
-    from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled  # noqa: PLC0415 - see above
-    from lora_tool.plan.merge.tall_tiles import extremes_of, is_tall  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled
+    from lora_tool.plan.merge.tall_tiles import extremes_of, is_tall
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
     weight, rounding, tall = dequantised(encoding), Rounding(), cache(lambda at: extremes_of(op, at, rounding))

@@ -27,16 +27,16 @@ MOST_SAMPLED = 4096
 
 def made_rows(made: Computed, first: int, rows: int) -> Values:
     """Return these rows of what an operation makes, float64, [rows, columns]. Raises as `read_part`."""
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
     return np.concatenate([part.reference(numbers) for part in _cut(made, first, rows)])
 
 
 def numbers(tensor: StoredTensor) -> Values:
     """Return a tensor's values, float64; of a quantised one what its codes stand for."""
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
-    from lora_tool.formats.quantised.arrays import STORED  # noqa: PLC0415 - see above
+    from lora_tool.formats.quantised.arrays import STORED
 
     data = np.frombuffer(read_part(tensor, 0, tensor.nbytes), STORED[tensor.dtype])
     return data.astype(np.float64).reshape(tensor.shape)
@@ -44,7 +44,7 @@ def numbers(tensor: StoredTensor) -> Values:
 
 def raw(tensor: StoredTensor, start: int, nbytes: int) -> NDArray[Any]:
     """Return bytes of a tensor."""
-    import numpy as np  # noqa: PLC0415 - for few plans
+    import numpy as np  # for few plans
 
     return np.frombuffer(read_part(tensor, start, nbytes), np.uint8)
 

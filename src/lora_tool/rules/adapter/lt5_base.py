@@ -316,7 +316,7 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bo
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
     if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
         return False
-    from lora_tool.architectures.model_tensors import may_have  # noqa: PLC0415 - for what the base does not have
+    from lora_tool.architectures.model_tensors import may_have  # for what the base does not have
 
     of_class = (match.arch.model_type, match.arch.sequence_classification or "")
     if subject.is_reward() and may_have(*of_class, name) is False:

@@ -51,7 +51,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
     base = subject.base
     if base is None or record.base_fingerprint is None or any(problem.fatal for problem in base.problems):
         return
-    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for trained records only
+    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for trained records only
 
     if base.tensors and fingerprint(base.weights) != record.base_fingerprint:
         message = f"was not trained on {base.root}{_named(record)}"
@@ -131,7 +131,7 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _is_same_model(named: Path, base: ModelDir) -> bool:
     """Whether the folder holds the weights of `base`, by samples; so is one that cannot be read, for others to say."""
-    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for two bases only
+    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for two bases only
 
     try:
         other = open_model(named)
@@ -275,7 +275,7 @@ def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:
         return
-    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for merged bases only
+    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for merged bases only
 
     there, base = manifest.merged_adapters, subject.base.root
     if fingerprint(subject.checkpoint.weights) in there:

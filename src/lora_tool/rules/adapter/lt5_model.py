@@ -197,7 +197,7 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
 
 
 def _own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
-    from lora_tool.architectures.model_tensors import own_tensors  # noqa: PLC0415 - for adapters beside a base alone
+    from lora_tool.architectures.model_tensors import own_tensors  # for adapters beside a base alone
 
     return own_tensors(model_type, class_name)
 

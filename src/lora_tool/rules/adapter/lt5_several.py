@@ -83,7 +83,7 @@ def _task_of(view: AdapterView, other: AdapterView) -> str | None:
 
 
 def _are_the_same(one: AdapterView, other: AdapterView) -> bool:
-    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
+    from lora_tool.formats.fingerprint import fingerprint  # slow to import
 
     return bool(one.adapter.tensors) and fingerprint(one.adapter.weights) == fingerprint(other.adapter.weights)
 
@@ -93,7 +93,7 @@ def _in_both(one: AdapterView, other: AdapterView) -> str:
     held = [computed_from(view.adapter) for view in (one, other)]
     if not any(held):
         return ""
-    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
+    from lora_tool.formats.fingerprint import fingerprint  # slow to import
 
     first, second = (
         {fingerprint(view.adapter.weights): str(view.adapter.root), **inside}

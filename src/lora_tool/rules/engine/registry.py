@@ -105,7 +105,7 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
 
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""
-        from textwrap import fill  # noqa: PLC0415 - for pages and hints alone
+        from textwrap import fill  # for pages and hints alone
 
         found: dict[str, str] = {}
         heading = ""
@@ -175,7 +175,7 @@ def rule(
 
 def page_in_source(check: Callable[..., object]) -> str:
     """Return the docstring from the source, for `python -OO`, which leaves docstrings out."""
-    import ast  # noqa: PLC0415 - for that alone
+    import ast
 
     try:
         [function] = ast.parse(inspect.getsource(check)).body

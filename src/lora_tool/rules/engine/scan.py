@@ -82,7 +82,7 @@ class Scans(Struct):
         least = min(_LITTLE, NUMPY_BYTES) if "numpy" in sys.modules else NUMPY_BYTES
         if nbytes < least:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
-        from lora_tool.rules.engine.scan_numpy import scan_all  # noqa: PLC0415 - slow to import
+        from lora_tool.rules.engine.scan_numpy import scan_all  # slow to import
 
         return scan_all(tensors, opened, progress=self.progress)
 
@@ -107,8 +107,8 @@ def _nbytes(tensors: TensorTable) -> int:
 
 def _scanning(tensors: TensorTable, *, threads: int) -> CompiledScanning | None:
     """Return the scan that has begun in so many threads, None where it is not compiled."""
-    from lora_tool.rules.engine.native.library import compiled_scan  # noqa: PLC0415 - ctypes, for what is large
-    from lora_tool.rules.engine.scan_compiled import CompiledScanning  # noqa: PLC0415
+    from lora_tool.rules.engine.native.library import compiled_scan  # ctypes, for what is large
+    from lora_tool.rules.engine.scan_compiled import CompiledScanning
 
     compiled = compiled_scan()
     return None if compiled is None else CompiledScanning(compiled, tensors, threads=threads)
@@ -130,7 +130,7 @@ def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
         zero = zero and _is_zero(data, width)
         constant = constant and _repeats(data, element)
         if not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
-            from lora_tool.rules.engine.scan_numpy import scan_exactly  # noqa: PLC0415 - slow to import
+            from lora_tool.rules.engine.scan_numpy import scan_exactly  # slow to import
 
             return scan_exactly(tensor, opened)
     return WeightScan(all_zero=zero, constant=constant and not zero)

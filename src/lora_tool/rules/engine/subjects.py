@@ -114,7 +114,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def plain(self) -> ModelDir:
         """The model with a matrix for each quantised weight; as it is stored where those are not read."""
-        from lora_tool.checkpoint.quantised import as_matrices  # noqa: PLC0415 - for models alone
+        from lora_tool.checkpoint.quantised import as_matrices  # for models alone
 
         return as_matrices(self.checkpoint)
 
@@ -126,7 +126,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def class_tensors(self) -> ModelTensors | None:
         """The tensors beside those of the model's class; None where headers cannot tell them."""
-        from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
+        from lora_tool.architectures.model_tensors import model_tensors  # for models alone
 
         return None if self._config is None else model_tensors(self._config, self.matrices)
 
@@ -135,7 +135,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like
         it.
         """
-        from lora_tool.architectures.layers import is_regular, odd_tensors  # noqa: PLC0415 - for models alone
+        from lora_tool.architectures.layers import is_regular, odd_tensors  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.base is not None:
             return ()
@@ -144,7 +144,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def lost_end(self) -> str | None:
         """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
-        from lora_tool.architectures.layers import is_regular, lost_end  # noqa: PLC0415 - for models alone
+        from lora_tool.architectures.layers import is_regular, lost_end  # for models alone
 
         config = self.plain.config
         if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
@@ -154,7 +154,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def lost_everywhere(self) -> tuple[str, ...]:
         """Where neither headers, nor a base, nor a ledger tell: what says that a tensor is lost from every layer."""
-        from lora_tool.architectures.layers import is_regular, lost_everywhere  # noqa: PLC0415 - for models alone
+        from lora_tool.architectures.layers import is_regular, lost_everywhere  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.base is not None or self.expected:
             return ()
@@ -163,7 +163,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def why_no_class(self) -> str | None:
         """Why the tensors of the model's class are not known; None where they are, or where all that it should hold is."""
-        from lora_tool.architectures.model_tensors import why_unknown  # noqa: PLC0415 - for models alone
+        from lora_tool.architectures.model_tensors import why_unknown  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.expected:
             return None

@@ -44,7 +44,7 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
 
 def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Return which of the base's tensors the model's class has no place for."""
-    from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
+    from lora_tool.architectures.model_tensors import model_tensors  # for models alone
 
     config = subject.plain.config
     found = None if config is None or subject.class_tensors is None else model_tensors(config, names)

@@ -236,7 +236,7 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Copy the files that training used: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
-    from lora_tool.formats.sentence_transformers import root_files  # noqa: PLC0415 - for merged models alone
+    from lora_tool.formats.sentence_transformers import root_files  # for merged models alone
 
     files = set(subject.checkpoint.folder.files)
     if not isinstance(subject, MergedSubject):

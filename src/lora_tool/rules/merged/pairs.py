@@ -49,14 +49,14 @@ class Ranking(Struct, frozen=True, kw_only=True):
     @property
     def mean_margin(self) -> float:
         """The mean margin of the pairs that have one; NaN where none has."""
-        from statistics import fmean  # noqa: PLC0415 - slow to import, and only where pairs were given
+        from statistics import fmean  # slow to import, and only where pairs were given
 
         return fmean(self._finite() or (math.nan,))
 
     @property
     def median_margin(self) -> float:
         """The median margin of the pairs that have one; NaN where none has."""
-        from statistics import median  # noqa: PLC0415 - as above
+        from statistics import median
 
         return median(self._finite() or (math.nan,))
 

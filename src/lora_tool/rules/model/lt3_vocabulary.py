@@ -117,7 +117,7 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
 
 
 def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
-    from lora_tool.architectures.layers import length, stacks  # noqa: PLC0415 - for models alone
+    from lora_tool.architectures.layers import length, stacks  # for models alone
 
     found = stacks(subject.shapes)
     lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}

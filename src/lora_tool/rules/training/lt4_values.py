@@ -98,14 +98,14 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Use a tag that was saved with its frozen parameters. Next time, put the head into `modules_to_save`.
     """
     state = subject.state
-    from lora_tool.sharded.frozen_heads import has_lora, heads_of, parsed_keys  # noqa: PLC0415 - slow to import, for few folders
+    from lora_tool.sharded.frozen_heads import has_lora, heads_of, parsed_keys  # slow to import, for few folders
 
     if has_lora(state.entries):
         yield from map(as_fault, heads_of(state, _config(subject), parsed_keys(state)).faults)
 
 
 def _config(subject: ShardedSubject) -> AdapterConfig | None:
-    from lora_tool.sharded.frozen_heads import near_adapter_config  # noqa: PLC0415 - as above
+    from lora_tool.sharded.frozen_heads import near_adapter_config
 
     try:
         return near_adapter_config(subject.state.near)

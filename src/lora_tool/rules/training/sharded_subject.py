@@ -36,7 +36,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """See `Subject`; and what is wrong with the config that lies near, or with the files that would make one."""
-        from lora_tool.sharded.frozen_heads import config_problems  # noqa: PLC0415 - slow to import, for few folders
+        from lora_tool.sharded.frozen_heads import config_problems  # slow to import, for few folders
 
         return (*self.checkpoint.problems, *config_problems(self.state))
 
@@ -63,7 +63,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
 
     def half_pairs(self) -> Iterator[HalfPair]:
         """See `LoraSubject`; where files are missing or broken, what they hold is not known."""
-        from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # noqa: PLC0415 - slow to import, for few folders
+        from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # slow to import, for few folders
 
         if has_lora(self.state.entries) and not self.why_no_values:
             yield from half_pairs_among(parsed_keys(self.state))

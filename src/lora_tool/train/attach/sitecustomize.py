@@ -40,7 +40,7 @@ class _Finder(PathFinder):
 
 def _attach(trainer: Any) -> None:
     try:
-        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
+        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen
     except ImportError as error:
         sys.stderr.write(
             f"lora-tool guard: {sys.executable} cannot import lora-tool, so its processes are not guarded: {error}\n"
@@ -52,7 +52,7 @@ def _attach(trainer: Any) -> None:
 
 def _hush_own_warnings(_: ModuleType) -> None:
     """Leave out what transformers tells TRL and PEFT, and no user can mend."""
-    import warnings  # noqa: PLC0415 - where something is trained
+    import warnings  # where something is trained
 
     warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
