@@ -10,8 +10,9 @@ import click
 from lora_tool.choices import Choice, codes, flag, positive
 from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order
 from lora_tool.cli.writing import ChoiceOf, Parsed
+from lora_tool.options import Option, declared
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.options import MergeOptions, Option, declared
+from lora_tool.plan.merge.options import MergeOptions
 
 Options = TypeVar("Options", bound=MergeOptions)
 

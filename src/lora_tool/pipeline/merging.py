@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from msgspec import Struct
 
@@ -27,9 +25,10 @@ from lora_tool.cluster.spread import Spread
 from lora_tool.display import from_here, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.files import expanded
+from lora_tool.options import called_with
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
+from lora_tool.plan.merge.options import MergeArguments, MergeOptions
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import decided
 from lora_tool.rules.merging import MergeJudge
@@ -249,36 +248,6 @@ def planned(
     with staging_folder(out) as folder:
         merge_with_peft(asked, folder)
         yield plan_in_memory(asked, open_model(folder), why=reason, max_shard_bytes=options.max_shard_bytes)
-
-
-def called_with(
-    arguments: Callable[Keywords, MergeArguments],
-) -> Callable[
-    [Callable[[Reference | Sequence[Reference], MergeArguments], Result]],
-    Callable[Concatenate[Reference | Sequence[Reference], Keywords], Result],
-]:
-    """Give a function, for its second parameter, those of `arguments` as keywords, their types and their sentences."""
-
-    def decorate(
-        function: Callable[[Reference | Sequence[Reference], MergeArguments], Result],
-    ) -> Callable[Concatenate[Reference | Sequence[Reference], Keywords], Result]:
-        @functools.wraps(function)
-        def call(
-            adapters: Reference | Sequence[Reference], /, *args: Keywords.args, **kwargs: Keywords.kwargs
-        ) -> Result:
-            return function(adapters, arguments(*args, **kwargs))
-
-        own = inspect.signature(function, eval_str=True)
-        first, _ = own.parameters.values()
-        keywords = inspect.signature(arguments, eval_str=True).parameters.values()
-        parameters = [first.replace(kind=first.POSITIONAL_ONLY), *keywords]
-        signature = inspect.Signature(parameters, return_annotation=own.return_annotation)
-        vars(call)["__signature__"] = signature  # where `inspect` looks for it
-        lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(MergeArguments).items()]
-        call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
-        return call
-
-    return decorate
 
 
 @called_with(MergeArguments)

@@ -19,7 +19,8 @@ from lora_tool.execution.folder import check_output
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub_names import hub_name
-from lora_tool.pipeline.merging import called_with, merge_inputs, planned, with_opened_models
+from lora_tool.options import called_with
+from lora_tool.pipeline.merging import merge_inputs, planned, with_opened_models
 from lora_tool.pipeline.passes import Passes, Underway
 from lora_tool.pipeline.writing import Written
 from lora_tool.plan.core.manifest import is_written

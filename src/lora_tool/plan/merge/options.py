@@ -7,18 +7,16 @@ key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from msgspec import Struct
 
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
 from lora_tool.cluster.spread import EngineName, Spread
-from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.hub_names import ANYWHERE
+from lora_tool.options import Options, option
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.merge.storages import Storage
@@ -37,27 +35,8 @@ def severity(asked: object) -> Severity:
     return Severity(asked)
 
 
-class Option(Struct, frozen=True, kw_only=True):
-    """One option: what it does, in a sentence, and how it is written on a command line.
-
-    `parse` makes a value of what is given, and raises `WrongValue`; None takes it as it is.
-    """
-
-    help: str
-    parse: Callable[[Any], Any] | None = None
-    name: str | None = None
-    """Without its dashes, where it is not the field's."""
-    short: tuple[str, ...] = ()
-    metavar: str | None = None
-
-
-def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 - as `dataclasses.field`
-    """Return a dataclass field that is an option; `spelling` is that of `Option`."""
-    return field(default=default, metadata={"option": Option(help=text, **spelling)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions:
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(Options):
     """The options of a merge, for the library, the commands and run.yaml. Raises `WrongValue` for a bad value."""
 
     out: str | os.PathLike[str] | None = option(
@@ -166,17 +145,11 @@ class MergeOptions:
         return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
 
     def __post_init__(self) -> None:
-        for name, (how, _) in declared(type(self)).items():
-            given = getattr(self, name)
-            if given is not None and how.parse is not None:
-                try:
-                    object.__setattr__(self, name, how.parse(given))
-                except WrongValue as error:
-                    raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+        super().__post_init__()
         _ = self.spread  # which says what contradicts the engine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MergeArguments(MergeOptions):
     """The options of the library's `merge` and the command alone."""
 
@@ -191,8 +164,3 @@ class MergeArguments(MergeOptions):
         """Return the arguments of `write`."""
         asked = {name: getattr(self, name) for name in ("verify", "jobs", "overwrite", "resume")}
         return asked | {"spread": self.spread}
-
-
-def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
-    """Return the declared options by the names of their fields, each with its default."""
-    return {each.name: (each.metadata["option"], each.default) for each in fields(options)}

@@ -1,0 +1,95 @@
+"""Options of a use case, declared once: a field of a dataclass that says what it does and how it is written.
+
+The library takes the fields as keywords (`called_with`), a command line as options, a file as keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from msgspec import Struct
+
+from lora_tool.errors import WrongValue
+
+Keywords = ParamSpec("Keywords")
+Chosen = TypeVar("Chosen", bound="Options")
+First = TypeVar("First")
+Second = TypeVar("Second")
+Result = TypeVar("Result")
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """One option: its effect, in a sentence, and its spelling on a command line.
+
+    `parse` makes a value of the given one, and raises `WrongValue`; None takes it unchanged.
+    """
+
+    help: str
+    parse: Callable[[Any], Any] | None = None
+    name: str | None = None
+    """Without its dashes; None takes the name of the field."""
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 - as `dataclasses.field`
+    """Return a dataclass field that is an option; `spelling` is that of `Option`."""
+    return field(default=default, metadata={"option": Option(help=text, **spelling)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The base of the options of a use case. Raises `WrongValue` for a bad value, naming its field."""
+
+    def __post_init__(self) -> None:
+        for name, (how, _) in declared(type(self)).items():
+            given = getattr(self, name)
+            if given is not None and how.parse is not None:
+                try:
+                    object.__setattr__(self, name, how.parse(given))
+                except WrongValue as error:
+                    raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+
+
+def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
+    """Return the declared options by the names of their fields, each with its default."""
+    return {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+
+
+class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
+    """Give a function that takes options last those options as keywords instead, with their types and sentences."""
+
+    def __init__(self, options: Callable[Keywords, Chosen]) -> None:
+        self.options = options
+
+    @overload
+    def __call__(
+        self, function: Callable[[First, Second, Chosen], Result]
+    ) -> Callable[Concatenate[First, Second, Keywords], Result]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[First, Chosen], Result]
+    ) -> Callable[Concatenate[First, Keywords], Result]: ...
+
+    def __call__(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return `function` with keywords; its signature and docstring list them."""
+        own = inspect.signature(function, eval_str=True)
+        leading = list(own.parameters.values())[:-1]
+
+        @functools.wraps(function)
+        def call(*inputs: Any, **keywords: Any) -> Result:
+            given = inspect.Signature(leading).bind(*inputs)
+            given.apply_defaults()
+            return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`
+
+        chosen = inspect.signature(self.options, eval_str=True).parameters.values()
+        parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading] + list(chosen)
+        vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
+        kind = own.parameters[list(own.parameters)[-1]].annotation
+        lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(kind).items()]
+        call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
+        return call
