@@ -19,8 +19,6 @@ _GROUP = 32
 KEPT = Path(__file__).with_suffix(".safetensors")
 ROUNDED = KEPT.with_name("rounded_samples.safetensors")
 """Plain weights, `KIND@TYPE-SHAPE|source`, and what bitsandbytes' four bits make of them, `…|expected`."""
-FRESH = KEPT.with_name("fresh_samples.safetensors")
-"""Plain weights, `NAME|source`, and what bitsandbytes saves of them, `NAME|m.…`, on one thread of a CPU with AVX512."""
 Tensors = dict[str, Any]
 
 _WEIGHTS: dict[str, dict[str, Any]] = {
@@ -361,38 +359,6 @@ def make_rounded() -> Tensors:
     return found
 
 
-def make_fresh() -> Tensors:
-    """Return plain weights and what the installed library saves of them."""
-    import bitsandbytes.functional as bnb
-    import torch
-
-    torch.manual_seed(9)
-    torch.set_num_threads(1)
-    found: Tensors = {}
-    kinds = [("nf4", 64), ("nf4", 128), ("fp4", 64), ("fp4", 256)]
-    for number, (kind, block) in enumerate(kinds):
-        for nested in (False, True):
-            dtype = (torch.bfloat16, torch.float16, torch.float32)[(number + nested) % 3]
-            weight = torch.randn((35, 90) if kind == "fp4" else (40, 64)).to(dtype)
-            weight[1:4] = 0
-            found |= _bnb4_fresh(f"{kind}-{block}{'-double' if nested else ''}", weight, kind, block, nested=nested)
-    for size in ((300, 64), (1, 50), (9, 7)):
-        found |= _bnb4_fresh(f"nf4-64-double-{size[0]}", torch.randn(size).bfloat16(), "nf4", 64, nested=True)
-    weight = torch.randn((24, 40)).bfloat16()
-    weight[3] = 0
-    codes, largest, _ = bnb.int8_vectorwise_quant(weight.half())
-    stored = {"source": weight, "m.weight": codes, "m.SCB": largest}
-    return found | {f"int8|{key}": tensor for key, tensor in stored.items()}
-
-
-def _bnb4_fresh(name: str, weight: Any, kind: str, block: int, *, nested: bool) -> Tensors:
-    import bitsandbytes.functional as bnb
-
-    codes, state = bnb.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=nested)
-    packed = {f"m.weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
-    return {f"{name}|{key}": tensor for key, tensor in ({"source": weight, "m.weight": codes} | packed).items()}
-
-
 def _bnb8(weight: Any) -> Tensors:
     import bitsandbytes.functional as bnb
 
@@ -476,7 +442,7 @@ if __name__ == "__main__":
         parts = {KEPT: load_file(KEPT) | alone()}
     else:
         said = torchao_own()[1]
-        parts = {KEPT: load_file(KEPT) | make(), ROUNDED: make_rounded(), FRESH: make_fresh()}
+        parts = {KEPT: load_file(KEPT) | make(), ROUNDED: make_rounded()}
     for path, made in parts.items():
         table = {name: tensor.detach().contiguous() for name, tensor in made.items()}
         save_file(table, path, said if path == KEPT else None)

@@ -18,12 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lora_tool.checkpoint import open_model
-from lora_tool.checkpoint.quantised import in_full_precision
-from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.stored import read_part
 from tests.oracle.peft_merge import merge_with_ours, saved_tensors
-from tests.oracle.test_quantised_afresh import quantise as as_bitsandbytes
 from tests.quantised_models import quantise
 
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("default")]
@@ -73,17 +68,6 @@ def is_linear(module: str) -> bool:
     return module.endswith("_proj")
 
 
-def numbers(base: Path) -> dict[str, torch.Tensor]:
-    """Return what the codes of a base of bitsandbytes stand for."""
-    quantised = (each for each in in_full_precision(open_model(base)).tensors.values() if encoding_of(each) is not None)
-    return {
-        each.name: torch.frombuffer(bytearray(read_part(each, 0, each.nbytes)), dtype=torch.bfloat16).reshape(
-            each.shape
-        )
-        for each in quantised
-    }
-
-
 def with_values(folder: Path, values: dict[str, torch.Tensor]) -> Any:
     """Return the model in float32, with these weights."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -106,11 +90,7 @@ def test_what_each_merged_form_is_worth(tmp_path: Path) -> None:
 
     found: dict[str, float] = {}
     for form in ("nf4-double", "fp8-block"):
-        if form == "nf4-double":
-            base = as_bitsandbytes(plain, tmp_path / form, form)
-            values = numbers(base)
-        else:
-            base, values = quantise(plain, tmp_path / form, form, is_linear)
+        base, values = quantise(plain, tmp_path / form, form, is_linear)
         tuned = get_peft_model(
             with_values(plain, values),
             LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM"),
@@ -126,19 +106,12 @@ def test_what_each_merged_form_is_worth(tmp_path: Path) -> None:
         found[f"{form}: 16-bit original + ΔW, bfloat16"] = loss_on(with_values(other, {}), held_out)
         back = again(f"back-{form}", form, merged)
         found[f"{form}: dequantised base + ΔW, quantised anew"] = loss_on(with_values(merged, back), held_out)
-        stores = (
-            {"as-base": {}}
-            if form == "fp8-block"
-            else {"as-base": {}, "as-base, from the original": {"original": plain}}
-        )
-        for name, choices in stores.items():
-            kept = merge_with_ours(
-                base, adapter, tmp_path / f"{form} {name}", "float32", store="as-base", allow_loss=True, **choices
-            )
-            print(form, name, json.loads((kept / "lora_tool.json").read_text())["requantised"])
-            none = _nothing(adapter, tmp_path / f"none-{form}-{name}")
-            widened = merge_with_ours(kept, none, tmp_path / f"wide-{form}-{name}", "float32", store="all-16bit")
-            found[f"{form}: {name}"] = loss_on(with_values(widened, {}), held_out)
+        if form == "fp8-block":
+            kept = merge_with_ours(base, adapter, tmp_path / "as-base", "float32", store="as-base", allow_loss=True)
+            print(form, json.loads((kept / "lora_tool.json").read_text())["requantised"])
+            none = _nothing(adapter, tmp_path / "none")
+            widened = merge_with_ours(kept, none, tmp_path / "wide", "float32", store="all-16bit")
+            found[f"{form}: as-base"] = loss_on(with_values(widened, {}), held_out)
     for name, loss in found.items():
         print(f"{name:<60} {loss:.4f}")
     gain = found["nf4-double: the base alone"] - found["nf4-double: trained"]

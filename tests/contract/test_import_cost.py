@@ -73,7 +73,12 @@ def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_p
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
     assert not seen & {"lora_tool.verification.verifying", "lora_tool.plan.convert", "lora_tool.plan.algebra"}
     assert not seen & {"statistics"}
-    of_quantised = {"formats.quantised.coded", "plan.merge.storage", "verification.coded", "verification.dequantised"}
+    of_quantised = {
+        "formats.quantised.coded",
+        "plan.merge.storage",
+        "verification.requantised",
+        "verification.dequantised",
+    }
     of_others = {"plan.merge.converted_base", "plan.merge.in_memory", "verification.diagnosis", "execution.attempts"}
     assert not seen & {f"lora_tool.{name}" for name in of_quantised | of_others}
 

@@ -300,7 +300,7 @@ def test_an_outlier_that_makes_all_codes_coarser_is_seen_before_anything_is_writ
     [
         ("int4", {}, {}, r"stored as int4 in groups of 32: rounding to four bits"),
         ("nvfp4", {}, {}, r"stored as nvfp4: rounding to four bits"),
-        ("fp8-block", {}, {"original": "plain"}, r"only the formats of bitsandbytes are quantised afresh"),
+        ("nf4-double", {}, {}, r"stored as nf4-double of bitsandbytes: rounding to four bits"),
         ("gptq", {}, {}, r"stored as gptq int4 in groups of 32: its codes were calibrated"),
         ("fp8-block", {}, {"precision": "peft"}, r"PEFT can round merged weights only to formats of bitsandbytes"),
         ("fp8-block", {}, {"dtype": "float16"}, r"weights that stay quantised keep their dtype"),
@@ -314,7 +314,6 @@ def test_what_codes_cannot_hold_is_refused_by_name(
     whole = form in ("gptq", "fp8-block")  # the others have no groups that are cut off
     base, _ = quantise(plain, tmp_path / "base", form, is_linear if whole else lambda name: name.endswith("q_proj"))
     adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", LORA | lora)
-    choices = choices | ({"original": plain} if "original" in choices else {})
     with pytest.raises(UnsupportedAdapter, match=words):
         plan_merge(base, adapter, store="as-base", **choices)
 
@@ -325,7 +324,7 @@ def test_packed_integers_of_eight_bits_are_not_said_to_be_of_four() -> None:
     encoding = replace(encoding, groups=encoding.record)
     step = Step(out=encoding.spec, op=Copy(source=dequantised(encoding)), action=TensorAction.MERGED, reason="")
     with pytest.raises(UnsupportedAdapter, match="integers of 8 bits in the order of activations"):
-        list(coded_steps(step, encoding, None))
+        list(coded_steps(step, encoding))
 
 
 @pytest.mark.parametrize(

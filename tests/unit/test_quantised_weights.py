@@ -14,12 +14,9 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from lora_tool.formats.quantised.arrays import widened
-from lora_tool.formats.quantised.bitsandbytes import state_bytes, with_mean
-from lora_tool.formats.quantised.encodings import BnbInt8, ColumnIntegers, Encoding, NestedScales, dequantised
+from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.formats.quantised.fresh import codes_of, quantised_scales, scales_of_blocks
-from lora_tool.formats.quantised.grids import Blockwise, is_requantisable
+from lora_tool.formats.quantised.grids import is_requantisable
 from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.formats.safetensors import scan_file
@@ -27,7 +24,7 @@ from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
 from tests import checkpoint_edits as edit
-from tests.quantised_samples import FRESH, KEPT, ROUNDED, config_of
+from tests.quantised_samples import KEPT, ROUNDED, config_of
 
 SAMPLES = scan_file(KEPT)
 ALL = SAMPLES.tensors
@@ -100,39 +97,6 @@ def test_a_plain_weight_is_rounded_to_the_bits_of_the_library(sample: str) -> No
         assert files.rows(tensor, [(2, 3), (4, 6)]).tobytes() == library[2 * row : 3 * row] + library[4 * row : 6 * row]
     last = tensor.nbytes - row
     assert read_part(tensor, last, row) == library[last:]
-
-
-SAVED = scan_file(FRESH).tensors
-
-
-@pytest.mark.parametrize("sample", sorted({name.partition("|")[0] for name in SAVED}))
-def test_a_weight_is_quantised_afresh_to_the_bytes_of_the_library(sample: str) -> None:
-    own = {name.partition("|")[2]: tensor for name, tensor in SAVED.items() if name.startswith(f"{sample}|")}
-    source = own.pop("source")
-    table = {name: replace(each, spec=replace(each.spec, name=name)) for name, each in own.items()}
-    said = {"quant_method": "bitsandbytes"}
-    (encoding,) = read_quantised(table, said).weights.values()
-    assert isinstance(encoding, Blockwise)
-    raw = np.frombuffer(read_part(source, 0, source.nbytes), np.uint8)
-    values = widened(raw, source.dtype)
-
-    def read(tensor: StoredTensor, start: int, nbytes: int) -> np.ndarray[Any, Any]:
-        return np.frombuffer(read_part(tensor, start, nbytes), np.uint8)
-
-    scales = scales_of_blocks(encoding, values)
-    made = {"m.weight": codes_of(encoding, values, scales, read).tobytes()}
-    if isinstance(encoding, BnbInt8):
-        made["m.SCB"] = scales.tobytes()
-    elif isinstance(encoding.scales, NestedScales):
-        found = quantised_scales(encoding.scales, scales, read)
-        made |= {"m.weight.absmax": found.codes.tobytes(), "m.weight.nested_absmax": found.outer.tobytes()}
-        assert encoding.record is not None
-        state = with_mean(encoding.record, float(found.mean))
-        assert len(state) == state_bytes(encoding.record)
-        made[encoding.record.name] = state.rstrip(b" ")
-    else:
-        made["m.weight.absmax"] = scales.tobytes()
-    assert made == {name: read_part(table[name], 0, table[name].nbytes) for name in made}
 
 
 def changed(sample: str, **changes: Any) -> dict[str, StoredTensor]:

@@ -54,12 +54,6 @@ if TYPE_CHECKING:
     help=f"Adapter that was merged: {ANYWHERE}.  [default: the one in lora_tool.json]",
 )
 @base_option(f"Base model: {ANYWHERE}.  [default: the one in lora_tool.json, the adapter or config.json]")
-@click.option(
-    "--original",
-    type=FolderOrId(),
-    metavar="MODEL",
-    help="16-bit model from which --store as-base quantised.  [default: the one in lora_tool.json]",
-)
 @click.option("--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
 @click.option("--logits", is_flag=True, help="Also run both models and compare their answers.")
 @click.option(
@@ -95,7 +89,6 @@ def command(
     *,
     adapters: tuple[str, ...],
     base: str | None,
-    original: str | None,
     sample: bool,
     prompts: Path | None,
     pairs: Path | None,
@@ -148,7 +141,7 @@ def command(
         computed = _of_computed(folder, adapters, given, asked, level=level, watch=watch)
         if computed is not None:
             return computed
-        inputs = find_inputs(folder, base=given, adapters=adapters, original=original, open_base=open_base)
+        inputs = find_inputs(folder, base=given, adapters=adapters, open_base=open_base)
         return verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
 
     def code_of(verification: Verification) -> int:

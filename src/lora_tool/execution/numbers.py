@@ -17,7 +17,8 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.formats.quantised.requantising import StoredAgain
-from lora_tool.plan.core.ops import Coded, Precision, RowOp, row_ops
+from lora_tool.plan.core.ops import Computed, Precision, RowOp, row_ops
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 
@@ -31,7 +32,7 @@ class Numbers:
         self.bytes_of = sources.bytes_of
         self._backends: dict[object, NumpyBackend] = {}
 
-    def rows(self, name: str, op: Coded, first: int, last: int, dtype: DType) -> Array:
+    def rows(self, name: str, op: Requantise[Computed], first: int, last: int, dtype: DType) -> Array:
         """Return rows of what is stored as codes, rounded to `dtype`, [rows, columns]: valid until the next.
 
         Raises as `Backend.run` does; `name` is the output's.
@@ -49,7 +50,7 @@ class Numbers:
         return whole.reshape(last - first, -1)
 
     def stored_again(
-        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, kept: int
+        self, name: str, op: Requantise[Computed], first: int, last: int, encoding: Requantisable, kept: int
     ) -> StoredAgain | None:
         """Return rows of what is stored as codes, as codes; see `NativeBackend.stored_again`. None where several make them."""
         found = self._by_the_kernel(op, first, last)
@@ -59,7 +60,15 @@ class Numbers:
         return backend.stored_again(_rows_of(name, each, first - top, last - top, DType.F32), encoding, kept)
 
     def passed_again(
-        self, name: str, op: Coded, first: int, last: int, encoding: Requantisable, kept: int, out: int, offset: int
+        self,
+        name: str,
+        op: Requantise[Computed],
+        first: int,
+        last: int,
+        encoding: Requantisable,
+        kept: int,
+        out: int,
+        offset: int,
     ) -> StoredAgain | None:
         """Write rows of what is stored as codes to the descriptor `out` at `offset`; see `NativeBackend.passed_again`."""
         found = self._by_the_kernel(op, first, last)
@@ -69,7 +78,9 @@ class Numbers:
         rows = _rows_of(name, each, first - top, last - top, DType.I8, offset)
         return backend.passed_again(rows, encoding, kept, out)
 
-    def _by_the_kernel(self, op: Coded, first: int, last: int) -> tuple[NativeBackend, RowOp, int] | None:
+    def _by_the_kernel(
+        self, op: Requantise[Computed], first: int, last: int
+    ) -> tuple[NativeBackend, RowOp, int] | None:
         """Return the compiled arithmetic of the operation that makes all of these rows, and where its own begin."""
         top = 0
         for each in row_ops(op):
@@ -80,7 +91,7 @@ class Numbers:
             top = bottom
         return None
 
-    def write(self, op: Coded, codes: Array, out: int, offset: int) -> None:
+    def write(self, op: Requantise[Computed], codes: Array, out: int, offset: int) -> None:
         """Write codes of what `op` makes to the descriptor `out` at `offset`, as its arithmetic writes numbers."""
         self._backend(row_ops(op)[0]).write(codes, out, offset)
 

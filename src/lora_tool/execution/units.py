@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
-from lora_tool.formats.quantised.grids import block_of, blocks_of, bytes_before, grid_of, scales_of
+from lora_tool.formats.quantised.grids import grid_of, scales_of
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
-from lora_tool.plan.core.quantise import FreshPart, Quantise
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TiledSpan
@@ -121,34 +120,7 @@ class RequantiseUnit(Struct, frozen=True, kw_only=True):
         return sum(self.place(part, self.first, self.last)[1] for part in self.written)
 
 
-class QuantiseUnit(Struct, frozen=True, kw_only=True):
-    """Blocks `first` to `last` of a weight that is quantised afresh: their codes, or what is stored of their scales.
-
-    `out` begins at byte `at` of the shard file. Of scales that are quantised themselves a unit is all of the weight.
-    """
-
-    out: TensorSpec
-    op: Quantise[Computed]
-    first: int
-    last: int
-    at: int
-
-    @property
-    def begin(self) -> int:
-        """Where in the shard file its bytes begin."""
-        return self.at + self._bytes_before(self.first)
-
-    @property
-    def nbytes(self) -> int:
-        return self._bytes_before(self.last) - self._bytes_before(self.first)
-
-    def _bytes_before(self, block: int) -> int:
-        if self.op.part is FreshPart.CODES:
-            return bytes_before(self.op.encoding, block)
-        return self.out.nbytes * block // blocks_of(self.op.encoding)
-
-
-Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit | QuantiseUnit
+Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
 
 
 def places_of(unit: Unit) -> Iterator[tuple[int, int]]:
@@ -166,7 +138,7 @@ def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     match unit:
         case ComputeUnit():
             return (unit.op,)
-        case RequantiseUnit() | QuantiseUnit():
+        case RequantiseUnit():
             return row_ops(unit.op)
         case _:
             return ()
@@ -197,8 +169,6 @@ def _units(shard: Shard, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     for step in shard.steps:
         if isinstance(step.op, Requantise):
             yield from _requantised(step.out, step.op, at, together)
-        elif isinstance(step.op, Quantise):
-            yield from _quantised(step.out, step.op, at)
         else:
             yield from _units_of_rows(step, step.op, at, whole)
         at += step.out.nbytes
@@ -215,14 +185,6 @@ def _requantised(
     beside = tuple((part, together[own[part].name]) for part in own if own[part].name in together) if is_codes else ()
     for first, last in grid.stretches(0, grid.down, 4 * UNIT_WEIGHTS):
         yield RequantiseUnit(out=out, op=op, first=first, last=last, at=at, beside=beside)
-
-
-def _quantised(out: TensorSpec, op: Quantise[Computed], at: int) -> Iterator[QuantiseUnit]:
-    """Yield the units of what is quantised afresh."""
-    blocks = blocks_of(op.encoding)
-    step = max(1, UNIT_WEIGHTS // block_of(op.encoding)) if op.is_by_block else blocks
-    for first in range(0, blocks, step):
-        yield QuantiseUnit(out=out, op=op, first=first, last=min(first + step, blocks), at=at)
 
 
 def _units_of_rows(step: Step, made: Op, at: int, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from lora_tool.execution.units import Unit, places_of
 from lora_tool.formats.quantised.encodings import parts
 from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Shard, Step
 
@@ -66,7 +65,7 @@ class WholeTensors:
 def _compared_with(step: Step) -> set[str]:
     """Return the names of the tensors that must be whole before the step's output is compared."""
     match step.op:
-        case Requantise() | Quantise():
+        case Requantise():
             return {step.out.name, *(part.name for part in parts(step.op.encoding))}
         case _:
             return {step.out.name}

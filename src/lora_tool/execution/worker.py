@@ -12,7 +12,7 @@ from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, QuantiseUnit, RequantiseUnit, Unit, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.room import PageBuffer
@@ -20,7 +20,6 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import Shard
 
 if TYPE_CHECKING:
-    from lora_tool.execution.quantised import Quantiser
     from lora_tool.execution.requantised import Requantiser
 
 _BATCH_BYTES = 4 << 20
@@ -53,7 +52,7 @@ class Worker:
         self._choose = choose
         self._stopped = stopped
         self._backends: dict[type[Backend], Backend] = {}
-        self._coders: tuple[Requantiser, Quantiser] | None = None
+        self._requantiser: Requantiser | None = None
 
     def write(self, unit: Unit, out: int) -> Sample | None:
         """Write the unit to its place in the descriptor `out`; return a sample of what rounding left of its change.
@@ -76,23 +75,19 @@ class Worker:
                 retained = self._backend(unit).run(unit, out)
                 return None if retained is None else (unit.out.name, unit.begin, retained)
             case RequantiseUnit():
-                retained = self._of_codes()[0].run(unit, out)
+                retained = self._of_codes.run(unit, out)
                 return None if retained is None else (unit.out.name, unit.begin, retained)
-            case QuantiseUnit():
-                self._of_codes()[1].run(unit, out)
-                return None
             case _:
                 return assert_never(unit)
 
-    def _of_codes(self) -> tuple[Requantiser, Quantiser]:
-        if self._coders is None:
+    @property
+    def _of_codes(self) -> Requantiser:
+        if self._requantiser is None:
             from lora_tool.execution.numbers import Numbers  # numpy, for few plans
-            from lora_tool.execution.quantised import Quantiser
             from lora_tool.execution.requantised import Requantiser
 
-            numbers = Numbers(self._sources, self._precision, self._stopped)
-            self._coders = Requantiser(numbers), Quantiser(numbers)
-        return self._coders
+            self._requantiser = Requantiser(Numbers(self._sources, self._precision, self._stopped))
+        return self._requantiser
 
     def _copy_past_cache(self, unit: CopyUnit, out: PastCache) -> None:
         """Copy by way of memory, which is as fast then. All pieces but the first begin with a page."""

@@ -115,15 +115,12 @@ def merge_inputs(
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
 
 
-def with_opened_models(options: Options, near: Path | None = None) -> Options:
-    """Return the options of several merges with the base and the original that they name opened, once for all of them.
+def with_opened_base(options: Options, near: Path | None = None) -> Options:
+    """Return the options of several merges with the base that they name opened, once for all of them.
 
     A relative path is looked for in the working directory and in `near`. Raises `CheckpointError` for what cannot be found or read.
     """
-    base, original = (
-        None if model is None else opened_model(model, near=near) for model in (options.base, options.original)
-    )
-    return replace(options, base=base, original=original)
+    return options if options.base is None else replace(options, base=opened_model(options.base, near=near))
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:

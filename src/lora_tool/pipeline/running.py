@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, of_system
-from lora_tool.pipeline.merging import with_opened_models
+from lora_tool.pipeline.merging import with_opened_base
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
 from lora_tool.pipeline.passes import Passes
 from lora_tool.pipeline.stage_cache import StageCache
@@ -56,7 +56,7 @@ def run_each(
     pass over their base, then verified. Raises `OutOfSpace` before the merges where the disk has no room for all of
     them, and `CheckpointError` for a base that is given and cannot be read.
     """
-    options = with_opened_models(jobs[0].options, near=jobs[0].checkpoint)
+    options = with_opened_base(jobs[0].options, near=jobs[0].checkpoint)
     passes = Passes(spread=options.spread, jobs=options.jobs, one_by_one=options.allow_in_memory, watch=watch)
     open_base = cache(opened_model)
     all_of_them = []

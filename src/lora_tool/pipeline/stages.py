@@ -47,7 +47,7 @@ from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sources import Wanted, located, opened_model
+from lora_tool.sources import opened_model
 from lora_tool.validation.validating import validate
 
 if TYPE_CHECKING:
@@ -213,10 +213,8 @@ class Stages:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         inputs = merge_inputs(opened, job.options.base, near=self._root, open_base=self._open_base)
-        options = dataclasses.replace(job.options, out=None, base=None, original=None, overwrite=False, **SAME_RESULT)
-        original = job.options.original
-        read = (*inputs.paths, *(() if original is None else (located(original, Wanted.MODEL).path,)))
-        key = key_of(("merge", options), read, own=job.own)
+        options = dataclasses.replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
+        key = key_of(("merge", options), inputs.paths, own=job.own)
         self._merged, self.result = inputs, job.output
         done = self._cache.summary("merge", key, job.output)
         if done is not None:

@@ -20,7 +20,7 @@ from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub_names import hub_name
 from lora_tool.options import called_with
-from lora_tool.pipeline.merging import merge_inputs, planned, with_opened_models
+from lora_tool.pipeline.merging import merge_inputs, planned, with_opened_base
 from lora_tool.pipeline.passes import Passes, Underway
 from lora_tool.pipeline.writing import Written
 from lora_tool.plan.core.manifest import is_written
@@ -107,7 +107,7 @@ def merge_several(
     asked.spread.require()
     listed = several(adapters)
     names = names_of(listed)
-    asked = with_opened_models(asked)
+    asked = with_opened_base(asked)
     passes = Passes(
         spread=asked.spread,
         jobs=asked.jobs,

@@ -16,7 +16,6 @@ from lora_tool.choices import Choice
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.machine import available_cores
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
@@ -110,18 +109,18 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
     stored = tensors.get(step.out.name)
     if stored is None or stored.shape != step.out.shape or stored.dtype.is_float != step.out.dtype.is_float:
         return None
-    if isinstance(step.op, Requantise | Quantise):
-        from lora_tool.verification.coded import coded_parts  # for quantised weights alone
+    if isinstance(step.op, Requantise):
+        from lora_tool.verification.requantised import coded_parts  # for quantised weights alone
 
         return coded_parts(step.op, stored, tensors)
     return parts_of(step, stored)
 
 
 def _looks(part: Compared, seen: Tally, level: Level) -> Iterator[_Look]:
-    if isinstance(part.op, Requantise | Quantise):
-        from lora_tool.verification.coded import coded_rows  # for quantised weights alone
+    if isinstance(part.op, Requantise):
+        from lora_tool.verification.requantised import scale_rows  # for quantised weights alone
 
-        for tiles in batched(coded_rows(part, all_of_them=level is Level.FULL), _PIECES):
+        for tiles in batched(scale_rows(part, all_of_them=level is Level.FULL), _PIECES):
             yield _Look(part=part, seen=seen, rows=tiles)
     elif part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)

@@ -9,8 +9,7 @@ from msgspec import Struct
 
 from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
-from lora_tool.plan.core.ops import Coded, LowRank, RowOp
-from lora_tool.plan.core.quantise import Quantise
+from lora_tool.plan.core.ops import LowRank, RowOp
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType
@@ -45,8 +44,8 @@ class Diagnosis(Struct, frozen=True):
 def diagnosed(part: Compared, tally: Tally, files: Files) -> Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
-    if part.copied or isinstance(op, Requantise | Quantise):
-        return _of_bytes(op, tally)
+    if part.copied or isinstance(op, Requantise):  # codes and scales by themselves are no numbers
+        return Diagnosis(Verdict.DIFFERENT)
     if not tally.moved and not op.keeps_values:
         return Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
     rows = _a_sample(part)
@@ -83,14 +82,6 @@ def diagnosed(part: Compared, tally: Tally, files: Files) -> Diagnosis:
     wrong = tally.outside > tally.compared // 2
     unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
     return Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
-
-
-def _of_bytes(op: RowOp | Coded, tally: Tally) -> Diagnosis:
-    """Return what became of a copy, or of codes and scales that are no numbers by themselves."""
-    if not isinstance(op, Quantise):
-        return Diagnosis(Verdict.DIFFERENT)
-    what = f"it is not what bitsandbytes makes of W + ΔW of `{op.weight.name}`"
-    return Diagnosis(Verdict.DIFFERENT if tally.moved else Verdict.UNCHANGED, reason=what)
 
 
 def _misread(op: RowOp, part: Compared, files: Files) -> str:

@@ -10,9 +10,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.grids import Blockwise, Requantisable
+from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.ops import Cast, Coded, Copy, Dequantise, LowRank, Op, RowOp, row_ops
+from lora_tool.plan.core.ops import Cast, Computed, Copy, Dequantise, LowRank, Op, RowOp, row_ops
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 
@@ -49,10 +50,10 @@ class Compared(Struct, frozen=True, kw_only=True):
     """Elements of the tensor `name` from `begin`, as stored in the merged model, and the operation that makes them."""
 
     name: str
-    op: RowOp | Coded
+    op: RowOp | Requantise[Computed]
     stored: StoredTensor
     begin: int = 0
-    written: Requantisable | Blockwise | None = None
+    written: Requantisable | None = None
     """The codes and scales in the merged model, where `stored` is one of them or what they stand for."""
 
     @property

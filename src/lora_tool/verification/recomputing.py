@@ -13,7 +13,6 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.plan.core.factor_ops import Mix
 from lora_tool.plan.core.ops import Precision, RowOp
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.counting import tally_of
@@ -50,10 +49,12 @@ class Recomputing:
         """Yield the tally of the rows of a part, some at a time, and of its columns. Raises `CannotTellError`."""
         if columns:
             yield self._of_columns(part, columns)
-        if isinstance(part.op, Requantise | Quantise):
-            from lora_tool.verification.coded import coded_tallies  # for quantised weights alone
+        if isinstance(part.op, Requantise):
+            from lora_tool.verification.requantised import scale_tally  # for quantised weights alone
 
-            yield from coded_tallies(part, rows, self._files, self._recomputer, self._precision)
+            for [(first, last)] in rows:
+                with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+                    yield scale_tally(part, first, last, self._files)
         elif rows:
             yield from self._of_rows(part, part.op, rows)
 

@@ -34,7 +34,13 @@ _SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 18
 """Rows of scales that are looked at in a sample, and about how many weights they are for."""
 
 
-def written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:
+def coded_parts(op: Requantise[Computed], stored: StoredTensor, tensors: TensorTable) -> tuple[Compared, ...] | None:
+    """Return what is compared of the `stored` codes or scales; None where a part of the weight is not there as planned."""
+    written = _written_as(op, tensors)
+    return None if written is None else tuple(_requantised_parts(stored.name, op, written))
+
+
+def _written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:
     """Return the codes and scales that were written; None where one is not there as it was planned."""
     planned = stored_parts(op.encoding)
     found = {part: tensors.get(tensor.name) for part, tensor in planned.items()}
@@ -53,7 +59,7 @@ def written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable 
             return replace(op.encoding, codes=codes, scales=scales, zeros=there.get(QuantisedPart.ZEROS))
 
 
-def requantised_parts(name: str, op: Requantise[Computed], written: Requantisable) -> Iterator[Compared]:
+def _requantised_parts(name: str, op: Requantise[Computed], written: Requantisable) -> Iterator[Compared]:
     """Yield what is compared of a requantised weight: scales, zero points, or the numbers that its codes stand for."""
     if op.part is not QuantisedPart.CODES:
         yield Compared(name=name, op=op, stored=stored_parts(written)[op.part], written=written)

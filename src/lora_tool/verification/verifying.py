@@ -38,7 +38,6 @@ def verify(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
-    original: Reference | None = None,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -56,7 +55,7 @@ def verify(
 ) -> Verification:
     """Return what comparing the folder `merged` with `base` and `adapters`, by default those in its manifest, shows.
 
-    `original` is the 16-bit model that was quantised afresh, by default that of the manifest, too. An adapter that was
+    An adapter that was
     computed from others is compared with their sum, by QR; options that run models do not apply to it.
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
@@ -80,7 +79,7 @@ def verify(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
-    inputs = find_inputs(merged, base=base, adapters=adapters, original=original)
+    inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
         inputs,
         level=level,

@@ -17,8 +17,6 @@ STATE = ".quant_state.bitsandbytes__"
 """Stands in the name of the tensor that says shape and type of a four-bit weight, before the kind of its levels."""
 _JSON_BYTES = 1 << 16
 _OFFSET = "nested_offset"
-_WIDEST = 1.1754943508222875e-38
-"""A float32 with as many digits as any has in JSON."""
 _MOST = 3.4028234663852886e38
 """The largest float32."""
 _NIBBLE = 4
@@ -106,21 +104,3 @@ def _state(tensor: StoredTensor) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise LayoutError(tensor, "holds no JSON object")
     return found
-
-
-def with_mean(state: StoredTensor, mean: float) -> bytes:
-    """Return the JSON object of `state` with this mean of scales, as bitsandbytes packs it, and spaces up to `state_bytes`.
-
-    bitsandbytes writes no spaces. But the digits of a mean are known only once the whole weight is, and the size of a
-    tensor has to be known before; whoever reads JSON skips them.
-    """
-    return _packed(state, mean).ljust(state_bytes(state))
-
-
-def state_bytes(state: StoredTensor) -> int:
-    """Return the size of what `with_mean` returns, whatever the mean is."""
-    return len(_packed(state, _WIDEST))
-
-
-def _packed(state: StoredTensor, mean: float) -> bytes:
-    return json.dumps({**_state(state), _OFFSET: float(mean)}).encode()

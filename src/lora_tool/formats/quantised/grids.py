@@ -8,14 +8,11 @@ from typing import TypeGuard
 
 from msgspec import Struct
 
-from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
+from lora_tool.formats.quantised.encodings import BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
 from lora_tool.tensors import DType, StoredTensor
 
 Requantisable = Tiled | BnbInt8 | OffsetIntegers | PackedIntegers
 """What merged numbers can be stored as again: codes of eight bits, each times the scale of its tile; see `is_requantisable`."""
-
-Blockwise = Bnb4 | BnbInt8
-"""What can be quantised afresh: blocks of the flattened weight, or rows, each with the largest size as its scale."""
 
 INT8_MOST, _E4M3_MOST = 127.0, 448.0
 """The largest codes."""
@@ -132,33 +129,3 @@ def limits(encoding: Requantisable) -> tuple[float, float]:
     if type_of_codes(encoding) is DType.F8_E4M3:
         return -_E4M3_MOST, _E4M3_MOST
     return -INT8_MOST - (not isinstance(encoding, BnbInt8)), INT8_MOST
-
-
-def block_of(encoding: Blockwise) -> int:
-    """Return how many values have one scale."""
-    return encoding.block if isinstance(encoding, Bnb4) else encoding.spec.shape[-1]
-
-
-def blocks_of(encoding: Blockwise) -> int:
-    """Return how many scales the weight has."""
-    return -(-encoding.spec.numel // block_of(encoding))
-
-
-def elements_of(encoding: Blockwise, first: int, last: int) -> tuple[int, int]:
-    """Return the first and the last value, of the flattened weight, in the blocks `first` to `last`."""
-    block = block_of(encoding)
-    return first * block, min(last * block, encoding.spec.numel)
-
-
-def rows_around(encoding: Blockwise, first: int, last: int) -> tuple[int, int, slice]:
-    """Return the rows, first and last, that the blocks `first` to `last` lie in, and which of their values are in these."""
-    width = encoding.spec.shape[-1]
-    begin, end = elements_of(encoding, first, last)
-    top = begin // width
-    return top, -(-end // width), slice(begin - top * width, end - top * width)
-
-
-def bytes_before(encoding: Blockwise, block: int) -> int:
-    """Return how many bytes of codes lie before a block."""
-    values = elements_of(encoding, 0, block)[1]
-    return -(-values // 2) if isinstance(encoding, Bnb4) else values

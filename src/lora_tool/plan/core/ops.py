@@ -16,7 +16,6 @@ from lora_tool.choices import Choice
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -345,15 +344,13 @@ class Assemble(Operation, frozen=True, kw_only=True):
 
 Computed = RowOp | Assemble
 """All operations that compute numbers."""
-Coded = Requantise[Computed] | Quantise[Computed]
-"""The operations that store numbers as codes."""
-Op = Computed | Coded
+Op = Computed | Requantise[Computed]
 """All operations that make an output tensor."""
 
 
 def row_ops(op: Op) -> tuple[RowOp, ...]:
     """Return the operations that make the output's rows from top to bottom, of most one; of what is stored as codes its numbers'."""
-    made = op.made if isinstance(op, Requantise | Quantise) else op
+    made = op.made if isinstance(op, Requantise) else op
     return made.parts if isinstance(made, Assemble) else (made,)
 
 

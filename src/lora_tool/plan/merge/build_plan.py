@@ -52,7 +52,6 @@ def build_plan(
     leftovers: Sequence[InputRecord],
     base: ModelDir,
     *,
-    original: ModelDir | None = None,
     precision: Precision,
     max_shard_bytes: int | None,
     metadata: Mapping[str, str] | None = None,
@@ -60,15 +59,11 @@ def build_plan(
 ) -> Plan:
     """Return the plan of these steps: shards of at most `max_shard_bytes`, else the base's own; side files; manifest.
 
-    `base` is the one on disk, `original` the model that it was made from, where that is read; `metadata` goes into the headers of the weight
-    files, `options` into the manifest.
+    `base` is the one on disk, `metadata` goes into the headers of the weight files, `options` into the
+    manifest.
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
-    read: dict[str, AdapterDir | ModelDir] = {
-        "base": base,
-        **adapters,
-        **({} if original is None else {"original": original}),
-    }
+    read: dict[str, AdapterDir | ModelDir] = {"base": base, **adapters}
     fingerprints = {name: fingerprint(each.weights) for name, each in read.items()}
     files = sharding.base_files(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes, metadata=metadata)

@@ -79,11 +79,6 @@ class MergeOptions(Options):
         text="Write the model even if rounding to the base's format keeps less than a tenth of ΔW.",
         parse=flag,
     )
-    original: Reference | None = option(
-        None,
-        "16-bit model that the bitsandbytes base was quantised from; --store as-base quantises its W + ΔW.",
-        metavar="MODEL",
-    )
     base_as: TrainedAs | str | None = option(
         None,
         "Round the linear layers of a 16-bit base to four bits and back, as QLoRA training loaded them.",
@@ -135,7 +130,7 @@ class MergeOptions(Options):
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
-        of_base = ("store", "allow_loss", "original", "base_as")
+        of_base = ("store", "allow_loss", "base_as")
         names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", *of_base)
         asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import end_names
-from lora_tool.checkpoint import ModelDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -57,7 +56,6 @@ def plan_merge(
     text_only: bool = False,
     store: Storage | str | None = None,
     allow_loss: bool = False,
-    original: Reference | None = None,
     base_as: TrainedAs | str | None = None,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
@@ -78,8 +76,7 @@ def plan_merge(
     `precision` is the arithmetic. `untie` writes tied embeddings as two matrices, each as it was trained. `text_only`
     writes only the text model of a multimodal base. `store` says which weights of a quantised base stay quantised: by
     default all of them if the adapters change none, else none. `allow_loss` writes "as-base" even if it keeps less than
-    a tenth of ΔW. `original` is the 16-bit model that a base of bitsandbytes was made from: "as-base" then quantises W
-    + ΔW of that afresh. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
+    a tenth of ΔW. `base_as` rounds the linear layers of a 16-bit base to four bits and back, as QLoRA loaded it.
     `max_shard_bytes` None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is
     packed, if its config does not.
 
@@ -126,12 +123,11 @@ def plan_merge(
     merge, per_expert = _merge(view, factors, asked)
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     is_quantised = full is not stored and asked.base_as is None
-    whole = _original(original, stored, is_quantised=is_quantised)
     if is_quantised:
         from lora_tool.plan.merge.storage import QuantisedBase  # for quantised bases alone
         from lora_tool.plan.merge.written_of_quantised import written_of_quantised
 
-        quantised = QuantisedBase(stored=stored, plain=plain, parameter_of=view.parameter_of, original=whole)
+        quantised = QuantisedBase(stored=stored, plain=plain, parameter_of=view.parameter_of)
         written = written_of_quantised(view, merge, steps, quantised, asked)
     else:
         notes = (rounded_note(plain, asked.base_as),) if asked.base_as else trained_on_quantised(adapters, stored)
@@ -145,7 +141,6 @@ def plan_merge(
         written.steps,
         leftovers,
         stored,
-        original=whole,
         precision=asked.precision,
         max_shard_bytes=max_shard_bytes,
         metadata=written.metadata,
@@ -194,17 +189,6 @@ def _adapted(view: BaseView, weights: Sequence[float], asked: Asked) -> tuple[tu
         apart.append(Adapted(view=own, modules=modules, weight=weight))
     together = join(apart)
     return join([without_delta(each) for each in together[0]]) if asked.head_alone else together
-
-
-def _original(given: Reference | None, base: ModelDir, *, is_quantised: bool) -> ModelDir | None:
-    """Return the model that a quantised base was made from, opened. Raises `UnsupportedAdapter` for a plain base."""
-    if given is None:
-        return None
-    if not is_quantised:
-        raise UnsupportedAdapter(
-            f"{base.root} is not quantised, so that it has no original", hint="leave out `original`"
-        )
-    return opened_model(given)
 
 
 def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:

@@ -40,8 +40,6 @@ class Provenance(Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterDir, ...]
     weights: tuple[float, ...] | None = None
     """The adapters' weights in their sum, 1 each without."""
-    original: ModelDir | None = None
-    """The 16-bit model that a quantised base was made from, where the merge read it."""
 
     @property
     def by_manifest(self) -> Mapping[str, Any] | None:
@@ -73,7 +71,6 @@ class Provenance(Struct, frozen=True, kw_only=True):
             text_only=self._text_only(record),
             store=self._store(record),
             allow_loss=True,
-            original=self.original,
             base_as=_known(TrainedAs, record.get("base_as")),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
@@ -115,8 +112,7 @@ class Provenance(Struct, frozen=True, kw_only=True):
         """Return the inputs' fingerprints by the names that the manifest gives them."""
         names = (input_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
-        models = {"base": self.base, **({} if self.original is None else {"original": self.original})}
-        return {**{name: fingerprint(each.weights) for name, each in models.items()}, **adapters}
+        return {"base": fingerprint(self.base.weights), **adapters}
 
 
 def _known(words: type[Word], recorded: object) -> Word | None:
@@ -129,10 +125,9 @@ def find_inputs(
     *,
     base: Reference | None = None,
     adapters: Sequence[Reference] = (),
-    original: Reference | None = None,
     open_base: Callable[[Path], ModelDir] = open_model,
 ) -> Provenance:
-    """Return the merged model, its base and its adapters, and the `original` of a quantised base where one was read.
+    """Return the merged model, its base and its adapters.
 
     `open_base` opens the folder of a base that a file names, for several merged models once, say.
 
@@ -146,14 +141,11 @@ def find_inputs(
     recorded = tuple(_recorded_weights(model, len(opened)))
     # a weight that was typed counts, else what the manifest says
     weights = given if any(weight != 1 for weight in given) else recorded
-    entry = _recorded(model, "original") if original is None else None
-    found = opened_model(original) if original is not None else None
     return Provenance(
         merged=model,
         base=_open_base(model, opened[0], base, open_base),
         adapters=opened,
         weights=weights,
-        original=found if entry is None else open_base(_resolve_named(entry, model, "original")),
     )
 
 

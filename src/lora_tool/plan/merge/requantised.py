@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.quantised.encodings import (
-    Bnb4,
     ColumnIntegers,
     Encoding,
     OffsetIntegers,
@@ -23,15 +22,13 @@ from lora_tool.formats.quantised.encodings import (
     in_type,
     rounded,
 )
-from lora_tool.formats.quantised.grids import Blockwise, Requantisable, grid_of, is_requantisable, scales_of
+from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable, scales_of
 from lora_tool.plan.core.delta_retention import DeltaRetention, summary
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Coded, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
-from lora_tool.plan.core.quantise import FreshPart, Quantise
+from lora_tool.plan.core.ops import Assemble, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.afresh import Original, fresh_steps, kept_afresh
 from lora_tool.plan.merge.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
 from lora_tool.tensors import DType
 
@@ -44,23 +41,13 @@ _MOST_MEASURED = 32
 _FEW_BITS = 4
 _ALL_PLAIN = '`store="all-16bit"` and `store="touched-16bit"` merge exactly'
 _ELSEWHERE = f"{_ALL_PLAIN}; merge to 16 bits and quantise the result with the tool that made the base"
-_FROM_ORIGINAL = "`original=MODEL` quantises W + ΔW of the 16-bit model that the base was made from"
 
 
-def coded_steps(step: Step, encoding: Encoding, original: Original | None) -> Iterable[Step]:
+def coded_steps(step: Step, encoding: Encoding) -> Iterable[Step]:
     """Return the steps of what is stored of the weight that `step` changes: codes, scales, and what belongs to these.
 
-    ΔW is added to the `original`'s weight where there is one. Raises `UnsupportedAdapter` for a format that is only
-    read, and for changes that its codes cannot hold.
+    Raises `UnsupportedAdapter` for a format that is only read, and for changes that its codes cannot hold.
     """
-    if isinstance(encoding, Bnb4) or (original is not None and isinstance(encoding, Blockwise)):
-        return fresh_steps(step, encoding, original)
-    if original is not None:
-        raise UnsupportedAdapter(
-            f"`{step.out.name}` is stored as {encoding}, but only the formats of bitsandbytes are quantised afresh from "
-            "the original",
-            hint=f"merge into the original, and quantise the result with the tool that made the base; {_ALL_PLAIN}",
-        )
     if not is_requantisable(encoding):
         raise UnsupportedAdapter(_only_read(step, encoding), hint=_ELSEWHERE)
     return _with_kept_scales(step, in_type(encoding, DType.F32))
@@ -102,7 +89,7 @@ def _of_float32(op: RowOp) -> RowOp:
 def _rows(step: Step) -> Computed:
     """Return what makes the weight's numbers, its matrices one after the other."""
     op = step.op
-    if isinstance(op, Requantise | Quantise):
+    if isinstance(op, Requantise):
         raise AssertionError(f"`{step.out.name}` is requantised twice")  # noqa: TRY004 - ours
     if isinstance(op, LoraDelta) and len(op.shape) > 2:  # noqa: PLR2004 - a stack of matrices
         return Assemble(parts=op.cut(0, math.prod(op.shape[:-1])))
@@ -129,20 +116,19 @@ def kept_share(steps: Sequence[Step]) -> Mapping[str, Any] | None:
 
     Measured on a few rows of each weight, of some where there are many. Raises as `read_part`.
     """
-    made = {step.out.name: step.op for step in steps if isinstance(step.op, Requantise | Quantise)}
-    chosen = [name for name, op in made.items() if op.part in (QuantisedPart.CODES, FreshPart.CODES)]
+    made = {step.out.name: step.op for step in steps if isinstance(step.op, Requantise)}
+    chosen = [name for name, op in made.items() if op.part is QuantisedPart.CODES]
     if len(chosen) > _MOST_MEASURED:  # not every n-th, which may be the same layer of each block
         chosen = sorted(chosen, key=lambda name: zlib.crc32(name.encode()))[:_MOST_MEASURED]
     return summary({name: _kept(made[name]) for name in chosen})
 
 
-def require_kept(steps: Sequence[Step], kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
+def require_kept(kept: Mapping[str, Any] | None, what: str, *, allow_loss: bool) -> None:
     """Return if codes keep enough of ΔW, with little noise, or `allow_loss` accepts it. Raises `UnsupportedAdapter`."""
-    better = f"{_FROM_ORIGINAL}; " if any(isinstance(step.op, Quantise) for step in steps) else ""
     if kept is not None and not allow_loss and not kept["kept"] >= LEAST_KEPT:
         raise UnsupportedAdapter(
             f"{what} would keep only {kept['kept']:.1%} of ΔW: below {LEAST_KEPT:.0%} the merged model behaves like the base",
-            hint=f"{better}{_ALL_PLAIN}; `allow_loss=True` continues",
+            hint=f"{_ALL_PLAIN}; `allow_loss=True` continues",
         )
     if kept is not None and not allow_loss and not kept["cosine"] >= LEAST_COSINE:
         noise = (
@@ -154,24 +140,20 @@ def require_kept(steps: Sequence[Step], kept: Mapping[str, Any] | None, what: st
         raise UnsupportedAdapter(
             f"{what} would add {noise:.0f} times as much noise as ΔW (cosine {kept['cosine']:.2f}; {least['cosine']:.2f} in "
             f"{name}): a merged value that does not fit makes all codes of its scale coarser",
-            hint=f"{better}{_ALL_PLAIN}; `allow_loss=True` continues",
+            hint=f"{_ALL_PLAIN}; `allow_loss=True` continues",
         )
 
 
-def kept_line(kept: Mapping[str, Any] | None, original: Original | None) -> str:
+def kept_line(kept: Mapping[str, Any] | None) -> str:
     """Return how much of ΔW codes keep, as the end of a note; "" where none are made."""
     if kept is None:
         return ""
-    if original is not None:  # its direction says nothing: what is rounded anew is many times as large
-        return f", {kept['kept']:.0%} of ΔW kept on a sample, beside the error of rounding {original.model.root} anew"
     name, least = next(iter(kept["weakest"].items()))
     return f", {kept['kept']:.0%} of ΔW kept (cosine {kept['cosine']:.2f}; {least['kept']:.0%} in {name})"
 
 
-def _kept(op: Coded) -> DeltaRetention:
+def _kept(op: Requantise[Computed]) -> DeltaRetention:
     """Return what is left of the change in some rows of a weight."""
-    if isinstance(op, Quantise):
-        return kept_afresh(op)
     import numpy as np  # for few plans
 
     from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS, PLACES = 8, 2
 """Rows that are sampled of a weight at each place, and at how many places."""
-MOST_SAMPLED = 4096
-"""Weights of which rows are sampled: a millisecond each."""
 
 
 def made_rows(made: Computed, first: int, rows: int) -> Values:

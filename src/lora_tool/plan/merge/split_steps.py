@@ -17,7 +17,6 @@ from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import RowMapping, RowSlice, row_count
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Assemble, Cast, Copy, Dequantise, LoraDelta, Op, RowOp, row_ops
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
@@ -71,7 +70,7 @@ def _disk_step(
     makers = [steps[piece.name] for piece in made.pieces] or [steps[name] for name in made.sources]  # an empty one
     if len(makers) == 1 and makers[0].out.shape == made.shape and not _is_stack(makers[0].op):
         op = makers[0].op
-        named = op if isinstance(op, Assemble | Requantise | Quantise) else _named(op, at_place)
+        named = op if isinstance(op, Assemble | Requantise) else _named(op, at_place)
         return replace(makers[0], out=replace(makers[0].out, name=name), op=named)
     if len(made.pieces) == 1 and isinstance(op := makers[0].op, Copy | Cast | Dequantise):
         known = _whole_tensor(made.pieces[0], op.source, at_place)

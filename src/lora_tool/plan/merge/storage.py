@@ -23,13 +23,11 @@ from lora_tool.checkpoint.quantised import metadata_in_files
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
-from lora_tool.formats.quantised.grids import Blockwise
+from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, encoding_of, parts
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
 from lora_tool.formats.quantised.torchao import is_told, metadata_of
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.afresh import original_of
 from lora_tool.plan.merge.requantised import coded_steps, kept_line, kept_share, require_kept
 from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.plan.merge.storages import Storage
@@ -63,8 +61,6 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     plain: ModelDir
     parameter_of: Callable[[str], str]
     """Tensor on disk → the parameter in memory that it is, or is a part of."""
-    original: ModelDir | None = None
-    """The 16-bit model that it was made from, where it was given."""
 
     @cached_property
     def encodings(self) -> dict[str, Encoding]:
@@ -99,12 +95,6 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
         if touched or storage is Storage.ALL_16BIT:
             self._require_not_turned()
-        if self.original is not None and (storage is not Storage.AS_BASE or not touched):
-            raise UnsupportedAdapter(
-                f"{self.stored.root}: no weight is quantised from {self.original.root} "
-                + ("with another storage" if touched else "because the adapter changes no quantised weight"),
-                hint='leave out `original`, or add `store="as-base"`' if touched else "leave out `original`",
-            )
         if storage is Storage.ALL_16BIT:
             names = frozenset(self.encodings)
             return StoredModel(
@@ -141,26 +131,21 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
                 "be stored as",
                 hint=f'`store="{Storage.TOUCHED_16BIT}"` writes it in 16 bits',
             )
-        original = None if self.original is None else original_of(self.original, self.encodings)
-        made = (coded_steps(step, self.encodings[name], original) for name, step in changed.items())
+        made = (coded_steps(step, self.encodings[name]) for name, step in changed.items())
         by_name = {step.out.name: step for both in made for step in both}
         left = tuple(self._dropped_parts(dropped))
         others = [step for step in steps if step.out.name not in changed]
         stored = self._as_stored(others, {*dropped, *(item.name for item in left)}, frozenset())
         found = tuple(by_name.get(step.out.name, step) for step in stored)
         kept = kept_share(found)
-        how = "merged and rounded to their format again"
-        if original is not None:
-            how = f"merged with those of {original.model.root} and quantised afresh"
-        what = f"{self._what(changed)} {how}"
-        if original is None:
-            require_kept(found, kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
+        what = f"{self._what(changed)} merged and rounded to their format again"
+        require_kept(kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
         return StoredModel(
             storage=Storage.AS_BASE,
             steps=found,
             leftovers=left,
             config=self.stored.whole_config,
-            note=f"{what}{kept_line(kept, original)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
+            note=f"{what}{kept_line(kept)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
             + self._beside(changed),
             kept=kept,
         )
@@ -209,7 +194,11 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     def _require_not_turned(self) -> None:
         """Return if weights mean the matrices that the class has. Raises `UnsupportedAdapter`."""
         arch = architecture_of(self.stored.whole_config.model_type or "")
-        if arch is not None and arch.conv1d and any(isinstance(each, Blockwise) for each in self.encodings.values()):
+        if (
+            arch is not None
+            and arch.conv1d
+            and any(isinstance(each, Bnb4 | BnbInt8) for each in self.encodings.values())
+        ):
             raise UnsupportedAdapter(
                 f"{self.stored.root}: {arch.model_type} stores linear layers transposed, and bitsandbytes turns them before "
                 "it quantises them; lora-tool does not turn them back",

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.quantise import Quantise
 from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.asked import Asked
@@ -75,7 +74,7 @@ def _with_what_no_class_has(
 
 def _require_numbers(steps: Sequence[Step], precision: Precision) -> None:
     """Raise `UnsupportedAdapter` where quantised weights are to be written with PEFT's arithmetic."""
-    if precision is Precision.PEFT and any(isinstance(step.op, Requantise | Quantise) for step in steps):
+    if precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in steps):
         raise UnsupportedAdapter(
             '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
             hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
