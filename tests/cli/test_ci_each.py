@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
-from lora_tool.execution.one_pass import OnePassEngine
-from lora_tool.execution.work import Ended, Unfinished
 from lora_tool.pipeline import render
 from lora_tool.pipeline.model import Job, Outcome, Ranked, Stage, Status, Swept, best_first, best_of
 from lora_tool.pipeline.stages import Stages
@@ -24,14 +21,6 @@ from tests.cli.calling import FIXTURES, Caller
 
 NAMES = ["broken", "lr1", "run-checkpoint-2", "run-checkpoint-4"]
 CODES = {"broken": 1, "lr1": 0, "run-checkpoint-2": 0, "run-checkpoint-4": 0}
-
-
-class Usage(NamedTuple):
-    """What `shutil.disk_usage` returns."""
-
-    total: int
-    used: int
-    free: int
 
 
 @pytest.fixture(autouse=True)
@@ -76,28 +65,16 @@ def stages(run: Any) -> dict[str, str]:
     return {stage["name"]: stage["status"] for stage in run["outcome"]["stages"]}
 
 
-def test_every_checkpoint_goes_its_own_way(
-    call: Caller, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together: list[int] = []
-    real = OnePassEngine.run_each
-
-    def counted(engine: OnePassEngine, folders: Sequence[Unfinished]) -> list[Ended]:
-        together.append(len(folders))
-        return real(engine, folders)
-
-    monkeypatch.setattr(OnePassEngine, "run_each", counted)
+def test_every_checkpoint_goes_its_own_way(call: Caller, runs: Path, tmp_path: Path) -> None:
     out = runs / "merged"  # in the sweep's own folder: what it writes is no part of the sweep
     told = swept(call, runs, "-o", out)
     assert {run["name"]: run["exit_code"] for run in told["runs"]} == CODES
-    assert together == [3], "the base is read in one pass"
     assert stages(told["runs"][0])["validate"] == "failed"
     assert {path.name for path in out.iterdir()} == set(NAMES) - {"broken"}
     assert call("ci", runs / "lr1", "--base", runs / "base", "-o", tmp_path / "alone").code == 0
     assert content(out / "lr1") == content(tmp_path / "alone")
     again = swept(call, runs, "-o", out)
     assert [stages(run)["merge"] for run in again["runs"]] == ["skipped", "reused", "reused", "reused"]
-    assert together == [3]
     alone = call("ci", runs / "lr1", "--base", runs / "base", "-o", out / "lr1", "--json").json
     assert {stage["name"]: stage["status"] for stage in alone["stages"]}["verify"] == "reused"
 
@@ -188,23 +165,6 @@ def test_the_ranking_is_by_accuracy_then_margin_then_name() -> None:
     assert best.name == "wide"
 
 
-def test_a_disk_without_room_for_all_is_refused_before_the_first(
-    call: Caller, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = sum(path.stat().st_size for path in (runs / "base").glob("*.safetensors"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=1 << 40, used=0, free=2 * size))
-    asked = ("--base", runs / "base", "-o", tmp_path / "out")
-    for command in (
-        ("ci", runs),
-        ("merge", runs / "lr1", runs / "run" / "checkpoint-2", runs / "run" / "checkpoint-4"),
-    ):
-        done = call(*command, "--each", *asked)
-        assert done.code == 3
-        assert f"error: {tmp_path / 'out'} needs " in done.err
-        assert " for 3 folders, the disk has " in done.err
-        assert not (tmp_path / "out").exists()
-
-
 def test_an_interrupt_leaves_whole_models_alone(
     call: Caller, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +179,6 @@ def test_an_interrupt_leaves_whole_models_alone(
     with monkeypatch.context() as patched:
         patched.setattr(Stages, "verify", interrupted)
         assert call(*arguments).code == 130
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(NAMES) - {"broken"}
     told = swept(call, runs, "-o", tmp_path / "out")
     assert [stages(run)["verify"] for run in told["runs"]] == ["skipped", "reused", "reused", "passed"]
 

@@ -28,7 +28,7 @@ from lora_tool.execution.journal import Journal, digest_of, retained_in
 from lora_tool.execution.local_engine import LocalEngine, Written
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.work import Engine, EngineOfSeveral, Unfinished, Work
+from lora_tool.execution.work import Engine, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.manifest import manifest_bytes
@@ -45,15 +45,6 @@ if TYPE_CHECKING:
 def engine_of(spread: Spread, *, jobs: int | None, written: Written | None = None) -> Engine:
     """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
     return LocalEngine(jobs=jobs, written=written) if spread.cluster is None else _engine_on(spread.cluster)
-
-
-def engine_of_several(spread: Spread, *, jobs: int | None) -> EngineOfSeveral:
-    """Return the engine that was asked for, for plans that read the same files."""
-    if spread.cluster is not None:
-        return _engine_on(spread.cluster)
-    from lora_tool.execution.one_pass import OnePassEngine  # only where several are written
-
-    return OnePassEngine(jobs=jobs)
 
 
 def _engine_on(cluster: RayCluster) -> RayEngine:

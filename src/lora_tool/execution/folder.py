@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.display import counted, size
+from lora_tool.display import size
 from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists
 from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
@@ -75,17 +75,12 @@ def real_place(out: Path) -> Path:
     return Path(os.path.realpath(out)) if out.is_symlink() or not out.name else out
 
 
-def check_space(out: Path, needed: int, *, folders: int | None = None) -> None:
-    """Return if the disk under `out` has `needed` bytes free, or does not report its free space. Raises `OutOfSpace`.
-
-    `folders` is how many are written in `out`, None where `out` itself is what is written.
-    """
-    places = out.absolute().parents if folders is None else (out.absolute(), *out.absolute().parents)
-    disk = shutil.disk_usage(next(folder for folder in places if folder.exists()))
+def check_space(out: Path, needed: int) -> None:
+    """Return if the disk under `out` has `needed` bytes free, or does not report its free space. Raises `OutOfSpace`."""
+    disk = shutil.disk_usage(next(folder for folder in out.absolute().parents if folder.exists()))
     if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
-        for_all = "" if folders is None else f" for {counted(folders, 'folder')}"
         raise OutOfSpace(
-            f"{out} needs {size(needed)}{for_all}, the disk has {size(disk.free)} free",
+            f"{out} needs {size(needed)}, the disk has {size(disk.free)} free",
             hint="give a folder on another disk: -o OUT",
         )
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.cluster.ray_cluster import Connection, RayCluster
+from lora_tool.cluster.ray_cluster import RayCluster
 from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
-from lora_tool.errors import ExecutionError, LoraToolError
-from lora_tool.execution.attempts import Part, parts_of, require_divisible
+from lora_tool.errors import ExecutionError
+from lora_tool.execution.attempts import parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of, makes_factors
 from lora_tool.execution.journal import Journal, versions_of
-from lora_tool.execution.work import Ended, Finished, Unfinished, Work, WorkDone
+from lora_tool.execution.work import Finished, Work, WorkDone
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.ops import Precision
 from lora_tool.progress import Progress
@@ -33,74 +31,24 @@ class RayEngine(Struct, frozen=True, kw_only=True):
 
         Raises `UnsupportedAdapter` for a plan that repeats PEFT's decomposition of base weights.
         """
-        [ended] = self.run_each([Unfinished(work=work, finished=finished, progress=progress)])
-        if isinstance(ended, Exception):
-            raise ended
-        return ended
+        require_divisible(work.plan)
+        parts, findings = tuple(parts_of(work)), dict[int, Sequence[Finding]]()
 
-    def run_each(self, folders: Sequence[Unfinished]) -> list[Ended]:
-        """Write the weight files of all folders, each a task, and return how each folder ended.
+        def done(number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
+            retained, findings[number] = result
+            for shard in parts[number].work.shards:
+                finished(shard, retained)
 
-        An error of one folder stops no other; its own tasks are cancelled.
-        """
-        shared = [_Shared(each) for each in folders]
-        for each in shared:
-            with each.tried():
-                require_divisible(each.folder.work.plan)
-        if any(each.error is None for each in shared):
-            with self.cluster.connected() as connection:
-                _write(shared, connection, folders[0].progress)  # which is that of all
-        return [each.ended() for each in shared]
-
-
-def _write(shared: Sequence[_Shared], connection: Connection, progress: Progress) -> None:
-    groups: list[tuple[_Shared, TaskGroup]] = []
-    for each in shared:
-        if each.error is None:
-            with each.tried():
-                groups.append((each, each.tasks(connection)))
-    errors = connection.map_each([group for _, group in groups], progress=progress)
-    for (each, _), error in zip(groups, errors, strict=True):
-        each.error = error
-
-
-class _Shared(Struct):
-    """A folder whose files the nodes write: its parts, what they found, and the error that it ended with."""
-
-    folder: Unfinished
-    parts: Sequence[Part] = ()
-    findings: dict[int, Sequence[Finding]] = field(default_factory=dict)
-    error: LoraToolError | OSError | None = None
-
-    @contextlib.contextmanager
-    def tried(self) -> Iterator[None]:
-        """Do a part of its work inside: an error ends this folder alone."""
-        try:
-            yield
-        except (LoraToolError, OSError) as error:
-            self.error = error
-
-    def tasks(self, connection: Connection) -> TaskGroup:
-        """Return its parts, once every node is known to have what they need. Raises as `Connection.require_nodes`."""
-        surroundings = surroundings_of(self.folder.work)
-        connection.require_nodes(surroundings)
-        self.parts = tuple(parts_of(self.folder.work))
-        # inputs were looked for on every node, and a part stamps those that it reads
-        return TaskGroup(tasks=self.parts, surroundings=replace(surroundings, inputs=()), done=self._done)
-
-    def _done(self, number: int, result: tuple[Mapping[str, Any], Sequence[Finding]]) -> None:
-        retained, self.findings[number] = result
-        for shard in self.parts[number].work.shards:
-            self.folder.finished(shard, retained)
-
-    def ended(self) -> Ended:
-        """Return how it ended, once all tasks have."""
-        hashes: dict[Path, str] = {}
-        with self.tried():
-            if self.error is None:
-                hashes = {path: sha256_of(path) for path in self.folder.work.plan.hashed}
-        findings = [each for number in sorted(self.findings) for each in self.findings[number]]
-        return self.error or WorkDone(hashes=hashes, findings=findings)
+        surroundings = surroundings_of(work)
+        with self.cluster.connected() as connection:
+            connection.require_nodes(surroundings)
+            # inputs were looked for on every node, and a part stamps those that it reads
+            tasks = TaskGroup(tasks=parts, surroundings=replace(surroundings, inputs=()), done=done)
+            connection.map(tasks, progress=progress)
+        return WorkDone(
+            hashes={path: sha256_of(path) for path in work.plan.hashed},
+            findings=[each for number in sorted(findings) for each in findings[number]],
+        )
 
 
 class PlanSurroundings(Surroundings, frozen=True, kw_only=True):

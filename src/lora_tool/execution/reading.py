@@ -142,7 +142,3 @@ class Sources(OpenFiles):
 
         self._strips = self._strips or Strips()
         return decoded(encoding, first, last, read, arithmetic(), self._strips)
-
-    def held_bytes(self, path: Path, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002 - see `SharedSources`
-        """Return these bytes of a file if they are in memory already, else None."""
-        return None

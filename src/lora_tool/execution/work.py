@@ -13,7 +13,6 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from lora_tool.errors import LoraToolError
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
@@ -58,17 +57,6 @@ class Engine(Protocol):
         `progress` is called with the bytes that were written or checked. Raises the first error of any worker, after
         all others have stopped; `SourceChanged` where an input is not as the plan saw it.
         """
-
-
-Ended = WorkDone | LoraToolError | OSError
-"""How the work for one folder of several ended."""
-
-
-class EngineOfSeveral(Protocol):
-    """Writes the weight files of several plans."""
-
-    def run_each(self, folders: Sequence[Unfinished]) -> list[Ended]:
-        """Write the weight files of all folders, and return how each ended. An error of one folder stops no other."""
 
 
 class Unfinished(Struct, kw_only=True):

@@ -91,14 +91,10 @@ class Worker:
 
     def _copy_past_cache(self, unit: CopyUnit, out: PastCache) -> None:
         """Copy by way of memory, which is as fast then. All pieces but the first begin with a page."""
-        held = self._sources.held_bytes(unit.source, unit.offset, unit.nbytes)
         done, end = 0, _PIECE_BYTES - unit.begin % _PIECE_BYTES
         while done < unit.nbytes:
             piece = self._room.like(unit.begin + done, min(end, unit.nbytes) - done)
-            if held is None:
-                self._sources.read_exactly(unit.source, unit.offset + done, piece)
-            else:
-                piece[:] = held[done : done + len(piece)]
+            self._sources.read_exactly(unit.source, unit.offset + done, piece)
             write_exactly(out, piece, unit.begin + done)
             done, end = done + len(piece), end + _PIECE_BYTES
 
@@ -110,10 +106,6 @@ class Worker:
 
 
 def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
-    held = sources.held_bytes(unit.source, unit.offset, unit.nbytes)
-    if held is not None:
-        write_exactly(out, held, unit.begin)
-        return
     with sources.descriptor(unit.source) as source:
         done = _copy_in_kernel(unit, source, out)
     if done < unit.nbytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable
@@ -35,7 +34,6 @@ from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.mending import curable, has_rank_files
 from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Ranked, Stage, Status
-from lora_tool.pipeline.passes import Underway
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.summaries import counts_of, ranking_of
 from lora_tool.pipeline.writing import Written, farthest, write
@@ -52,13 +50,6 @@ from lora_tool.validation.validating import validate
 
 if TYPE_CHECKING:
     from lora_tool.verification.verified import Verification
-
-
-class Merging(Underway, kw_only=True):
-    """A merge that is planned and not written yet, under the key that the cache will know it by."""
-
-    key: str
-    notes: list[str]
 
 
 class Stages:
@@ -191,16 +182,6 @@ class Stages:
 
     def merge(self) -> Stage:
         """Merge the adapter into its base; samples are read back before the folder gets its name."""
-        merging = self.plan_merge()
-        if isinstance(merging, Stage):
-            return merging
-        with merging.contexts:
-            self.begin_writing(merging)
-            merging.written = self._carried_out("merge", merging.planned, merging.path, overwrite=merging.overwrite)
-        return self.merged(merging)
-
-    def plan_merge(self) -> Stage | Merging:
-        """Return the merge that is to be written; the stage, where nothing is. Raises what refuses it."""
         job, opened = self._job, self._checkpoint
         if job.dry_run and self._needs_consolidation:
             return Stage(
@@ -220,12 +201,10 @@ class Stages:
         if done is not None:
             kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        merging = Merging(path=job.output, key=key, notes=[])
-        with contextlib.ExitStack() as refused:
-            planning = planned(inputs, job.options, job.output, dry_run=job.dry_run, note=merging.notes.append)
-            merging.plan = plan = refused.enter_context(planning)
+        notes: list[str] = []
+        with planned(inputs, job.options, job.output, dry_run=job.dry_run, note=notes.append) as plan:
             if plan is None:
-                return Stage(name="merge", status=Status.PLANNED, summary=merging.notes[-1])
+                return Stage(name="merge", status=Status.PLANNED, summary=notes[-1])
             if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
                 raise UnsupportedAdapter(
                     f"{opened.root} is not a reward model: merged, it is a {plan.manifest['task']} model, but --pairs "
@@ -233,23 +212,10 @@ class Stages:
                 )
             if job.dry_run:
                 return self._planned("merge", plan, job.output)
-            merging.overwrite = self._may_write("merge", key, job.output)
-            merging.contexts = refused.pop_all()
-        return merging
-
-    def begin_writing(self, merging: Merging) -> None:
-        """Note that what is planned is about to be written."""
-        self._begin("merge", merging.key, merging.planned, merging.path)
-
-    def merged(self, merging: Merging) -> Stage:
-        """Return the stage of a merge that has been written. Raises its error."""
-        if merging.error is not None:
-            raise merging.error
-        if merging.written is None:
-            raise AssertionError("only a merge that has ended is taken in")
-        summary = counts_of(merging.planned, merging.path)
-        warnings = tuple(map(as_options, (*merging.notes, *merging.written.warnings)))
-        self._cache.keep("merge", merging.key, merging.path, summary, warnings)
+            written = self._write("merge", key, plan, job.output)
+        summary = counts_of(plan, job.output)
+        warnings = tuple(map(as_options, (*notes, *written.warnings)))
+        self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 
     def _planned(self, name: str, plan: Plan, folder: Path) -> Stage:
@@ -271,31 +237,20 @@ class Stages:
             )
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
-        """Carry the plan out. Raises as `_may_write`, and as `write` does."""
-        overwrite = self._may_write(name, key, folder)
-        self._begin(name, key, plan, folder)
-        return self._carried_out(name, plan, folder, overwrite=overwrite)
+        """Carry the plan out. An existing folder is replaced if this very stage left it before it was cut off.
 
-    def _may_write(self, name: str, key: str, folder: Path) -> bool:
-        """Return whether an existing folder is replaced: one that this very stage left before it was cut off always is.
-
-        Raises `OutputExists` for one of an earlier run that is not.
+        Raises `OutputExists` for one of an earlier run that is not, and as `write` does.
         """
-        overwrite = self._job.options.overwrite or self._cache.begun(name, key)
+        options, watch = self._job.options, self._watch
+        overwrite = options.overwrite or self._cache.begun(name, key)
         if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
                 f"{folder} was written by an earlier run from other inputs or with other options",
                 hint="replace it with `overwrite=True`, or give another folder",
             )
-        return overwrite
-
-    def _begin(self, name: str, key: str, plan: Plan, folder: Path) -> None:
         if not folder.exists():
             self._cache.begin(name, key)
         self._on_plan(plan)
-
-    def _carried_out(self, name: str, plan: Plan, folder: Path, *, overwrite: bool) -> Written:
-        options, watch = self._job.options, self._watch
         return write(
             plan,
             folder,

@@ -1,29 +1,27 @@
-"""Merging each of several adapters on its own: the base is opened once, and read once for some of them at a time."""
+"""Merging each of several adapters on its own, one after the other: the base is opened once, a refusal stops no other."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
-from lora_tool.execution.folder import check_output
+from lora_tool.execution.folder import check_output, errors_of_the_system
 from lora_tool.formats.files import expanded
-from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub_names import hub_name
 from lora_tool.options import called_with
 from lora_tool.pipeline.merging import merge_inputs, planned, with_opened_base
-from lora_tool.pipeline.passes import Passes, Underway
-from lora_tool.pipeline.writing import Written
-from lora_tool.plan.core.manifest import is_written
+from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments
 from lora_tool.progress import StageWatch, unwatched
@@ -43,10 +41,12 @@ class MergedOne(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     error: LoraToolError | None = None
     seconds: float = 0.0
-    """Its own time and its share of what was done for several together."""
     notes: tuple[str, ...] = ()
-    finished_before: bool = False
-    """Whether an earlier run wrote the same, so that `resume` left it as it is."""
+
+    @property
+    def finished_before(self) -> bool:
+        """Whether an earlier run wrote the same, so that `resume` left it as it is."""
+        return self.written is not None and self.written.finished_before
 
     @property
     def passed(self) -> bool:
@@ -68,8 +68,6 @@ class MergedOne(Struct, frozen=True, kw_only=True):
                 "error": said,
                 "findings": [finding_json(each) for each in (report.findings if report else ())],
             }
-        if self.finished_before:
-            return table | {"error": None, "finished_before": True}
         if self.written is not None:
             return table | {"error": None, "result": self.written.to_json()}
         return table | {"error": None, "plan": None if self.plan is None else self.plan.to_json()}
@@ -80,10 +78,9 @@ def merge_each(adapters: Reference | Sequence[Reference], asked: MergeArguments)
     """Merge each of `adapters` on its own into its base, into the folder `out`/NAME, and return what became of each.
 
     NAME is the name of the adapter's folder, with those above it where two are called alike. The folders are those that
-    `merge` writes for each alone, byte by byte. The base is read once for up to eight adapters. What refuses one
-    adapter is its `error`, and the others are written. All are planned before one is written, unless PEFT may merge in
-    memory. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an argument, and
-    for two adapters that would be written to one folder, and `OutOfSpace` where the disk has no room for all of them.
+    `merge` writes for each, byte by byte. The base is opened once. What refuses one adapter is its `error`, and the
+    others are written. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an
+    argument, and for two adapters that would be written to one folder.
     """
     return merge_several(adapters, asked)
 
@@ -97,7 +94,7 @@ def merge_several(
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
     ended: Callable[[MergedOne], None] = lambda _: None,
 ) -> tuple[MergedOne, ...]:
-    """Do what `merge_each` does, or plan it in a `dry_run`; `ended` is called with each as it ends, the refused first.
+    """Do what `merge_each` does, or plan it in a `dry_run`; `ended` is called with each as it ends.
 
     `watch` is asked for the progress of the writing, `found` hears what the rules say of what was written.
     """
@@ -107,22 +104,14 @@ def merge_several(
     asked.spread.require()
     listed = several(adapters)
     names = names_of(listed)
-    asked = with_opened_base(asked)
-    passes = Passes(
-        spread=asked.spread,
-        jobs=asked.jobs,
-        one_by_one=asked.allow_in_memory,
-        verify=asked.verify,
-        resume=asked.resume,
-        watch=watch,
-        found=found,
+    one_merge = _Merge(
+        asked=with_opened_base(asked), open_base=cache(opened_model), dry_run=dry_run, watch=watch, found=found
     )
-    waiting = [
-        _One(adapter=each, name=name, path=out / name, overwrite=asked.overwrite)
-        for each, name in zip(listed, names, strict=True)
-    ]
-    _Sweep(asked=asked, passes=passes, dry_run=dry_run, ended=ended).all(waiting)
-    return tuple(one.ended() for one in waiting)
+    done = []
+    for each, name in zip(listed, names, strict=True):
+        done.append(one_merge.of(each, name, out / name))
+        ended(done[-1])
+    return tuple(done)
 
 
 def names_of(adapters: Sequence[Reference]) -> list[str]:
@@ -171,69 +160,33 @@ def _parts(adapter: Reference) -> tuple[str, ...]:
     return Path(os.path.abspath(path)).parts[1:] or ("adapter",)  # noqa: PTH100 - links stay as named
 
 
-class _One(Underway, kw_only=True):
-    """An adapter on its way."""
-
-    adapter: Reference
-    name: str
-    notes: list[str] = field(default_factory=list)
-    finished_before: bool = False
-
-    def ended(self) -> MergedOne:
-        """Return what became of it."""
-        return MergedOne(
-            name=self.name,
-            path=self.path,
-            written=self.written,
-            plan=self.plan,
-            error=self.error,
-            seconds=self.seconds,
-            notes=tuple(self.notes),
-            finished_before=self.finished_before,
-        )
-
-
-class _Sweep(Struct, frozen=True, kw_only=True):
-    """What all adapters of one call share."""
+class _Merge(Struct, frozen=True, kw_only=True):
+    """What the merges of one call share: their options, and the base."""
 
     asked: MergeArguments
-    passes: Passes
+    open_base: Callable[[Path], ModelDir]
     dry_run: bool
-    ended: Callable[[MergedOne], None]
+    watch: StageWatch
+    found: Callable[[tuple[Finding, ...]], None]
 
-    def all(self, waiting: Sequence[_One]) -> None:
-        """Merge them all, or plan that: all are planned, and their room on the disk is there, before one is written."""
-        open_base = cache(opened_model)
-        with contextlib.ExitStack() as interrupted:
-            for together in self.passes.planned_together(waiting):
-                for one in together:
-                    interrupted.push(one.contexts)  # what ends everything closes what others have begun
-                    with one.tried():
-                        self._plan(one, open_base)
-                    if self.dry_run or one.error is not None or one.finished_before:
-                        self.ended(one.ended())
-                going = [one for one in together if one.error is None and not one.finished_before]
-                if not self.dry_run:
-                    self._write(going)
+    def of(self, adapter: Reference, name: str, path: Path) -> MergedOne:
+        """Merge one adapter into the folder `path`, or plan that; an error of ours is in the result, any other is raised."""
+        began = time.monotonic()
+        one, notes = MergedOne(name=name, path=path), list[str]()
+        try:
+            with errors_of_the_system(None, path):
+                one = self._merged(adapter, one, notes)
+        except LoraToolError as error:
+            one = replace(one, error=error)
+        return replace(one, notes=tuple(notes), seconds=time.monotonic() - began)
 
-    def _plan(self, one: _One, open_base: Callable[[Path], ModelDir]) -> None:
+    def _merged(self, adapter: Reference, one: MergedOne, notes: list[str]) -> MergedOne:
         asked = self.asked
-        inputs = merge_inputs((one.adapter,), asked.base, open_base=open_base)
-        one.notes += inputs.notes
-        may_be_written = asked.resume and (one.path / FILE_NAME).is_file()
-        check_output(one.path, overwrite=asked.overwrite or may_be_written, inputs=inputs.paths)
-        planning = planned(inputs, asked, one.path, dry_run=self.dry_run, note=one.notes.append)
-        one.plan = one.contexts.enter_context(planning)
-        one.finished_before = may_be_written and is_written(one.planned, one.path)
-        if one.finished_before:
-            one.contexts.close()
-        elif may_be_written:
-            check_output(one.path, overwrite=asked.overwrite, inputs=inputs.paths)
-
-    def _write(self, going: Sequence[_One]) -> None:
-        groups = self.passes.groups(going)
-        self.passes.require_room(groups)
-        for group in groups:
-            self.passes.write(group)
-            for one in group:
-                self.ended(one.ended())
+        inputs = merge_inputs((adapter,), asked.base, open_base=self.open_base)
+        notes += inputs.notes
+        check_output(one.path, overwrite=asked.overwrite or asked.resume, inputs=inputs.paths)
+        with planned(inputs, asked, one.path, dry_run=self.dry_run, note=notes.append) as plan:
+            if plan is None or self.dry_run:
+                return replace(one, plan=plan)
+            written = write(plan, one.path, **asked.writing(), watch=self.watch, found=self.found)
+        return replace(one, plan=plan, written=written)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,12 @@ from lora_tool.machine import available_cores
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.manifest import is_written
 from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import Progress, StageWatch, unwatched
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 from lora_tool.rules.serving.left_out import TOWERS, is_outside
 
 if TYPE_CHECKING:
-    from lora_tool.execution.work import Unfinished
     from lora_tool.plan.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
     from lora_tool.tensors import TensorTable
@@ -166,26 +164,33 @@ def write(
     what the rules say of it. `watch` is asked for the progress of the writing. With `resume` a folder that an earlier
     run wrote from the same stays as it is. Raises as `execute` does, and `VerificationFailed`.
     """
-    from lora_tool.execution.engine import engine_of  # what computes: no dry run uses it
+    from lora_tool.execution.engine import engine_of, unfinished  # what computes: no dry run uses it
     from lora_tool.execution.local_engine import workers_for
 
     workers = workers_for(plan, jobs)
     read_back = ReadBack(plan=plan, out=Path(out), jobs=workers, found=found, while_flushed=spread.cluster is None)
     if resume and is_written(plan, Path(out)):
         return replace(read_back.written(), finished_before=True)
-    with watch(*work_of((plan,))) as progress:
-        folder = being_written(read_back, verify=verify, overwrite=overwrite, resume=resume, progress=progress)
+    with watch(*work_of(plan)) as progress:
+        folder = unfinished(
+            plan,
+            out,
+            overwrite=overwrite,
+            resume=resume,
+            progress=progress,
+            check=read_back.check if verify else None,
+            check_file=read_back.check_file if verify else None,
+        )
         with folder as weights:
             look = partial(read_back.look, weights.work.folder) if verify else None
             weights.write(engine_of(spread, jobs=jobs, written=look))
     return read_back.written()
 
 
-def work_of(plans: Iterable[Plan]) -> tuple[str, int]:
-    """Return what the writing of the plans is called, and how many bytes it reports to its progress."""
-    listed = tuple(plans)
-    looked_at = sum(plan.values.nbytes for plan in listed if plan.values)
-    return "checking and writing" if looked_at else "writing", sum(plan.data_bytes for plan in listed) + looked_at
+def work_of(plan: Plan) -> tuple[str, int]:
+    """Return what the writing of the plan is called, and how many bytes it reports to its progress."""
+    looked_at = plan.values.nbytes if plan.values else 0
+    return "checking and writing" if looked_at else "writing", plan.data_bytes + looked_at
 
 
 class ReadBack(Struct, kw_only=True, dict=True):
@@ -247,20 +252,3 @@ class ReadBack(Struct, kw_only=True, dict=True):
             warnings=tuple(manifest["warnings"]),
             verification=self.summary,
         )
-
-
-def being_written(
-    read_back: ReadBack, *, verify: bool, overwrite: bool, resume: bool, progress: Progress | None = None
-) -> AbstractContextManager[Unfinished]:
-    """Return the folder whose weight files are written inside, and with `verify` read back. Raises as `write` does."""
-    from lora_tool.execution.engine import unfinished  # what computes: no dry run uses it
-
-    return unfinished(
-        read_back.plan,
-        read_back.out,
-        overwrite=overwrite,
-        resume=resume,
-        progress=progress,
-        check=read_back.check if verify else None,
-        check_file=read_back.check_file if verify else None,
-    )
