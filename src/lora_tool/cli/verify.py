@@ -64,12 +64,6 @@ if TYPE_CHECKING:
 )
 @pair_options
 @plot_option("Draw the margins of --pairs")
-@click.option(
-    "--text",
-    type=UserPath(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Also measure the loss of language models on this text: plain, or .jsonl with text.",
-)
 @click.option("--tensors", is_flag=True, help="Print a line for each tensor.")
 @rule_options
 @click.option("--strict", is_flag=True, help="Also fail on warnings and on what could not be checked.")
@@ -93,7 +87,6 @@ def command(
     prompts: Path | None,
     pairs: Path | None,
     min_accuracy: float | None,
-    text: Path | None,
     plot: Path | None,
     tensors: bool,
     fail_on: str,  # noqa: ARG001 - the configuration may have another
@@ -128,10 +121,6 @@ def command(
     asked["prompts"] = _prompts_in(prompts, logits=asked["logits"])
     asked["pairs"] = pairs_asked(pairs, min_accuracy)
     _require_drawable(plot, pairs)
-    if text is not None:
-        from lora_tool.verification.texts import read_texts  # only where asked for
-
-        asked["text"] = read_texts(text)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
     level = Level.SAMPLE if sample else Level.FULL
     given = _opened_once(base, merged)
@@ -210,7 +199,7 @@ def _of_computed(
     computed = find_computed(folder, adapters, base=base)
     if computed is None:
         return None
-    of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
+    of_models = [name for name in ("logits", "pairs") if asked.get(name)]
     if of_models:
         raise click.UsageError(f"--{of_models[0]} is for merged models, but {folder} is an adapter")
     return verify_computed(computed, **{name: asked[name] for name in ("select", "ignore", "jobs")}, **how)

@@ -15,7 +15,7 @@ from lora_tool.formats.files import parse_json, read_text
 Text = str | list[dict[str, Any]]
 """A plain text, or the messages of a conversation."""
 
-LARGEST_FILE = 256 << 20
+_LARGEST_FILE = 256 << 20
 _EXPECTED = "an object with `chosen` and `rejected`, and a `prompt` where they do not begin with it"
 
 
@@ -43,16 +43,16 @@ def read_pairs(path: Path, *, least: float | None = None) -> Pairs:
     Texts are put together as TRL's `RewardTrainer` does: prompt + chosen, both strings or both lists of messages.
     Raises `CorruptFile` or `BadConfig`, which name file and line, what was found and what was expected.
     """
-    rows = tuple(_pair(row, line, path) for line, row in json_lines(path))
+    rows = tuple(_pair(row, line, path) for line, row in _json_lines(path))
     if not rows:
         raise BadConfig.of(path, Defect.BAD_FIELD, f"holds no pair; expected in each line {_EXPECTED}")
     return Pairs(path=path, rows=rows, least=least)
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number of each line that is not blank, and the JSON in it. Raises `CorruptFile`."""
     # a line ends at \n alone: JSON may hold the other separators that `splitlines` knows
-    for number, line in enumerate(read_text(path, limit=LARGEST_FILE).split("\n"), 1):
+    for number, line in enumerate(read_text(path, limit=_LARGEST_FILE).split("\n"), 1):
         if line.strip("\ufeff \t\r"):
             try:
                 yield number, parse_json(line.encode(), path)

@@ -15,7 +15,6 @@ from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
-from lora_tool.verification.texts import LossEvidence
 from lora_tool.verification.verified import Verification, summary_json
 
 _KEPT = {
@@ -43,8 +42,6 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
         yield from (f"  {line}" for line in _output_lines(verification.outputs))
     if verification.pairs is not None:
         yield from (f"  {line}" for line in _pair_lines(verification.pairs))
-    if verification.loss is not None:
-        yield from (f"  {line}" for line in _loss_lines(verification.loss))
     if tensors:
         width = max((len(printable(name)) for name in verification.evidence), default=0)
         yield from (f"  {_tensor_line(found, width)}" for found in verification.evidence.values())
@@ -109,14 +106,6 @@ def _ranking_line(ranking: Ranking) -> str:
     return f"accuracy {ranking.accuracy:.3f} (95% {low:.3f} to {high:.3f}), {margin}{ties}{lost}"
 
 
-def _loss_lines(found: LossEvidence) -> Iterator[str]:
-    """Yield what was measured on a text."""
-    how = "a layer at a time" if found.streamed else "each model loaded whole"
-    yield printable(f"loss per token in nats, in float32 on {counted(found.tokens, 'token')} of {found.source}, {how}:")
-    base = "" if found.base is None else f"base alone {found.base:.4f}, "
-    yield f"  {base}base + adapter {found.unmerged:.4f}, merged {found.merged:.4f} ({found.difference:+.2g})"
-
-
 def _tensor_line(found: TensorEvidence, width: int) -> str:
     """Return one tensor's evidence in a line, its name in `width` columns."""
     figures = [f"{text:<17}" for text in _figures(_distances(found))] if found.action is TensorAction.MERGED else []
@@ -148,7 +137,6 @@ def verification_json(verification: Verification) -> dict[str, Any]:
             "precision": verification.precision.value if verification.precision else None,
             "outputs": _outputs_json(verification.outputs),
             "pairs": _pairs_json(verification.pairs),
-            "loss": None if verification.loss is None else _loss_json(verification.loss),
             "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
         },
     }
@@ -193,11 +181,6 @@ def _pairs_json(found: PairEvidence | None) -> dict[str, Any] | None:
             "lines": found.lines,
         }
     )
-    return table
-
-
-def _loss_json(found: LossEvidence) -> dict[str, Any]:
-    table: dict[str, Any] = json_data({**asdict(found), "difference": found.difference})
     return table
 
 

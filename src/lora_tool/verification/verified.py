@@ -21,7 +21,6 @@ from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.checking import Level
-from lora_tool.verification.texts import LossEvidence
 
 OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
@@ -41,8 +40,6 @@ class Verification(Struct, frozen=True, kw_only=True):
     """The answers of both models, if `logits` was requested."""
     pairs: PairEvidence | None = None
     """How both models ranked the `pairs`, if any were given."""
-    loss: LossEvidence | None = None
-    """The loss of the language models on `text`, if it was given."""
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"

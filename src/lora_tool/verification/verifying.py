@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir
 from lora_tool.cluster.spread import HERE, EngineName, Spread, spread_over
 from lora_tool.errors import UnsupportedAdapter, require_packages
@@ -26,7 +24,6 @@ from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_steps
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs, read_pairs
-from lora_tool.verification.texts import Texts, read_texts
 from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
 
 _OF_USE = frozenset({"LT625"})
@@ -45,7 +42,6 @@ def verify(
     prompts: Sequence[str] | None = None,
     pairs: str | os.PathLike[str] | None = None,
     min_accuracy: float | None = None,
-    text: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     engine: EngineName | str = EngineName.LOCAL,
     address: str | None = None,
@@ -67,8 +63,7 @@ def verify(
 
     With the extra `merge`: `logits` runs both models on `prompts`, by default eight built-in ones, and compares their
     answers. `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with
-    it: both reward models rank them, `min_accuracy` is the share that the merged one must rank right. `text` is a file
-    on which the loss per token of causal models is measured.
+    it: both reward models rank them, `min_accuracy` is the share that the merged one must rank right.
 
     Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
     `MissingDependency` before anything is compared.
@@ -88,7 +83,6 @@ def verify(
         logits=logits,
         prompts=prompts,
         pairs=asked,
-        text=None if text is None else read_texts(Path(text)),
         jobs=jobs,
         spread=spread,
         progress=progress,
@@ -105,7 +99,6 @@ def verify_inputs(
     logits: bool = False,
     prompts: Sequence[str] | None = None,
     pairs: Pairs | None = None,
-    text: Texts | None = None,
     jobs: int | None = None,
     spread: Spread = HERE,
     progress: Progress | None = None,
@@ -114,7 +107,7 @@ def verify_inputs(
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen_rules(select, ignore)
-    if logits or pairs is not None or text is not None:
+    if logits or pairs is not None:
         require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
     ranking = None
@@ -122,11 +115,6 @@ def verify_inputs(
         from lora_tool.verification.rewards import prepare  # torch and transformers, only where asked for
 
         ranking = prepare(inputs, plan, pairs)  # before the long work
-    reading = None
-    if text is not None:
-        from lora_tool.verification import losses  # torch and transformers, only where asked for
-
-        reading = losses.prepare(inputs, plan, text)
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:
         seen = unwatched if level is Level.SAMPLE else watch
@@ -153,8 +141,7 @@ def verify_inputs(
         inputs=inputs.fingerprints(),
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
-    found = by_rules(subject, rules, level, inputs.precision, adapters=subject.adapter_names, skipped=skipped)
-    return found if reading is None else replace(found, loss=reading(watch))
+    return by_rules(subject, rules, level, inputs.precision, adapters=subject.adapter_names, skipped=skipped)
 
 
 def _compared(
