@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, configuration_utils
+from transformers import LlamaConfig, PreTrainedModel, configuration_utils
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -36,7 +36,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lora_tool.adapter.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
-from lora_tool.architectures.config_fields import TABLE, TypedConfig
 from lora_tool.checkpoint import open_model
 from lora_tool.formats.model_config import NOT_NULL, NUMBERS, read_model_config
 from lora_tool.names.conversion import Conversion, by_template
@@ -56,7 +55,6 @@ from lora_tool.rules.model.lt3_functions import (
 )
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import Task, buildable, tiny_model
-from tests.tensor_tables.config_fields import table
 
 TESTED = "5.23"
 """The release that the oracle tests ran with; another is a reason to run them again and to change this line."""
@@ -117,39 +115,20 @@ def test_these_keys_are_what_a_rope_type_requires(kind: str) -> None:
             LlamaConfig(rope_parameters={name: value for name, value in whole.items() if name != key})
 
 
-def test_the_table_of_fields_is_transformers_own() -> None:
-    assert TABLE.read_text() == table()
-
-
-def test_configs_take_what_the_table_says(tmp_path: Path) -> None:
+def test_the_configs_of_transformers_name_what_it_has(tmp_path: Path) -> None:
     base = open_model(FIXTURES / "causal-llama/base")
-    values: list[object] = [1, 0.5, True, "silu", None, {}, [1], ["a"], [0.5], [[1]], [None]]
-    wrong: list[tuple[object, ...]] = []
-    refused = 0
+    wrong: list[tuple[str, ...]] = []
+    made = 0
     for model_type, config in CONFIG_MAPPING.items():
         try:
-            made = config()
+            config().to_json_file(tmp_path / "config.json", use_diff=False)
         except Exception:  # noqa: BLE001 - a config that must be given more
             continue
-        made.to_json_file(tmp_path / "config.json", use_diff=False)
+        made += 1
         subject = ModelSubject(checkpoint=replace(base, config=read_model_config(tmp_path / "config.json")))
-        wrong += [(model_type, fault.subject, fault.message) for fault in RULES["LT324"].check(subject)]
-        for field in dataclasses.fields(config):
-            for value in values:
-                told = list(TypedConfig(context="", model_type=model_type, table={field.name: value}).misfits())
-                refused += bool(told)
-                if bool(told) != _is_refused(made, field.name, value):
-                    wrong.append((model_type, field.name, value, told))
+        wrong += [(model_type, fault.subject or "", fault.message) for fault in RULES["LT324"].check(subject)]
     assert not wrong, wrong[:20]
-    assert refused > 100_000
-
-
-def _is_refused(config: PreTrainedConfig, name: str, value: object) -> bool:
-    try:
-        setattr(config, name, value)
-    except StrictDataclassFieldValidationError:
-        return True
-    return False
+    assert made > 500
 
 
 def test_these_are_the_kinds_of_layers_and_attention() -> None:

@@ -26,18 +26,6 @@ def _rope_without_its_factor(folder: Path) -> None:
         config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4}
 
 
-@breaks("LT324 type", MODEL)
-def _null_epsilon(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["rms_norm_eps"] = None
-
-
-@breaks("LT324 null", SHARDED)
-def _null_tie(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["tie_word_embeddings"] = None
-
-
 @breaks("LT324 layers", MODEL)
 def _unknown_layers(folder: Path) -> None:
     with fields(folder, "config.json") as config:

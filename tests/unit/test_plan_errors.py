@@ -415,7 +415,6 @@ def test_floats_of_eight_bits_need_a_scale(tmp_path: Path) -> None:
     ("field", "value", "code"),
     [
         ("rope_scaling", {"rope_type": "linear"}, "LT324 .*factor"),
-        ("rms_norm_eps", None, "LT324"),
         ("dtype", "float17", "LT214"),
     ],
 )

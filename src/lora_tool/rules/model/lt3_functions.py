@@ -1,10 +1,12 @@
-"""LT324: functions that a model's config names and values that it has, which transformers does not take."""
+"""LT324: names in a model's config that transformers does not know, and what it requires with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from lora_tool.architectures.config_fields import TypedConfig, typed_configs
+from msgspec import Struct
+
+from lora_tool.architectures.model_tensors import prefixes_of
 from lora_tool.choices import suggestion
 from lora_tool.formats.fields import shown
 from lora_tool.report import Severity
@@ -49,6 +51,11 @@ OWN_ROPES = frozenset(
     """.split()  # noqa: SIM905 - a table
 )
 """Model types whose classes do not look the type of their one set of rope parameters up."""
+OWN_LAYERS = frozenset({"deepseek_v4", "nemotron_h", "neomme", "resnet"})
+"""Model types whose classes have kinds of layers of their own."""
+_NOT_MODELS = frozenset({"quantization_config", "generation_config"})
+"""Objects in a config that are the config of no model."""
+_DEEPEST = 8
 _OF_SOME_MODELS = frozenset({"axial", "mrope", "su", "xdrope"})
 """Types that the configs of some models have of their own, or translate."""
 _NUMBERS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "rope_theta"})
@@ -56,35 +63,48 @@ _NUMBERS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "rope_the
 
 @rule("LT324", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG}))
 def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
-    """The config names an unknown function or has an unusable value.
+    """The config names something that transformers does not have.
 
-    What it does: Compares each field of `config.json`, and of the configs in it (`text_config`), with what the class of
-    its model type takes in transformers 5: a number, a name, true or false, null. It looks `hidden_act`
-    (`hidden_activation`, `activation_function`), the `rope_type` of `rope_parameters` or `rope_scaling`, the entries of
-    `layer_types` and `attn_implementation` up among the names of transformers, and for what a rope type requires.
+    What it does: Looks up, in `config.json` and in the configs in it (`text_config`), `hidden_act` (`hidden_activation`,
+    `activation_function`), the `rope_type` of `rope_parameters` or `rope_scaling`, the entries of `layer_types` and
+    `attn_implementation` among the names of transformers 5, and what a rope type requires.
 
     Why it matters: transformers does not load the model, some faults with a bare `KeyError: 'swilu'`.
 
-    Example: `"hidden_act": "swilu"`; `"rope_type": "linear"` without `factor`; `"tie_word_embeddings": null`.
+    Example: `"hidden_act": "swilu"`; `"rope_type": "linear"` without `factor`.
 
     What to do: Copy the field from the `config.json` of the model that this one was trained from.
     """
     config = subject.checkpoint.config
     if config is None or config.custom_code:
         return
-    for each in typed_configs(config.raw):
-        faults = (_of_another_type(each), _unknown_names(each), _rope_faults(each), _layer_faults(each))
-        for name, message in (*(fault for some in faults for fault in some), *_outer_faults(each)):
+    for each in _configs("", config.raw, _DEEPEST):
+        faults = (_unknown_names(each), _rope_faults(each), _layer_faults(each), _outer_faults(each))
+        for name, message in (fault for some in faults for fault in some):
             yield Fault(subject=f"{each.context}{name}", message=message, path=str(config.path))
 
 
-def _of_another_type(config: TypedConfig) -> Iterator[tuple[str, str]]:
-    for name, taken in config.misfits():
-        found = shown(config.table[name])
-        yield name, f"expected {taken}, found {found}: transformers does not load the model"
+class _Config(Struct, frozen=True, kw_only=True):
+    """A config, or one inside it; `context` stands before its fields."""
+
+    context: str
+    table: Mapping[str, object]
+
+    @property
+    def model_type(self) -> str:
+        found = self.table.get("model_type")
+        return found if isinstance(found, str) else ""
 
 
-def _unknown_names(config: TypedConfig) -> Iterator[tuple[str, str]]:
+def _configs(context: str, table: Mapping[str, object], deepest: int) -> Iterator[_Config]:
+    """Yield the config and those inside it."""
+    yield _Config(context=context, table=table)
+    for name, inner in table.items() if deepest else ():
+        if name.endswith("_config") and name not in _NOT_MODELS and isinstance(inner, Mapping):
+            yield from _configs(f"{context}{name}.", inner, deepest - 1)
+
+
+def _unknown_names(config: _Config) -> Iterator[tuple[str, str]]:
     """Yield the names that transformers does not have."""
     for name, value, known in _named(config):
         if isinstance(value, str) and value not in known | _OF_SOME_MODELS:
@@ -95,7 +115,7 @@ def _no_such(value: str, known: Iterable[str]) -> str:
     return f"transformers has no {shown(value)}. {suggestion(value, sorted(known))}".rstrip()
 
 
-def _rope_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
+def _rope_faults(config: _Config) -> Iterator[tuple[str, str]]:
     """Yield what a rope type requires and does not have, and what is no number."""
     for name, kind, rope in _ropes(config):
         for key in ROPE_KEYS.get(kind, ()):
@@ -106,22 +126,31 @@ def _rope_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
                 yield f"{name}{key}", f"expected a number, found {shown(value)}: transformers does not load the model"
 
 
-def _layer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the kinds of layers that transformers does not know, and lists that are not as long as the model is deep."""
-    field, depth = config.depth or ("", None)
-    for name, known in LAYERS.items() if field else ():
+def _layer_faults(config: _Config) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of layers that transformers does not know, and lists that are not as long as the model is deep.
+
+    Nearly every new model type has a new kind of layer, so types that lora-tool has no table of are not judged.
+    """
+    if config.model_type in OWN_LAYERS or not prefixes_of(config.model_type):
+        return
+    depth = config.table.get("num_hidden_layers")
+    for name, known in LAYERS.items():
         kinds = config.table.get(name)
-        if kinds is not None and not isinstance(kinds, list) and not config.has(name):
-            yield name, f"expected a list, found {shown(kinds)}: transformers does not load the model"
+        if kinds is None:
+            continue
         if not isinstance(kinds, list):
-            return  # transformers stops here, too
+            yield name, f"expected a list, found {shown(kinds)}: transformers does not load the model"
+            return
         for kind in dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in known):
             yield name, _no_such(kind, known)
         if type(depth) is int and depth != len(kinds):
-            yield name, f"has {len(kinds)} entries beside `{field}` {depth}: transformers does not load the model"
+            yield (
+                name,
+                f"has {len(kinds)} entries, but `num_hidden_layers` is {depth}: transformers does not load the model",
+            )
 
 
-def _outer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
+def _outer_faults(config: _Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong in the outermost config alone: attention that transformers does not have, code by no name, codes of
     no method.
     """
@@ -143,18 +172,18 @@ def _outer_faults(config: TypedConfig) -> Iterator[tuple[str, str]]:
         yield "quantization_config", message
 
 
-def _named(config: TypedConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
+def _named(config: _Config) -> Iterator[tuple[str, object, frozenset[str]]]:
     """Yield field, value and the names that there are, for the config of one model."""
     for name in ("hidden_act", "hidden_activation", "activation_function"):
-        if config.has(name) and config.model_type not in OWN_ACTIVATION:
+        if config.model_type not in OWN_ACTIVATION:
             yield name, config.table.get(name), ACTIVATIONS
     for name, kind, rope in _ropes(config):
         yield f"{name}{'rope_type' if 'rope_type' in rope else 'type'}", kind, ROPE_TYPES
 
 
-def _ropes(config: TypedConfig) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+def _ropes(config: _Config) -> Iterator[tuple[str, str, Mapping[str, object]]]:
     """Yield each set of rope parameters, also those of kinds of layers, with what is before its keys, and its type."""
-    for name in ("rope_parameters", "rope_scaling") if config.has("rope_parameters") else ():
+    for name in ("rope_parameters", "rope_scaling"):
         rope = config.table.get(name)
         if isinstance(rope, Mapping):
             whole = () if config.model_type in OWN_ROPES else ((f"{name}.", rope),)
