@@ -3,8 +3,7 @@
     python tests/oracle/deepspeed_saves.py OUT [NAME…]
 
 `OUT/NAME` holds the checkpoint and `truth.safetensors`: float32 masters, or weights where there are none, gathered live.
-Mixtures are of two groups of experts with two ranks each, under stages 0 to 2 (DeepSpeed refuses stage 3); AutoTP cuts
-a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half. A policy with a value head is of LLaMA-Factory's and
+AutoTP cuts a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half. A policy with a value head is of LLaMA-Factory's and
 TRL's form: the head lies outside of the PEFT model, and the norms are trained with it, as LongLoRA does.
 """
 
@@ -20,55 +19,9 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 4
-EXPERTS = 4
 TAG = "global_step2"
 Module = Any
 Maker = Callable[[Path], None]
-
-
-def mixture(*, lora: bool, dtype: str) -> Module:
-    """Return two blocks with a mixture each: every expert has values of its own."""
-    import peft
-    import torch
-    from deepspeed.moe.layer import MoE
-
-    class Expert(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
-
-        def forward(self, rows: Module) -> Module:
-            return self.down(torch.relu(self.up(rows)))
-
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = torch.nn.Linear(8, 8)
-            self.moe = MoE(8, Expert(), num_experts=EXPERTS, ep_size=2, min_capacity=4)
-
-        def forward(self, rows: Module) -> Module:
-            return rows + self.moe(self.proj(rows))[0]
-
-    torch.manual_seed(3)
-    module = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(8, 3))
-    if lora:
-        module = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["proj", "up", "down"]))
-    module = module.to(getattr(torch, dtype))
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if ".deepspeed_experts." in name:
-                vars(parameter).update(allreduce=False, group_name="ep_size_2")  # as `Experts` marks its own
-            seed = sum(map(ord, in_the_module(name)))
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return module
-
-
-def in_the_module(name: str) -> str:
-    """Return the name of this rank's tensor with the number that its expert has among all."""
-    from deepspeed.utils import groups
-
-    before = groups._get_expert_parallel_rank("ep_size_2") * EXPERTS // 2
-    return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda found: str(before + int(found[0])), name)
 
 
 def trained(out: Path, module: Module, batches: Any, config: Mapping[str, Any], groups: list[Any]) -> Module:
@@ -115,42 +68,6 @@ def keep(out: Path, truth: Mapping[str, Any]) -> None:
 
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in truth.items()}, out / "truth.safetensors")
-
-
-def moe(stage: int, dtype: str, *, lora: bool = False, data_first: bool = False) -> Maker:
-    """A mixture of experts of DeepSpeed's own."""
-
-    def make(out: Path) -> None:
-        import torch
-        import torch.distributed as dist
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-        from deepspeed.utils import groups
-
-        for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-            known.clear()  # of a run with another order of ranks
-        groups._create_expert_and_data_parallel(2, use_data_before_expert_parallel_=data_first)
-        module = mixture(lora=lora, dtype=dtype)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        sorts = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
-        config = {
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": dtype == "bfloat16"},
-            "use_data_before_expert_parallelism": data_first,
-        }
-
-        def batch(step: int) -> Callable[[Module], Any]:
-            rows = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
-            return lambda engine: engine(rows.to(getattr(torch, dtype))).float().pow(2).mean()
-
-        engine = trained(out, module, map(batch, range(2)), config, sorts)
-        truth: dict[str, Any] = {}
-        for table in gathered({in_the_module(name): tensor for name, tensor in masters(engine).items()}):
-            for name, tensor in table.items():
-                if not torch.equal(truth.setdefault(name, tensor), tensor):
-                    raise AssertionError(name)
-        keep(out, truth)
-
-    return make
 
 
 def autotp(stage: int) -> Maker:
@@ -242,56 +159,6 @@ def value_head(stage: int) -> Maker:
     return make
 
 
-def pipeline(stage: int) -> Maker:
-    """Four blocks with LoRA and a head that is trained, on two stages of a pipeline with two ranks each."""
-
-    def make(out: Path) -> None:
-        import deepspeed
-        import peft
-        import torch
-        import torch.distributed as dist
-        from deepspeed.pipe import PipelineModule
-        from deepspeed.utils import groups
-
-        class Block(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up, self.down = torch.nn.Linear(8, 11), torch.nn.Linear(11, 8)
-
-            def forward(self, rows: Module) -> Module:
-                return rows + self.down(torch.relu(self.up(rows)))
-
-        torch.manual_seed(3)
-        lora = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
-        blocks = [peft.inject_adapter_in_model(lora, Block()) for _ in range(4)]
-        module = PipelineModule(
-            layers=[*blocks, torch.nn.Linear(8, 5)],
-            num_stages=2,
-            loss_fn=lambda rows, wanted: (rows - wanted).pow(2).mean(),
-        ).bfloat16()
-        options = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-        }
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=options)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        batches = [tuple(torch.randn(2, size, generator=generator).bfloat16() for size in (8, 5)) for _ in range(2)]
-        for batch in batches:
-            engine.train_batch(data_iter=iter([batch]))
-        engine.save_checkpoint(str(out), tag=TAG)
-        truth: dict[str, Any] = {}
-        for table in gathered(masters(engine)):
-            truth |= table
-        keep(out, truth)
-        groups.mpu = None  # else all that is trained after it would be of its groups
-
-    return make
-
-
 def round_robin(stage: int) -> Maker:
     """Groups whose parameters are dealt out to the ranks in turn. DeepSpeed's own function gives other masters than it has."""
 
@@ -328,10 +195,6 @@ def round_robin(stage: int) -> Maker:
 KINDS: dict[str, Maker] = {
     "round-robin-stage2": round_robin(2),
     "value-head-stage3": value_head(3),
-    "moe-stage0": moe(0, "float32"),
-    "moe-stage2-bf16": moe(2, "bfloat16"),
-    "moe-lora-data-first": moe(1, "bfloat16", lora=True, data_first=True),
-    "pipeline-stage1": pipeline(1),
     "autotp-stage2": autotp(2),
 }
 

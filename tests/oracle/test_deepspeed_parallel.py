@@ -23,7 +23,6 @@ from tests.made_once import made_once
 from tests.oracle.deepspeed_saves import KINDS, TAG, make
 
 pytest.importorskip("deepspeed")
-LORA = "moe-lora-data-first"
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +58,6 @@ def test_a_universal_checkpoint_of_slices_has_them_joined(made: Path, tmp_path: 
     assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
 
 
-def test_an_adapter_has_the_lora_of_every_expert(made: Path, tmp_path: Path) -> None:
-    plan = plan_consolidate(made / LORA, lora_alpha=4)
-    adapter = load_file(execute(plan, tmp_path / "out") / "adapter_model.safetensors")
-    truth = load_file(made / LORA / "truth.safetensors")
-    lora = {name.replace(".default.", "."): tensor for name, tensor in truth.items() if ".lora_" in name}
-    assert adapter.keys() == lora.keys()
-    assert sum(".deepspeed_experts.3." in name for name in lora) == 2 * 2 * 2
-    assert all(torch.equal(adapter[name], tensor) for name, tensor in lora.items())
-
-
-def _expert(run: Path, number: int, layer: int = 0) -> Path:
-    return run / TAG / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
-
-
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 
@@ -89,15 +74,6 @@ def _changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     torch.save(table, path)
 
 
-def _doubled(table: dict[str, Any]) -> None:
-    for tensor in table.values():
-        tensor.mul_(2)
-
-
-def _shorter(table: dict[str, Any]) -> None:
-    table.popitem()
-
-
 def _optim(run: Path, rank: int, slice_: int) -> Path:
     return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_{slice_:02d}_optim_states.pt"
 
@@ -111,46 +87,15 @@ def _drop_slice(run: Path) -> None:
         path.unlink()
 
 
-def _more_experts(run: Path) -> None:
-    torch.save(torch.load(_expert(run, 1), weights_only=False), _expert(run, 7))
-
-
-def _layer(run: Path, number: int) -> Path:
-    return run / TAG / f"layer_{number:02d}-model_states.pt"
-
-
-def _drop_stage(run: Path) -> None:
-    for path in (run / TAG).glob("*mp_rank_01*"):
-        path.unlink()
-
-
-MOE, TP, PIPE = "moe-stage2-bf16", "autotp-stage2", "pipeline-stage1"
-FAULTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
-    "an expert is missing": (MOE, "LT401", lambda run: _expert(run, 2, 1).unlink()),
-    "the last expert is missing": (MOE, "LT401", lambda run: _expert(run, 3, 1).unlink()),
-    "an expert is truncated": (MOE, "LT402", lambda run: _cut(_expert(run, 1))),
-    "an expert of a larger run": (MOE, "LT403", _more_experts),
-    "an expert is copied": (MOE, "LT404", lambda run: shutil.copy(_expert(run, 0), _expert(run, 1))),
-    "experts are swapped": (MOE, "LT404", lambda run: _swapped(_expert(run, 0), _expert(run, 3))),
-    "experts of two layers are swapped": (MOE, "LT404", lambda run: _swapped(_expert(run, 0), _expert(run, 0, 1))),
-    "an expert of another run": (MOE, "LT407", lambda run: _changed(_expert(run, 3), _shorter)),
-    "an expert of another step": (MOE, "LT414", lambda run: _changed(_expert(run, 3), _doubled)),
-    "a slice is missing": (TP, "LT401", _drop_slice),
-    "a slice's model file is missing": (TP, "LT401", lambda run: _model(run, 1).unlink()),
-    "a slice's masters are missing": (TP, "LT401", lambda run: _optim(run, 1, 1).unlink()),
-    "a slice is truncated": (TP, "LT402", lambda run: _cut(_optim(run, 1, 1))),
-    "slices are swapped": (TP, "LT404", lambda run: _swapped(_optim(run, 0, 0), _optim(run, 0, 1))),
-    "a slice is copied": (TP, "LT404", lambda run: shutil.copy(_model(run, 0), _model(run, 1))),
-    "a layer is missing": (PIPE, "LT401", lambda run: _layer(run, 1).unlink()),
-    "the last layer is missing": (PIPE, "LT401", lambda run: _layer(run, 4).unlink()),
-    "a stage is missing": (PIPE, "LT401", _drop_stage),
-    "a stage's masters are missing": (PIPE, "LT401", lambda run: _optim(run, 1, 1).unlink()),
-    "a layer is truncated": (PIPE, "LT402", lambda run: _cut(_layer(run, 2))),
-    "layers are swapped": (PIPE, "LT404", lambda run: _swapped(_layer(run, 0), _layer(run, 3))),
-    "a layer of another run": (PIPE, "LT407", lambda run: _changed(_layer(run, 3), _shorter)),
-    "a layer of another step": (PIPE, "LT414", lambda run: _changed(_layer(run, 2), _doubled)),
+TP = "autotp-stage2"
+FAULTS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a slice is missing": ("LT401", _drop_slice),
+    "a slice's model file is missing": ("LT401", lambda run: _model(run, 1).unlink()),
+    "a slice's masters are missing": ("LT401", lambda run: _optim(run, 1, 1).unlink()),
+    "a slice is truncated": ("LT402", lambda run: _cut(_optim(run, 1, 1))),
+    "slices are swapped": ("LT404", lambda run: _swapped(_optim(run, 0, 0), _optim(run, 0, 1))),
+    "a slice is copied": ("LT404", lambda run: shutil.copy(_model(run, 0), _model(run, 1))),
     "a slice of another step": (
-        TP,
         "LT406",
         lambda run: _changed(_model(run, 1), lambda table: table.update(global_steps=9)),
     ),
@@ -159,23 +104,13 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found_and_refused(fault: str, made: Path, tmp_path: Path) -> None:
-    kind, code, injure = FAULTS[fault]
-    run = Path(shutil.copytree(made / kind, tmp_path / "run"))
+    code, injure = FAULTS[fault]
+    run = Path(shutil.copytree(made / TP, tmp_path / "run"))
     injure(run)
     assert code in found_in(run)
     with pytest.raises(FindingsFound, match=code):
         execute(plan_consolidate(run, what="state"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_what_a_pipeline_calls_its_layers_is_no_name_of_a_model(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match=r"is of a pipeline, whose layers are numbered \(`0\.up\."):
-        plan_consolidate(made / PIPE, lora_alpha=4)
-    run = Path(shutil.copytree(made / PIPE, tmp_path / "run"))
-    for path in (run / TAG).glob("layer_*"):
-        path.unlink()
-    with pytest.raises(UnsupportedCheckpoint, match=r"pp_degree is 2: .*layer_00-model_states\.pt … are not here"):
-        plan_consolidate(run, what="state")
 
 
 def _without_map(table: dict[str, Any]) -> None:
@@ -204,7 +139,7 @@ def test_a_cut_that_is_not_known_is_refused(change: Any, why: str, made: Path, t
 
 
 def test_experts_under_autoep_are_refused(made: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(made / "moe-stage0", tmp_path / "run"))
+    run = Path(shutil.copytree(made / "round-robin-stage2", tmp_path / "run"))
     _changed(_model(run, 0), lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
     with pytest.raises(UnsupportedCheckpoint, match="AutoEP replaced its mixtures"):
         plan_consolidate(run, what="state")

@@ -345,7 +345,10 @@ def test_masters_lost_and_model_files_kept(stage2: Path, stage3: Path) -> None:
 REFUSED = {
     "mp_rank_01_model_states.pt": "two runs",
     "layer_03-model_00-model_states.pt": "pipeline parallelism",
-    "expert_3_mp_rank_00_model_states.pt": "experts that do not record their layer",
+    "layer_00-model_states.pt": "pipeline parallelism",
+    "expert_3_mp_rank_00_model_states.pt": "DeepSpeed-MoE",
+    "layer_0_expert_0_mp_rank_00_model_states.pt": "DeepSpeed-MoE",
+    "expp_rank_0_mp_rank_00_optim_states.pt": "DeepSpeed-MoE",
     "offloaded_tensors": "NVMe",
     "zero_pp_rank_0_mp_rank_00_optim_states.pt": "two sorts",
     "mp_rank_00_model_states.pt": "two runs",
@@ -362,10 +365,20 @@ def test_layouts_that_are_refused_by_name(stage3: Path, name: str) -> None:
         validate(open_sharded(stage3.parent))
 
 
-def test_a_degree_of_parallelism_in_the_file_is_refused(stage2: Path) -> None:
-    resave(stage2 / "mp_rank_00_model_states.pt", lambda value: value.update(mp_world_size=2))
-    with pytest.raises(UnsupportedCheckpoint, match="mp_world_size is 2"):
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"mp_world_size": 2}, "mp_world_size is 2"),
+        ({"checkpoint_parallel_dimensions": {"pp_degree": 2}}, "pp_degree is 2: .* pipeline parallelism"),
+        ({"num_experts": [4, 4]}, "DeepSpeed-MoE"),
+    ],
+)
+def test_parallelism_that_only_the_file_names_is_refused(stage2: Path, said: dict[str, Any], words: str) -> None:
+    """The files of layers and experts may have been left behind."""
+    resave(stage2 / "mp_rank_00_model_states.pt", lambda value: value.update(said))
+    with pytest.raises(UnsupportedCheckpoint, match=words) as refused:
         plan(stage2)
+    assert refused.value.hint
 
 
 def test_groups_of_ranks_that_have_all_parameters_are_refused(stage3: Path) -> None:

@@ -21,11 +21,8 @@ from msgspec import Struct
 from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
-from lora_tool.formats.expert_files import experts_of_a_rank, in_the_module, number_of
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.universal import FILE
-from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, ZeroStage
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -65,10 +62,6 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
         (Role.TRAINED, trained),
         (Role.FROZEN if tag.stage else Role.SAVED, _frozen_shapes(tag, first, trained)),
         (Role.BUFFER, buffers),
-        (
-            Role.FROZEN if tag.stage else Role.SAVED,
-            {name: tensor.shape for name, (_, tensor) in _whole_files(tag).items()},
-        ),
     ):
         found |= {name: StateEntry(role=role, shape=shape) for name, shape in shapes.items() if name not in found}
     order = {name: number for number, name in enumerate(first.module)}
@@ -76,45 +69,18 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """Parameters that lie one after the other in the same flat group of some ranks."""
+    """Parameters that lie one after the other in the same flat group of all ranks."""
 
     number: int
-    ranks: Sequence[int]
-    """Which share them, in the order of their parts: all, but of experts those that hold the same ones."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Their names in the whole module and their shapes, in order."""
+    """Their shapes, in order."""
 
 
 def groups_of(tag: ZeroTag) -> Iterator[Group]:
-    """Yield the flat groups of the trained parameters, nothing where there was no ZeRO.
-
-    Those of experts are cut into as many parts as ranks hold the same ones (`utils/groups.py`,
-    `_create_expert_and_data_parallel`); their names are as rank 0 numbers its own.
-    """
-    first = tag.first
-    if first is None or tag.stage == ZeroStage.DISABLED:
-        return
-    counts = next((states.counts for states in tag.optim.values()), ())
-    held = experts_of_a_rank(first.trained_shapes)
-    for number, shapes in enumerate(first.param_shapes):
-        count = counts[number] if number < len(counts) else 0
-        parts, rest = divmod(tag.world_size, count or tag.world_size)
-        if rest or parts == 1 or any(number_of(name) is None for name in shapes):
-            yield Group(number=number, ranks=range(tag.world_size), shapes=shapes)
-            continue
-        for part in range(parts):
-            ranks = (
-                range(part * count, (part + 1) * count)
-                if first.data_before_experts
-                else range(part, tag.world_size, parts)
-            )
-            named = {in_the_module(name, part, held): shape for name, shape in shapes.items()}
-            yield Group(number=number, ranks=ranks, shapes=named)
-
-
-def _whole_files(tag: ZeroTag) -> dict[str, tuple[WholeFile, LazyTensor]]:
-    """Return the name of each tensor in the files of experts and layers → the file and the tensor."""
-    return {name: (file, tensor) for file in tag.whole_files for name, tensor in file.tensors.items()}
+    """Yield the flat groups of the trained parameters, nothing where there was no ZeRO."""
+    if tag.first is not None and tag.stage != ZeroStage.DISABLED:
+        for number, shapes in enumerate(tag.first.param_shapes):
+            yield Group(number=number, shapes=shapes)
 
 
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
@@ -164,7 +130,7 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
         return {name: _whole(tag, name, shape) for name, shape in named.items()}
     found: dict[str, StoredTensor] = {}
     for group in groups_of(tag):
-        ranks = [tag.optim[rank] for rank in group.ranks]
+        ranks = [tag.optim[rank] for rank in range(tag.world_size)]
         if any(group.number >= len(states.groups) for states in ranks):
             message = f"not every rank has the {len(first.param_shapes)} groups of masters that rank 0 has"
             raise IncompleteCheckpoint(f"{tag.folder}: {message}")
@@ -256,17 +222,14 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
     if first is None:
         return {}
     found = {}
-    held = (*first.module.items(), *(first.frozen or {}).items())
-    whole: dict[str, tuple[ModelStates | WholeFile, LazyTensor]] = {name: (first, tensor) for name, tensor in held}
-    whole.update(_whole_files(tag))
+    whole = {**first.module, **(first.frozen or {})}
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue
         if entry.role is Role.FROZEN and tag.stage == ZeroStage.WEIGHTS:
             found[name] = _by_rank(name, entry.shape, list(_frozen_pieces(tag, name)), 0)
         else:
-            holder, tensor = whole[name]
-            found[name] = holder.file.stored(tensor, name)
+            found[name] = first.file.stored(whole[name], name)
     return found
 
 

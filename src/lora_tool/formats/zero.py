@@ -8,26 +8,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.formats.expert_files import Place, read_experts
 from lora_tool.formats.files import require_inside
-from lora_tool.formats.pipeline_layers import LAYER_FILE, TIED, layer_of, read_layers
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.formats.universal import FOLDER, Master, is_universal, read_masters
-from lora_tool.formats.whole_files import WholeFile
 from lora_tool.formats.zero_files import (
+    BY_ITS_PROGRAM,
     GATHER,
     ModelStates,
     OptimStates,
     RankFile,
-    ZeroStage,
     as_in,
     model_states,
     optim_states,
@@ -41,11 +37,15 @@ _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
 _NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to two checkpoints"
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
-    (r"expert_\d+_mp_rank_", "holds files of experts that do not record their layer", GATHER),
     (
-        r"layer_\d+-(?!(model_00-)?model_states\.pt\Z)",
-        "was trained with pipeline parallelism and tensor parallelism, and its layers do not record how they were cut",
-        "convert it with the program that trained it",
+        r"(?:layer_\d+_)?expert_\d+_mp_rank_|expp_rank_",
+        "was trained with DeepSpeed-MoE, whose experts lora-tool does not put together",
+        BY_ITS_PROGRAM,
+    ),
+    (
+        r"layer_\d+-",
+        "was trained with pipeline parallelism, and its layers have numbers instead of the model's names",
+        BY_ITS_PROGRAM,
     ),
     (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", GATHER),
 )
@@ -58,7 +58,7 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
     folder: Path
     name: str
     slice_: int
-    """Which rank of tensor parallelism its files are of, or which stage of a pipeline."""
+    """Which rank of tensor parallelism its files are of."""
     stage: int
     """The `ZeroStage`, or what a file says in its place; 0 where nothing says that there was ZeRO (the weights are then
     whole in `module`).
@@ -72,21 +72,12 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
     optim_files: Mapping[int, str]
     masters: Mapping[str, Master] | None = None
     """The trained parameters of a universal checkpoint, which has no optimizer files; None of any other."""
-    experts: Mapping[Place, WholeFile] = field(default_factory=dict)
-    """The experts of DeepSpeed's mixtures, in the model's type."""
-    layers: Mapping[int, WholeFile] = field(default_factory=dict)
-    """The layers of a pipeline's stage, in the model's type; those that no stage trains are with the first."""
     problems: tuple[Problem, ...] = ()
 
     @property
     def files(self) -> tuple[RankFile, ...]:
         """The files that can be read."""
         return (*self.model.values(), *self.optim.values())
-
-    @property
-    def whole_files(self) -> tuple[WholeFile, ...]:
-        """The files of experts and layers, whose tensors are whole."""
-        return (*self.experts.values(), *self.layers.values())
 
     @property
     def first(self) -> ModelStates | None:
@@ -106,51 +97,13 @@ def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
     slices = {int(match["mp"]) for pattern in (_MODEL, _OPTIM) for match in map(pattern.match, names) if match}
     if not slices:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
-    layers = [name for name in names if LAYER_FILE.match(name)]
-    found = tuple(
-        _read_slice(folder, name, at, names, universal=universal, staged=bool(layers)) for at in sorted(slices)
-    )
-    if layers:
-        return _with_layers(found, layers)
+    found = tuple(_read_slice(folder, name, at, names, universal=universal) for at in sorted(slices))
     return (_of_whole_masters(found[0]),) if universal else found
-
-
-def _with_layers(stages: tuple[ZeroTag, ...], names: Sequence[str]) -> tuple[ZeroTag, ...]:
-    """Return the stages of a pipeline with the layers that each has.
-
-    Raises `UnsupportedCheckpoint` where the files do not tell which parameter a layer's tensor is.
-    """
-    first, problems = stages[0], list[Problem]()
-    folder = first.folder
-    trained = [tag.first.trained_shapes if tag.first else {} for tag in stages]
-    tied = next((name for shapes in trained for name in shapes if name.startswith(TIED)), None)
-    if tied is not None or any(tag.stage > ZeroStage.OPTIMIZER_STATES or tag.masters is not None for tag in stages):
-        why = (
-            f"its layers share `{tied}`, and their files do not say so"
-            if tied
-            else "files of other runs lie among those of its layers"
-        )
-        message = f"{folder}: the checkpoint was trained with pipeline parallelism: {why}"
-        raise UnsupportedCheckpoint(message, hint="convert it with the program that trained it")
-    layers = read_layers(folder, names, problems)
-    of_stage = [set(map(layer_of, shapes)) for shapes in trained]
-    owner = {layer: next((at for at, held in enumerate(of_stage) if layer in held), 0) for layer in layers}
-    return tuple(
-        replace(
-            tag,
-            layers={layer: held for layer, held in layers.items() if owner[layer] == at},
-            problems=(*tag.problems, *(problems if at == 0 else ())),
-        )
-        for at, tag in enumerate(stages)
-    )
 
 
 def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
     """Return a universal checkpoint, whose masters ds_to_universal.py put together, with the shapes that these have."""
     first = tag.first
-    if tag.experts:
-        message = "is universal, and ds_to_universal.py mixes up the experts of different ranks"
-        raise UnsupportedCheckpoint(f"{tag.folder} {message}", hint="use the tag that it was converted from")
     if first is None or first.slices == 1:
         return tag
     trained = first.trained_shapes
@@ -170,7 +123,7 @@ def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
     )
 
 
-def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, universal: bool, staged: bool) -> ZeroTag:
+def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, universal: bool) -> ZeroTag:
     # stages 1 and 2 write one model file, and no rank in its name
     models_of, optims_of = (
         [match for match in map(pattern.match, names) if match and int(match["mp"]) == at]
@@ -179,7 +132,7 @@ def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, unive
     model = [(int(match["rank"] or 0), match[0]) for match in models_of]
     optim = [(int(match["rank"]), match[0]) for match in optims_of]
     problems: list[Problem] = []
-    models = _read_files(folder, model, partial(model_states, staged=staged), problems)
+    models = _read_files(folder, model, model_states, problems)
     optims = _read_files(folder, optim, optim_states, problems)
     first = models[min(models)] if models else None
     stage = next((states.stage for states in optims.values()), first.stage if first else 0)
@@ -199,7 +152,6 @@ def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, unive
         model_files=dict(model),
         optim_files=dict(optim),
         masters=masters,
-        experts=read_experts(folder, names, problems),
         problems=tuple(problems),
     )
 

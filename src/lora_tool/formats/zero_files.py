@@ -31,6 +31,7 @@ Default = TypeVar("Default")
 
 _MAX_RANKS = 1_000_000
 GATHER = "load it with the DeepSpeed that wrote it, and save the gathered model: engine.save_16bit_model(FOLDER)"
+BY_ITS_PROGRAM = "load it with the program that trained it, and save the whole model from there"
 USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
 
 
@@ -78,14 +79,8 @@ class ModelStates(RankFile, frozen=True, kw_only=True):
     version: str | None
     slices: int
     """How many ranks of tensor parallelism share the parameters: 1 without it."""
-    stages: int
-    """How many stages of a pipeline have the layers among them: 1 without one."""
     cuts: Mapping[str, Cut]
     """How each parameter lies on them, as far as that is understood."""
-    experts: tuple[int, ...]
-    """How many experts each mixture of the module has; nothing for modules without DeepSpeed's."""
-    data_before_experts: bool
-    """Whether ranks that hold the same experts are neighbours; else those that hold different ones are."""
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -97,16 +92,12 @@ class OptimStates(RankFile, frozen=True, kw_only=True):
     """One `*_optim_states.pt`: this rank's part of the float32 masters."""
 
     groups: tuple[LazyTensor, ...]
-    counts: tuple[int, ...]
-    """In how many parts each group was cut, where that is said: those of experts in fewer than all ranks."""
     step: float | None
     """How many steps the optimizer took, where it counts them."""
 
 
-def model_states(file: TorchFile, rank: int, before: ModelStates | None, *, staged: bool = False) -> ModelStates:
+def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
     """Return what a `*_model_states.pt` says. `before` are the states of another rank whose file says the same, if any.
-
-    `staged` is that of a pipeline, beside whose files lie those of the layers.
 
     Raises `CorruptFile`, and `UnsupportedCheckpoint` for parallelism that is not put together.
     """
@@ -117,6 +108,9 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None, *, stag
     if table.get("ds_autoep_layers"):
         message = "AutoEP replaced its mixtures of experts, and its names for the experts are not the model's"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=GATHER)
+    if any(_get(table, "num_experts", list, [])):
+        message = "the checkpoint was trained with DeepSpeed-MoE, whose experts lora-tool does not put together"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=BY_ITS_PROGRAM)
     shapes = table.get("param_shapes")
     groups = [shapes] if isinstance(shapes, dict) else [] if shapes is None else shapes
     if not isinstance(groups, list):
@@ -150,11 +144,8 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None, *, stag
         global_steps=_get(table, "global_steps", int, None),
         world_size=_count_of_ranks(table.get("dp_world_size")),
         version=_get(table, "ds_version", str, None),
-        slices=1 if staged else _tensor_parallel(file, cuts),
-        stages=(_get(table, "mp_world_size", int, None) or 1) if staged else 1,
+        slices=_tensor_parallel(file, cuts),
         cuts=cuts or {},
-        experts=tuple(n for n in _get(table, "num_experts", list, []) if type(n) is int),
-        data_before_experts=config.get("use_data_before_expert_parallelism") is True,
         config=as_json(config),
     )
 
@@ -171,9 +162,8 @@ def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
         degrees["mp_world_size"] = file.value["mp_world_size"]
     of_pipeline = degrees["pp_degree"]
     if type(of_pipeline) is int and of_pipeline > 1:
-        message = f"pp_degree is {of_pipeline}: a pipeline has a file for each layer, and layer_00-model_states.pt … are not here"
-        hint = "copy them, too; for a universal checkpoint use the tag that it was converted from"
-        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=hint)
+        message = f"pp_degree is {of_pipeline}: the checkpoint was trained with pipeline parallelism"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=BY_ITS_PROGRAM)
     degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
     if degree > 1 and cuts is None:
         message = f"mp_world_size is {degree}: tensor parallelism, and the file does not record how its parameters were cut (no affine map)"
@@ -216,7 +206,6 @@ def optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStat
         stage=stage,
         groups=tuple(groups),
         world_size=_count_of_ranks(table.get("partition_count")),
-        counts=tuple(n if type(n) is int else 0 for n in _get(table, "partition_count", list, [])),
         step=_step(file, optimizer),
         config=as_json(_get(file.value, "ds_config", dict, {})),
     )

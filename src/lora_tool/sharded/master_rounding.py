@@ -83,10 +83,9 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
     copies: TensorTable = {}
     severity = Severity.ERROR
     if tag.stage in (1, 2) and tag.first is not None:
-        holders = ((tag.first.file, tag.first.module), *((each.file, each.tensors) for each in tag.whole_files))
+        held = tag.first.module
         copies = {
-            name: file.stored(held[name], name)
-            for file, held in holders
+            name: tag.first.file.stored(held[name], name)
             for name in masters.keys() & held.keys()
             if held[name].shape == masters[name].shape
         }

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from lora_tool.display import counted, some
 from lora_tool.formats.partitions import groups_of, leftover
-from lora_tool.formats.pipeline_layers import layer_of
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, OptimStates, ZeroStage
 from lora_tool.keys import has_lora_factor
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.expert_checks import expert_faults
 from lora_tool.sharded.faults import (
     COPY,
     another_save,
@@ -51,60 +48,24 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
 
 
 def missing_slices(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
-    """LT401 and LT403: yield the ranks of tensor parallelism, or the stages of a pipeline, that have no file, and those
-    that the run did not have.
-    """
+    """LT401 and LT403: yield the ranks of tensor parallelism that have no file, and those that the run did not have."""
     first = next((tag.first for tag in tags if tag.first), None)
-    count = first.slices * first.stages if first else 1
-    one = "stage" if first and first.stages > 1 else "tensor-parallel rank"
+    count = first.slices if first else 1
     there = {tag.slice_ for tag in tags}
     lost = [at for at in range(min(count, _MOST_SLICES)) if at not in there]
     if lost:
-        message = f"the files of {one}{'' if len(lost) == 1 else 's'} {some(lost)} are missing"
+        message = f"the files of tensor-parallel rank{'' if len(lost) == 1 else 's'} {some(lost)} are missing"
         yield fault("LT401", tags[0].folder, message, hint=COPY)
     for tag in tags:
         if tag.slice_ >= count and first:
-            message = f"are of {one} {tag.slice_}, but the run had {count}"
+            message = f"are of tensor-parallel rank {tag.slice_}, but the run had {count}"
             hint = "a run with more ranks was saved into the same folder: move its files away"
             yield fault("LT403", tag.folder / f"*mp_rank_{tag.slice_:02d}*", message, hint=hint)
 
 
 def _of_slice(tag: ZeroTag) -> str:
-    if tag.first is not None and tag.first.stages > 1:
-        return f" of stage {tag.slice_}"
     sliced = tag.slice_ or (tag.first is not None and tag.first.slices > 1)
     return f" of tensor-parallel rank {tag.slice_}" if sliced else ""
-
-
-def layer_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
-    """Yield what is wrong with the files of a pipeline's layers: LT401, LT404, LT407.
-
-    How many layers there were is recorded nowhere: one that trains nothing, at the end, may be missing.
-    """
-    layers = {number: layer for tag in tags for number, layer in tag.layers.items()}
-    broken = {Path(problem.path).name for tag in tags for problem in tag.problems}
-    trained = {name: shape for tag in tags if tag.first for name, shape in tag.first.trained_shapes.items()}
-    wanted = {number for name in trained if (number := layer_of(name)) is not None}
-    numbers = range(max((*layers, *wanted)) + 1)
-    gaps = [
-        at for at in numbers if at not in layers and not any(name.startswith(f"layer_{at:02d}-") for name in broken)
-    ]
-    lost, unknown = [at for at in gaps if at in wanted], [at for at in gaps if at not in wanted]
-    for missing, rest, severity in (
-        (lost, "", Severity.ERROR),
-        (unknown, ", unless they are functions without parameters", Severity.WARNING),
-    ):
-        if missing:
-            message = f"the files of layers {some(missing)} are missing{rest}"
-            yield fault("LT401", tags[0].folder, message, hint=COPY, severity=severity)
-    yield from moved_files(layer.file for layer in layers.values())
-    for name, shape in trained.items():
-        layer = layers.get(layer_of(name) or 0)
-        held = layer.tensors.get(name) if layer else None
-        if layer and (held is None or held.shape != shape):
-            found = f"as {list(held.shape)}, but its masters are {list(shape)}" if held else "not at all"
-            hint = "it is from another run: copy this run's again"
-            yield fault("LT407", layer.path, f"holds it {found}", subject=name, hint=hint)
 
 
 def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
@@ -167,12 +128,11 @@ def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
             return
     yield from _misfit_frozen(tag)
     for group in groups_of(tag):
-        sizes = [tag.optim[rank].groups[group.number].numel for rank in group.ranks]
+        sizes = [tag.optim[rank].groups[group.number].numel for rank in range(tag.world_size)]
         over = leftover(group.shapes, sizes, tag.stage)
         if over is not None:
             what = f"{abs(over):,} elements too {'many' if over > 0 else 'few'}"
-            of = "the masters" if len(group.ranks) == tag.world_size else f"the masters of ranks {some(group.ranks)}"
-            message = f"group {group.number} of {of} has {what} for its {len(group.shapes)} parameters"
+            message = f"group {group.number} of the masters has {what} for its {len(group.shapes)} parameters"
             yield fault("LT408", tag.folder, message)
 
 
@@ -198,8 +158,6 @@ def tag_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     `tags` are its slices, one for each rank of tensor parallelism.
     """
     yield from missing_slices(tags)
-    if any(tag.layers for tag in tags):
-        yield from layer_faults(tags)
     for tag in tags:
         yield from missing_ranks(tag)
         yield from unreadable_files(tag.problems)
@@ -215,7 +173,6 @@ def tag_faults(tags: Sequence[ZeroTag]) -> Iterator[Finding]:
     yield from other_runs(tags)
     for tag in tags:
         yield from misfit_partitions(tag)
-        yield from expert_faults(tag)
         if tag.masters is not None and tag.first is not None:
             yield from master_faults(tag, tag.first, tag.masters)
 

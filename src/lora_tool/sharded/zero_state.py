@@ -16,7 +16,6 @@ from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
 from lora_tool.formats.zero_files import USE_DEEPSPEED
-from lora_tool.report import Finding
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
@@ -53,8 +52,6 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
-        for file in tag.whole_files:
-            records += [file.file.record(held) for name, held in file.tensors.items() if name in names and held.numel]
         used = {span.path for tensor in tensors.values() for span in tensor.spans}
         return frozenset(record for record in records if record.path in used)
 
@@ -101,23 +98,6 @@ class SlicedState(TrainingState, frozen=True, kw_only=True):
         return _together(state.value_check(state.assemble(frozenset(tensors))) for state in self.slices)
 
 
-class StagedState(TrainingState, frozen=True, kw_only=True):
-    """The state in one tag of a pipeline: each stage's part is a state of its own, with other tensors."""
-
-    stages: tuple[ZeroState, ...]
-
-    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
-        """See `partitions.assemble`."""
-        return {name: held for stage in self.stages for name, held in stage.assemble(wanted).items()}
-
-    def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the look at the values of `tensors` in every stage."""
-        return _together(
-            stage.value_check({name: held for name, held in tensors.items() if name in stage.entries})
-            for stage in self.stages
-        )
-
-
 def _together(checks: Iterable[ValueCheck]) -> ValueCheck:
     """Return the checks as one."""
     every = list(checks)
@@ -136,8 +116,6 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     slices = tuple(_state_of(checkpoint, found) for found in tags)
     first = next((state for state in slices if state.entries), slices[0])
     states = first.tag.first
-    if any(found.layers for found in tags):
-        return _of_stages(first, slices, faults)
     if states is None or (states.slices == 1 and len(slices) == 1):
         return replace(first, faults=(*faults, *first.faults))
     cuts = {name: cut.shape for name, cut in states.cuts.items()}
@@ -155,23 +133,6 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     )
 
 
-def _of_stages(first: ZeroState, stages: tuple[ZeroState, ...], faults: tuple[Finding, ...]) -> StagedState:
-    """Return the state of a pipeline, whose stages are these; `faults` are those of their files."""
-    entries = {name: entry for stage in stages for name, entry in stage.entries.items()}
-    lost = base_layers_left_out(entries)
-    return StagedState(
-        root=first.root,
-        folder=first.folder,
-        title=f"{first.title}, {len(stages)} stages of a pipeline",
-        entries=entries,
-        without_values=lost,
-        faults=(*faults, *frozen_left_out(first.folder, lost)),
-        stages=stages,
-        stamps=_all_stamps(stages),
-        facts={**first.facts, "pipeline_parallel": len(stages), "serialization_ids": _all_ids(stages)},
-    )
-
-
 def _all_stamps(states: Iterable[ZeroState]) -> dict[Path, FileStamp]:
     return {path: stamp for state in states for path, stamp in state.stamps.items()}
 
@@ -186,7 +147,7 @@ def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
-    files = [*(states.file for states in found.files), *(whole.file for whole in found.whole_files)]
+    files = [states.file for states in found.files]
     files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
     return ZeroState(

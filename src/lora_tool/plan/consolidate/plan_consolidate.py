@@ -86,7 +86,6 @@ def plan_consolidate(
     of_checkpoint = refuse_errors(state.faults, ignored)
     lora = has_lora(state.entries)
     target = _target(What(what), lora=lora)
-    _refuse_pipeline(state, target)
     given = Path(adapter_config) if adapter_config else None
     found = _config_of(opened, state, given, lora_alpha) if target is What.ADAPTER and lora else None
     selection = _choose(target, state, found, cast)
@@ -206,16 +205,6 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         faults=tuple(_lacking(state)),
         warnings=warnings,
     )
-
-
-def _refuse_pipeline(state: TrainingState, what: What) -> None:
-    """Raise `UnsupportedCheckpoint` for an adapter or a model of a pipeline, whose layers have numbers for names."""
-    if what is not What.STATE and state.facts.get("pipeline_parallel"):
-        raise UnsupportedCheckpoint(
-            f"{state.folder} is of a pipeline, whose layers are numbered (`{next(iter(state.entries), '')}`): nothing in it says "
-            "what the model's modules are called",
-            hint='convert it with the program that trained it; `what="state"` writes every tensor',
-        )
 
 
 def _refuse_foreign(state: TrainingState) -> None:
