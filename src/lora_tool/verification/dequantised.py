@@ -73,10 +73,10 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, str
             values = rounded_again(encoding, rows * width + columns, read)
         case _:
             return assert_never(encoding)
-    return rounded_to(values.astype(np.float32), encoding.spec.dtype)
+    return _rounded_to(values.astype(np.float32), encoding.spec.dtype)
 
 
-def rounded_to(values: NDArray[np.float32], dtype: DType) -> Array:
+def _rounded_to(values: NDArray[np.float32], dtype: DType) -> Array:
     """Return the bits of float32 values rounded to a type, to nearest, ties to even."""
     if dtype is DType.BF16:
         bits = values.view(np.uint32)
@@ -145,7 +145,7 @@ def _bytes_as(dtype: DType) -> Array:
 
 def tiled_again(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges) -> Array:
     """Return ranges of rows, one after the other, as `dequantised_again` does: a sample is thousands of single rows."""
-    return rounded_to(_tiled(encoding, ranges, read).astype(np.float32), encoding.spec.dtype)
+    return _rounded_to(_tiled(encoding, ranges, read).astype(np.float32), encoding.spec.dtype)
 
 
 def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges) -> Array:

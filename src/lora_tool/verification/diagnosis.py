@@ -1,4 +1,4 @@
-"""What is wrong with a merged tensor that is not W + ΔW: not merged, merged twice, scaled, transposed, misread, or another's."""
+"""What is wrong with a merged tensor that is not W + ΔW: not merged, merged twice, scaled, transposed, of codes, or another's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.formats.quantised.encodings import PackedIntegers, encoding_of
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
 from lora_tool.plan.core.ops import LowRank, RowOp
 from lora_tool.plan.core.requantise import Requantise
@@ -15,11 +15,11 @@ from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, half_ulps
-from lora_tool.verification.misreadings import Misreading, misreadings, other_sign, unscaled
 from lora_tool.verification.pieces import Compared, Rows, rows_and_columns, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import half_steps
 from lora_tool.verification.tally import Tally
+from lora_tool.verification.without_scales import codes_of, readings_without_scales
 
 _EXPLAINED = 0.995
 """Share of the values that a diagnosis must account for."""
@@ -85,7 +85,7 @@ def diagnosed(part: Compared, tally: Tally, files: Files) -> Diagnosis:
 
 
 def _misread(op: RowOp, part: Compared, files: Files) -> str:
-    """Return how the base's quantised weight was read wrongly, where that gives the values of the part; "" elsewhere."""
+    """Return what was left out of the base's quantised weight, where that gives the values of the part; "" elsewhere."""
     stored = part.stored
     encoding = encoding_of(op.source)
     if encoding is None:
@@ -95,17 +95,16 @@ def _misread(op: RowOp, part: Compared, files: Files) -> str:
     expected = Recomputer(files).whole(op, rows, wide)
     values = decode(files.rows(stored, rows), stored.dtype, wide).reshape(expected.base.shape)
     unit = 4 * max(FLOATS[stored.dtype].roundoff, FLOATS[op.source.dtype].roundoff)
-    adds = bool(expected.change.any())
-    for one in misreadings(encoding):
+    changes = bool(expected.change.any())
+    for what, reading in readings_without_scales(encoding):
         with np.errstate(all="ignore"):  # values that are wrong may be beyond all bounds
-            base = files.matrix(op.source, rows, wide, one.decode)
-            read = [(base, expected.change, adds), (base, 0 * expected.change, False)]
-            if one.columns is not None:
-                read += [(each, one.columns(expected.change), True) for each in (base, expected.base) if adds]
-            for weight, change, added in read:
-                room = unit * (np.abs(weight) + np.abs(change))
-                if float(np.mean(np.abs(values - weight - change) <= room)) >= _EXPLAINED:
-                    return _how_misread(one, f"the base's {encoding}", added=added, without=adds and not added)
+            base = files.matrix(op.source, rows, wide, reading)
+            for change in (expected.change, 0 * expected.change) if changes else (expected.change,):
+                room = unit * (np.abs(base) + np.abs(change))
+                if float(np.mean(np.abs(values - base - change) <= room)) >= _EXPLAINED:
+                    if change.any():
+                        return f"is ΔW added to the codes of the base's {encoding}: {what}"
+                    return f"is the base's {encoding} misread: {what}" + (", and ΔW is not in it" if changes else "")
     return ""
 
 
@@ -117,8 +116,7 @@ def _misstored(op: RowOp, part: Compared, files: Files) -> str:
     rows, wide = _a_sample(part), working_type(op, part.stored.dtype)
     expected = Recomputer(files).whole(op, rows, wide)
     codes, before = (
-        files.matrix(tensor, rows, wide, unscaled(of).decode)
-        for tensor, of in ((part.stored, written), (op.source, base))
+        files.matrix(tensor, rows, wide, codes_of(of)) for tensor, of in ((part.stored, written), (op.source, base))
     )
     least, most = limits(written)
     step = np.full(codes.shape, 0.5) if type_of_codes(written) is DType.I8 else np.maximum(np.abs(codes) / 16, 2.0**-10)
@@ -131,20 +129,7 @@ def _misstored(op: RowOp, part: Compared, files: Files) -> str:
             error = np.abs(codes - np.clip(weight + expected.change, least, most))
             if float(np.mean(error <= 1.01 * step)) >= _EXPLAINED:
                 return how
-    if type_of_codes(written) is DType.I8:
-        turned = files.matrix(part.stored, rows, wide, other_sign(written).decode)
-        error = np.abs(turned - expected.base - expected.change)
-        if float(np.mean(error <= 1.02 * half_steps(part, rows, files))) >= _EXPLAINED:
-            forms = "in two's complement instead of with an offset", "with an offset instead of in two's complement"
-            return f"is W + ΔW stored as {written}, but its codes are {forms[not isinstance(written, PackedIntegers)]}"
     return ""
-
-
-def _how_misread(one: Misreading, weight: str, *, added: bool, without: bool) -> str:
-    if one.unscaled and added:
-        return f"is ΔW added to the codes of {weight}: its scales were not applied"
-    what = "is ΔW added to" if added else "is"
-    return f"{what} {weight} misread: {one.what}" + (", and ΔW is not in it" if without else "")
 
 
 def _projected(moved: Array, change: Array) -> float | None:

@@ -268,13 +268,11 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
 
 @rule("LT627", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
 def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
-    """A quantised weight was read or stored wrongly.
+    """A quantised weight was read or stored without its scales.
 
-    What it does: For a tensor that is not W + ΔW, computes what each known way of misreading the base's quantised
-    weight would give: scales left out, or divided by instead of multiplied; the two halves of each byte swapped; codes
-    with an offset taken for two's complement; tiles inferred from the shapes; zero points left out; gate and up not
-    interleaved. For weights that are stored quantised again, it checks whether their scales were left out. The finding
-    names the mistake that gives the stored values.
+    What it does: For a tensor that is not W + ΔW, computes what the base's quantised weight is without its scales, with
+    and without its zero points, and compares that, and that plus ΔW, with the stored values. For weights that are
+    stored quantised again, it checks whether ΔW was added to the codes, or W + ΔW was not divided by the scales.
 
     Why it matters: The shapes are right and the model loads, but its weights are not the trained ones.
 
