@@ -1,19 +1,15 @@
-"""What this process has of the machine: cores, fewer in a container or under `taskset`, and the size of its pages."""
+"""What this process has of the machine: cores, fewer in a container or under `taskset`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _M_ARENA_MAX = -8
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-
-PAGE = max(4096, mmap.PAGESIZE)
-"""Bytes of what is written past the page cache, in the file and in memory, are a multiple of this."""
 
 
 def available_cores() -> int:

@@ -33,7 +33,7 @@ Tried on the way, CPU seconds by turns on a busy machine (Zen 4, 2 cores, r=64 i
 - not tried: FICLONERANGE (ext4 has none)
 - O_DIRECT of whole pages of each block, where it was computed: r=64 2.38 against 1.83 s, q,v 1.92 against 1.39 s (5 times),
   although it takes 0.1 to 0.3 s less CPU; with 4, 6 and 10 threads, so that some compute while others wait for the disk,
-  no faster (4 rounds each); used where the output is larger than half of the memory
+  no faster (4 rounds each)
 - copies by `copy_file_range` whose offsets differ by 0, 8 or 64 bytes from pages: no difference
 - at r=256 the product alone is 3.0 of 5.4 s of CPU (4.8 ns a weight), 1.5 s of wall on two cores, where a copy takes 1.0;
   a core that does nothing but fuse multiplications and additions in registers needs 4.4 ns (116 GF)

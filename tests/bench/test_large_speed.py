@@ -3,9 +3,8 @@
 LORA_TOOL_BENCH_LARGE names a folder with 50 GB of room; without it nothing is run. PEFT's time is that of 1.5 GB, times
 the bytes.
 
-On 2 cores with 23 GB of memory: a copy 18.1 s (11.0 s of CPU), a merge 19.4 s (23.8 s, 101 MB), which writes past the
-page cache. In another hour merges took 20.0 and 23.2 s (24.2 and 27.9 s), by way of the cache 21.8 and 22.9 s (31.4 and
-32.1 s), with four workers in place of two 19.9 s (26.7 s, 149 MB).
+On 2 cores with 23 GB of memory: a copy 18.1 s (11.0 s of CPU); merges in another hour 21.8 and 22.9 s (31.4 and
+32.1 s). With O_DIRECT they took 20.0 and 23.2 s (24.2 and 27.9 s).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from lora_tool.execution.backends.choosing import ChooseBackend, backend_for, ma
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.hashing import hash_of
 from lora_tool.execution.output import ShardFile, most_open
-from lora_tool.execution.past_cache import exceeds_memory
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
@@ -60,8 +59,7 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
         jobs = 1 if plan.recomputes_inits else workers_for(plan, self.jobs)
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
-            cached = not exceeds_memory(plan.data_bytes)
-            done = Run(self.choose, work, sources, finished, progress, cached, self.written).all(batches, jobs)
+            done = Run(self.choose, work, sources, finished, progress, self.written).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -99,8 +97,6 @@ class Run(Struct, frozen=True):
     sources: Sources
     finished: Finished
     progress: Progress
-    cached: bool
-    """Whether the files are written by way of the page cache."""
     written: Written | None = None
     """See `LocalEngine`."""
     local: threading.local = field(default_factory=threading.local)
@@ -141,7 +137,7 @@ class Run(Struct, frozen=True):
         if not batches:
             write_file(self.work.folder / shard.filename, shard.header)
             return None
-        return ShardFile(self.work.folder, shard, batches=batches, slots=slots, cached=self.cached)
+        return ShardFile(self.work.folder, shard, batches=batches, slots=slots)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:

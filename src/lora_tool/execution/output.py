@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from lora_tool.execution.past_cache import PastCache, past_cache
 from lora_tool.execution.units import Unit
 from lora_tool.execution.whole_tensors import WholeTensors
 from lora_tool.execution.work import Sample
@@ -37,13 +36,10 @@ class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
     `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that
-    opened a file write it, and it is flushed when it is complete, in any order. One that is not `cached` is written past
-    the page cache where that is possible.
+    opened a file write it, and it is flushed when it is complete, in any order.
     """
 
-    def __init__(
-        self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore, cached: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
         self.path = folder / shard.filename
         self.shard = shard
         self.samples: list[Sample] = []
@@ -51,7 +47,6 @@ class ShardFile:
         self._missing = batches
         self._whole = WholeTensors(shard)
         self._slots = slots
-        self._cached = cached
         self._lock = threading.Lock()
         self._descriptor: int | None = None
 
@@ -85,11 +80,11 @@ class ShardFile:
         except BaseException:
             os.close(out)
             raise
-        return out if self._cached else past_cache(self.path, out)
+        return out
 
     def start_writing_back(self, batch: Sequence[Unit]) -> None:
         """Start writing neighbouring units to the disk without waiting, so that flushing finds little left to do."""
-        if self._cached and hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise"):
             nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
             with contextlib.suppress(OSError):  # advice, which a file system need not take
                 os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
@@ -99,7 +94,7 @@ class ShardFile:
         with self._lock:
             self._missing -= 1
             much = self._whole.add(batch)
-            return self._missing == 0, self._missing == 0 or (much and self._cached)
+            return self._missing == 0, self._missing == 0 or much
 
     def take_whole(self) -> tuple[Step, ...]:
         """Return the steps whose tensors are written by now, each once."""
@@ -114,8 +109,6 @@ class ShardFile:
     def close(self) -> None:
         with self._lock:
             if self._descriptor is not None:
-                if isinstance(self._descriptor, PastCache):
-                    os.close(self._descriptor.direct)
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
@@ -148,6 +141,6 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
-    done = out.write_pages(data, offset) if isinstance(out, PastCache) else 0
+    done = 0
     while done < len(data):
         done += os.pwrite(out, data[done : done + _SMALL_WRITE], offset + done)

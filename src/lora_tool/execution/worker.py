@@ -10,7 +10,6 @@ from lora_tool.batches import batches_of_bytes
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
-from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from lora_tool.execution.requantised import Requantiser
 
 _BATCH_BYTES = 4 << 20
-_PIECE_BYTES = 1 << 20
-"""Read and written at a time past the page cache: a multiple of every page's size."""
 
 
 def batches_of(
@@ -61,13 +58,10 @@ class Worker:
         """
         match unit:
             case CopyUnit():
-                if isinstance(out, PastCache):
-                    self._copy_past_cache(unit, out)
-                else:
-                    _copy(unit, self._sources, out)
+                _copy(unit, self._sources, out)
                 return None
             case GatherUnit():
-                gathered = self._room.like(unit.begin, unit.nbytes)
+                gathered = self._room.of(unit.nbytes)
                 self._sources.read_into(unit.source, unit.start, gathered)
                 write_exactly(out, gathered, unit.begin)
                 return None
@@ -88,15 +82,6 @@ class Worker:
 
             self._requantiser = Requantiser(Numbers(self._sources, self._precision, self._stopped))
         return self._requantiser
-
-    def _copy_past_cache(self, unit: CopyUnit, out: PastCache) -> None:
-        """Copy by way of memory, which is as fast then. All pieces but the first begin with a page."""
-        done, end = 0, _PIECE_BYTES - unit.begin % _PIECE_BYTES
-        while done < unit.nbytes:
-            piece = self._room.like(unit.begin + done, min(end, unit.nbytes) - done)
-            self._sources.read_exactly(unit.source, unit.offset + done, piece)
-            write_exactly(out, piece, unit.begin + done)
-            done, end = done + len(piece), end + _PIECE_BYTES
 
     def _backend(self, unit: ComputeUnit) -> Backend:
         chosen = self._choose(self._precision, unit.op)

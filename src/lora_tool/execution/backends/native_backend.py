@@ -19,7 +19,6 @@ from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_
 from lora_tool.execution.native.rows import PlainRows
 from lora_tool.execution.native.structures import Term, packed_floats
 from lora_tool.execution.output import WRITE_BYTES
-from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
@@ -65,13 +64,12 @@ class NativeBackend(NumpyBackend):
 
     def _write(self, unit: ComputeUnit, out: int) -> None:
         """See `NumpyBackend`. Rows that lie in one piece go from file to file in one call, without the interpreter lock."""
-        passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES and not isinstance(out, PastCache)
+        passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES
         rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
         if rows is None:
             if not self._compiled_factors.write(unit, out):
                 super()._write(unit, out)
             return
-        self._like = None
         memory = self._memory(rows, unit)
         some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
         at = unit.first
@@ -225,7 +223,7 @@ class NativeBackend(NumpyBackend):
 
         grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)
-        if panel is None or not isinstance(op, LoraDelta) or isinstance(out, PastCache):
+        if panel is None or not isinstance(op, LoraDelta):
             return None
         rows = rows_in_file(self._sources, op.source, unit.first, unit.last)
         if rows is None or rows.coded is None or rows.coded.above:
@@ -269,7 +267,7 @@ class NativeBackend(NumpyBackend):
         storage = kernels.STORAGE[unit.out.dtype]
         if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize and not self._digits:
             return rows.stored.view(storage)
-        return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage, like=self._like)
+        return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage)
 
     def _terms(self, op: LowRank, first: int, last: int, together: int | None = None) -> tuple[Term, ...]:
         """Return the terms of rows `first` to `last`, their factors packed, those of so many rows `together`."""

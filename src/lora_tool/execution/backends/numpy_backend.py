@@ -19,7 +19,6 @@ from lora_tool.execution.cancelled import Doubts, Product, digits_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
-from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
@@ -50,9 +49,6 @@ last-level cache (measured best of 2^17 … 2^21)."""
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
 
-_WIDEST = 8
-"""Bytes of the largest element, at whose multiples every one is aligned."""
-
 
 class NumpyBackend:
     """See `Backend`."""
@@ -70,7 +66,6 @@ class NumpyBackend:
         self._room = Room()
         self._read = StoredRows(sources, self._room)
         self._factors = NumpyFactors(self._read, self._room)
-        self._like: int | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
         self._digits = 0
@@ -94,9 +89,8 @@ class NumpyBackend:
         for first, last in self._blocks(unit):
             if self._stopped():
                 break
-            offset = unit.at + first * unit.row_bytes
-            self._like = offset if isinstance(out, PastCache) and not offset % _WIDEST else None
-            self.write(self._block(unit, first, last, sampled=first == unit.first), out, offset)
+            block = self._block(unit, first, last, sampled=first == unit.first)
+            self.write(block, out, unit.at + first * unit.row_bytes)
 
     def write(self, result: Array, out: int, offset: int) -> None:
         """Write an array, whose elements lie one after the other, to the descriptor `out` at `offset`."""
@@ -153,7 +147,7 @@ class NumpyBackend:
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
         doubts = self._doubts(unit.op, first, last) if isinstance(unit.op, LoraDelta) else None
-        result = self._room.of("result", source.shape, kernels.STORAGE[dtype], like=self._like)
+        result = self._room.of("result", source.shape, kernels.STORAGE[dtype])
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
             if change is None:
@@ -301,6 +295,6 @@ class NumpyBackend:
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
         row = math.prod(tensor.shape[1:])
-        stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype], like=self._like)
+        stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype])
         self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
         return stored

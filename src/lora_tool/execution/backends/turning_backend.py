@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lora_tool.execution.native.library import kernel
 from lora_tool.execution.native.turned_files import InFile, turn_on, turned
-from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.room import Room
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TurningBackend:
-    """See `Backend`. What is not finite, or goes past the page cache, is left to `NativeBackend`."""
+    """See `Backend`. What is not finite is left to `NativeBackend`."""
 
     whole_tensors: ClassVar[bool] = False
 
@@ -54,7 +53,7 @@ class TurningBackend:
     def _turned_on(self, unit: ComputeUnit, out: int) -> bool:
         """Write the unit from file to file; return whether that was possible."""
         found = turned(unit.op)
-        if found is None or isinstance(out, PastCache):
+        if found is None:
             return False
         stored, part = found
         place = self._sources.place(stored, 0, stored.nbytes)

@@ -14,7 +14,6 @@ from lora_tool.execution.native.library import TYPES, Kernel
 from lora_tool.execution.native.rows import Array, Terms
 from lora_tool.execution.native.structures import Codes, Storing
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
-from lora_tool.execution.past_cache import PastCache
 from lora_tool.execution.reading import Sources
 from lora_tool.tensors import DType, StoredTensor
 
@@ -150,8 +149,6 @@ def write_array(kernel: Kernel, array: Array, out: int, offset: int) -> None:
 
     All in one call, which needs the interpreter lock once, not for every few bytes. Raises as `write_exactly`.
     """
-    done = 0
-    if not isinstance(out, PastCache):
-        done = kernel.write(out, array.ctypes.data, array.nbytes, offset, WRITE_BYTES)
+    done = kernel.write(out, array.ctypes.data, array.nbytes, offset, WRITE_BYTES)
     if done < array.nbytes:
         write_exactly(out, bytes_of(array)[done:], offset + done)
