@@ -62,7 +62,7 @@ import numpy as np
 import pytest
 
 from lora_tool.execution.native.library import VARIABLE, kernel
-from lora_tool.execution.native.structures import Term, packed_floats
+from lora_tool.execution.native.structures import Term
 from lora_tool.tensors import DType
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import Run, interleaved, ratio
@@ -136,9 +136,7 @@ def machine(folder: Path) -> str:
     found = kernel()
     assert found is not None, "pip install -e . compiles the kernel"
     rows, columns, depth = 16 * found.rows, 8 * found.columns, 256
-    left, right = (
-        np.ones(packed_floats(*each, depth), np.float32) for each in ((rows, found.rows), (columns, found.columns))
-    )
+    left, right = (np.ones(length * depth, np.float32) for length in (rows, columns))
     weights = np.zeros((rows, columns), np.uint16)
     term = Term(left.ctypes.data, right.ctypes.data, depth, 1.0)
     place = weights.ctypes.data

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.execution.native.library import kernel
 from tests.bench.models import make_adapter
 
 ROOT = Path(__file__).parents[2]
@@ -106,13 +105,10 @@ def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_p
     assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.storage", "statistics"}
 
 
-@pytest.mark.parametrize("server", ["vllm", "mlx"])
-def test_what_only_moves_values_is_written_and_read_back_without_numpy(server: str, tmp_path: Path) -> None:
-    """The import takes longer than copying a usual adapter does. Without the kernel, numpy turns matrices round."""
-    if server == "mlx" and kernel() is None:
-        pytest.skip("nothing is compiled here")
+def test_what_only_moves_values_is_written_and_read_back_without_numpy(tmp_path: Path) -> None:
+    """The import takes longer than copying a usual adapter does."""
     make_adapter(tmp_path / "adapter", layers=1, rank=4)
-    arguments = ["prepare", str(tmp_path / "adapter"), "--for", server, "-o", str(tmp_path / "out")]
+    arguments = ["prepare", str(tmp_path / "adapter"), "--for", "vllm", "-o", str(tmp_path / "out")]
     assert loaded(CALL.format(arguments=arguments)) <= {"click"}
     assert json.loads((tmp_path / "out" / "lora_tool.json").read_text())["verification"]["errors"] == 0
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.execution.native.library import TYPES, Kernel, Level
-from lora_tool.execution.native.structures import Term, packed_floats
+from lora_tool.execution.native.structures import Term
 from lora_tool.tensors import DType
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +35,7 @@ class Factor:
 
     def packed(self, width: int) -> int:
         """How many floats it is in panels of that width."""
-        return packed_floats(self.size[0], width, self.size[1])
+        return -(-self.size[0] // width) * width * self.size[1]
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,10 @@ class Case:
     source_type: DType
     out_type: DType
     terms: tuple[tuple[Factor, Factor, float], ...]
-    digits: int = 0
 
     @property
     def in_place(self) -> bool:
-        return self.source_type.bits == self.out_type.bits and not self.digits
+        return self.source_type.bits == self.out_type.bits
 
     def expected(self) -> tuple[Array, bool]:
         """Return the elements as they are stored, and whether all are finite."""
@@ -66,31 +64,8 @@ class Case:
                 scaled = np.float32(scaling) * chain
                 delta = scaled if delta is None else delta + scaled
             total = total if delta is None else total + delta
-            for place in zip(*np.nonzero(np.abs(total) < self.doubt()), strict=True):
-                total[place] = np.float32(float(self.exact(*place)))
             stored = total.astype(STORAGE[self.out_type])
             return stored, bool(np.isfinite(stored.astype(np.float32)).all())
-
-    def doubt(self) -> Array:
-        """Return below which size results are summed again, by `again.h`."""
-        found = np.zeros(self.source.shape, np.float32)
-        for factors in self.terms:
-            reaches = []
-            for factor in factors[:2]:
-                times = np.arange(factor.size[1], 0, -1) + 2.0
-                squares = (times * factor.values.astype(np.float64) ** 2).cumsum(axis=1)[:, -1:]
-                reaches.append(np.sqrt(squares.sum(axis=1)).astype(np.float32))
-            found += np.abs(np.float32(factors[2])) * reaches[0][:, None] * reaches[1]
-        sure = np.ldexp(np.float32(1.01), self.digits - 24) * np.float32(len(self.terms) + 2) / np.float32(3)
-        return found * sure if self.digits else np.zeros_like(found)
-
-    def exact(self, row: int, column: int) -> Fraction:
-        """Return W + delta of one element."""
-        total = Fraction(float(self.source[row, column]))
-        for left, right, scaling in self.terms:
-            pairs = zip(left.values[row].tolist(), right.values[column].tolist(), strict=True)
-            total += Fraction(scaling) * sum((Fraction(b) * Fraction(a) for b, a in pairs), Fraction())
-        return total
 
     def run(self, kernel: Kernel) -> tuple[Array, bool]:
         """Return what the kernel makes of it, in the memory of W where that is possible."""
@@ -106,7 +81,7 @@ class Case:
                 for (b, a), (left, _, scaling) in zip(kept, self.terms, strict=True)
             )
             rows, columns = source.shape
-            fine = kernel.merge(*addresses, (rows, columns), terms, self.digits)
+            fine = kernel.merge(*addresses, (rows, columns), terms)
         return out.view(STORAGE[self.out_type]), fine
 
     def written(self, level: Level) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ class CodedCase:
     dtype: DType
     out_type: DType
     terms: tuple[tuple[Factor, Factor, float], ...]
-    digits: int = 0
 
     def numbers(self) -> Array:
         found = np.empty((len(self.part.codes), self.part.columns), np.float32)
@@ -45,7 +44,7 @@ class CodedCase:
         """Return the case in which the numbers are what is stored."""
         with np.errstate(all="ignore"):
             stored = self.numbers().astype(STORAGE[self.dtype])
-        return Case(stored, self.dtype, self.out_type, self.terms, self.digits)
+        return Case(stored, self.dtype, self.out_type, self.terms)
 
     def run(self, kernel: Kernel) -> tuple[Array, bool]:
         out = np.empty((len(self.part.codes), self.part.columns), STORAGE[self.out_type])
@@ -54,7 +53,7 @@ class CodedCase:
             Term(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
             for (b, a), (left, _, scaling) in zip(kept, self.terms, strict=True)
         )
-        fine = CodedRows(kernel, self.part, self.dtype).write(slice(None), out, self.out_type, terms, self.digits)
+        fine = CodedRows(kernel, self.part, self.dtype).write(slice(None), out, self.out_type, terms)
         return out, fine
 
     def assert_right(self, found: Array, fine: bool) -> None:
@@ -71,7 +70,7 @@ class CodedCase:
         return b"".join(
             [
                 struct.pack("<6q", *head),
-                struct.pack("<9qd", *numbers, part.group, part.tall, part.above, self.digits, float(part.again)),
+                struct.pack("<8qd", *numbers, part.group, part.tall, part.above, float(part.again)),
                 *(np.ascontiguousarray(each).tobytes() for each in (table, part.scales, part.codes)),
                 factors,
             ]
@@ -108,20 +107,6 @@ def drawn(seed: int, code: Code, rows: int, columns: int, tall: int) -> CodedCas
         factors = (drawn_factor(random, (length, rank), "plain", types[2]) for length in (rows, columns))
         terms.append((*factors, float(random.choice([1.0, 0.3]))))
     return CodedCase(part=part, dtype=types[0], out_type=types[1], terms=tuple(terms))  # type: ignore[arg-type]
-
-
-def cancelling(case: CodedCase) -> CodedCase:
-    """Return the case with a further term, which leaves nearly nothing of the first columns."""
-    merged = case.merged()
-    rows, columns = merged.source.shape
-    some = min(columns, 3)
-    left = np.array([[-float(merged.exact(row, column)) for column in range(some)] for row in range(rows)], np.float32)
-    b, a = (
-        Factor(each.reshape(-1), DType.F32, (len(each), some), (some, 1))
-        for each in (left, np.eye(columns, some, dtype=np.float32))
-    )
-    digits = {DType.BF16: 8, DType.F16: 11}.get(case.out_type, 8)
-    return replace(case, terms=(*case.terms, (b, a, 1.0)), digits=digits)
 
 
 def coded_cases() -> st.SearchStrategy[CodedCase]:

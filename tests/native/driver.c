@@ -1,10 +1,8 @@
 /* Runs cases of `cases.py` through the kernel without Python: under another processor's emulator, or under sanitizers,
  * for which every buffer is exactly as large as it must be. Reads the cases from standard input, and writes for each
  * whether it was flagged, one byte, and the result; where W is codes of eight bits and the result is float32, also its
- * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows; after
- * a product in float64 also, in every second column, its numbers times a scale, these once more, transposed, the same
- * product of whole factors and its transposed, and the Gram matrix of the left factor. Each merged result is made once
- * more from file to file, a tile of rows at a time; the program fails where that is another. */
+ * extremes and its codes, and what one call makes of W and its deltas: scales, codes, and the numbers of some rows. Each
+ * merged result is made once more from file to file, a tile of rows at a time; the program fails where that is another. */
 #define _XOPEN_SOURCE 700 /* pread, pwrite and fileno */
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,9 +10,8 @@
 #include "merge.c"
 
 enum head { LEVEL_NUMBER, SOURCE_TYPE, OUT_TYPE, ROW_COUNT, COLUMN_COUNT, TERM_COUNT, HEAD };
-enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, DIGITS, CODED };
-#define OF_CODES 16   /* instead of the type of W */
-#define OF_FACTORS 17 /* there is none: a product of factors, in float64 */
+enum coded { KIND, TYPE, STRIDE, SCALE_ROWS, ACROSS, GROUP, TALL, ABOVE, CODED };
+#define OF_CODES 16 /* instead of the type of W */
 enum factor { FACTOR_TYPE, HELD, BEGIN, LENGTH, DEPTH, ALONG, DOWN, FACTOR };
 
 static void *memory_of(size_t count) {
@@ -41,11 +38,11 @@ static float *read_factor(int64_t width, int64_t *depth, int64_t together, float
     size_t held = (size_t)n[HELD] * size_of((int)n[FACTOR_TYPE]);
     char *memory = memory_of(held);
     read_into(memory, held);
-    float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * (n[DEPTH] + EXTRA)) * sizeof *packed);
+    float *packed = memory_of((size_t)((n[LENGTH] + width - 1) / width * width * n[DEPTH]) * sizeof *packed);
     lora_tool_pack(packed, width, memory + (size_t)n[BEGIN] * size_of((int)n[FACTOR_TYPE]), (int)n[FACTOR_TYPE], n[LENGTH],
                    n[DEPTH], n[ALONG], n[DOWN]);
     if (together) {
-        const int64_t count = (n[LENGTH] + together - 1) / together, each = (together + width - 1) / width * width * (n[DEPTH] + EXTRA);
+        const int64_t count = (n[LENGTH] + together - 1) / together, each = (together + width - 1) / width * width * n[DEPTH];
         *apart = memory_of((size_t)(count * each) * sizeof **apart);
         for (int64_t at = 0; at < count; at++) {
             const int64_t first = n[BEGIN] + at * together * n[ALONG];
@@ -58,8 +55,8 @@ static float *read_factor(int64_t width, int64_t *depth, int64_t together, float
     return packed;
 }
 
-/* Return the codes that come next, and with how many digits they are merged. */
-static struct codes read_codes(int64_t rows, int *digits) {
+/* Return the codes that come next. */
+static struct codes read_codes(int64_t rows) {
     int64_t n[CODED];
     double again;
     read_into(n, sizeof n);
@@ -74,7 +71,6 @@ static struct codes read_codes(int64_t rows, int *digits) {
     struct codes codes = {.bytes = parts[2], .table = parts[0], .scales = parts[1], .stride = n[STRIDE],
                           .apart = n[ACROSS], .group = n[GROUP], .tall = n[TALL], .above = n[ABOVE],
                           .again = (float)again, .kind = (int32_t)n[KIND], .type = (int32_t)n[TYPE]};
-    *digits = (int)n[DIGITS];
     return codes;
 }
 
@@ -132,91 +128,6 @@ static void store_again(int level, const struct codes *codes, int64_t rows, int6
     free(out);
 }
 
-/* Return a part of a factor, `length` rows, and pack it in float64 behind the `deep` columns of those before it. */
-static struct part read_part(int level, double *packed, int64_t depth, int64_t deep, void **memory) {
-    int64_t n[FACTOR];
-    read_into(n, sizeof n);
-    const size_t size = wide_size_of((int)n[FACTOR_TYPE]), held = (size_t)n[HELD] * size;
-    *memory = memory_of(held);
-    read_into(*memory, held);
-    struct part part = {.values = (char *)*memory + (size_t)n[BEGIN] * size, .along = n[ALONG], .down = n[DOWN],
-                        .depth = n[DEPTH], .type = (int32_t)n[FACTOR_TYPE]};
-    lora_tool_pack_wide(level, packed, depth, deep, part.values, part.type, n[LENGTH], n[DEPTH], n[ALONG], n[DOWN]);
-    return part;
-}
-
-/* Write the product of whole factors, its transposed, and the Gram matrix of the rows, half of which are added first. */
-static void run_whole(int level, struct part *parts, int64_t count, int64_t rows, const double *matrix, int64_t depth,
-                      int64_t columns, int type) {
-    const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
-    char *out = memory_of(bytes);
-    for (int below = 0; below < 2; below++) {
-        double *room = memory_of((size_t)lora_tool_mix_room(level, depth, columns) * sizeof *room);
-        putchar(lora_tool_mix(level, parts, count, rows, matrix, columns, columns, below, out, type,
-                              below ? rows : columns, room));
-        fwrite(out, 1, bytes, stdout);
-        free(room);
-    }
-    free(out);
-    const size_t sizes[] = {(size_t)lora_tool_gram_sums(level, depth), (size_t)lora_tool_gram_room(level, depth)};
-    double *sums = memory_of(sizes[0] * sizeof *sums), *room = memory_of(sizes[1] * sizeof *room);
-    double *gram = memory_of((size_t)(depth * depth) * sizeof *gram);
-    memset(sums, 0, sizes[0] * sizeof *sums);
-    lora_tool_gram(level, parts, count, rows / 2, sums, room);
-    for (int64_t at = 0; at < count; at++) {
-        parts[at].values = element(parts + at, rows / 2, 0);
-    }
-    lora_tool_gram(level, parts, count, rows - rows / 2, sums, room);
-    lora_tool_gram_matrix(level, sums, depth, gram);
-    fwrite(gram, sizeof *gram, (size_t)(depth * depth), stdout);
-    free(sums);
-    free(room);
-    free(gram);
-}
-
-static void run_factors(const int64_t *head) {
-    const int level = (int)head[LEVEL_NUMBER], type = (int)head[OUT_TYPE];
-    const int64_t rows = head[ROW_COUNT], columns = head[COLUMN_COUNT], count = head[TERM_COUNT];
-    const int64_t wide = lora_tool_wide_columns(level);
-    int64_t depth, deep = 0;
-    read_into(&depth, sizeof depth);
-    double *left = memory_of((size_t)(rounded_up(rows, wide) * depth) * sizeof *left);
-    double *right = memory_of((size_t)(rounded_up(columns, wide) * depth) * sizeof *right);
-    double *matrix = memory_of((size_t)(columns * depth) * sizeof *matrix);
-    struct part *parts = memory_of((size_t)count * sizeof *parts);
-    void **memory = memory_of((size_t)count * sizeof *memory);
-    for (int64_t at = 0; at < count; at++) {
-        void *held;
-        parts[at] = read_part(level, left, depth, deep, memory + at);
-        const struct part other = read_part(level, right, depth, deep, &held);
-        for (int64_t k = 0; k < other.depth; k++) {
-            words_of(level)->scaled[other.type](matrix + (deep + k) * columns, element(&other, 0, k), other.along, 1.0, columns);
-        }
-        free(held);
-        deep += other.depth;
-    }
-    const size_t bytes = (size_t)(rows * columns) * wide_size_of(type);
-    char *out = memory_of(bytes), *scaled = memory_of(2 * bytes);
-    memset(scaled, 0, 2 * bytes);
-    putchar(lora_tool_product_wide(level, left, right, depth, out, type, columns, rows, columns));
-    fwrite(out, 1, bytes, stdout);
-    putchar(lora_tool_scale(level, out, type, columns, 1, scaled, type, 2 * columns, 2, rows, columns, 0.3));
-    fwrite(scaled, 1, 2 * bytes, stdout);
-    putchar(lora_tool_turn(level, out, type, columns, scaled, type, rows, rows, columns, 0.3));
-    fwrite(scaled, 1, bytes, stdout);
-    run_whole(level, parts, count, rows, matrix, depth, columns, type);
-    for (int64_t at = 0; at < count; at++) {
-        free(memory[at]);
-    }
-    free(memory);
-    free(parts);
-    free(matrix);
-    free(left);
-    free(right);
-    free(out);
-    free(scaled);
-}
-
 static FILE *file_of(const void *data, size_t count) {
     FILE *file = tmpfile();
     if (!file || fwrite(data, 1, count, file) != count || fflush(file)) {
@@ -261,17 +172,13 @@ static void pass(int level, const void *source, const struct codes *codes, const
 }
 
 static void run(const int64_t *head) {
-    if (head[SOURCE_TYPE] == OF_FACTORS) {
-        run_factors(head);
-        return;
-    }
     int level = (int)head[LEVEL_NUMBER], source_type = (int)head[SOURCE_TYPE], out_type = (int)head[OUT_TYPE];
-    int is_coded = source_type == OF_CODES, digits = 0;
+    int is_coded = source_type == OF_CODES;
     size_t count = (size_t)(head[ROW_COUNT] * head[COLUMN_COUNT]), terms_count = (size_t)head[TERM_COUNT];
     size_t source_bytes = is_coded ? 0 : count * size_of(source_type), out_bytes = count * size_of(out_type);
     struct codes codes = {0};
     if (is_coded) {
-        codes = read_codes(head[ROW_COUNT], &digits);
+        codes = read_codes(head[ROW_COUNT]);
     }
     void *source = memory_of(source_bytes);
     read_into(source, source_bytes);
@@ -293,16 +200,15 @@ static void run(const int64_t *head) {
     }
     int flagged;
     if (is_coded) {
-        flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count, digits);
+        flagged = lora_tool_merge_codes(level, &codes, out, out_type, rows, columns, terms, (int64_t)terms_count);
     } else if (terms_count) {
-        flagged = lora_tool_merge(level, source, source_type, out, out_type, rows, columns, terms, (int64_t)terms_count, 0);
+        flagged = lora_tool_merge(level, source, source_type, out, out_type, rows, columns, terms, (int64_t)terms_count);
     } else {
         flagged = lora_tool_convert(level, source, source_type, out, out_type, (int64_t)count);
     }
     putchar(flagged);
     fwrite(out, 1, out_bytes, stdout);
-    const struct passage sizes = {.rows = rows, .columns = columns, .source_type = source_type, .out_type = out_type,
-                                  .digits = digits};
+    const struct passage sizes = {.rows = rows, .columns = columns, .source_type = source_type, .out_type = out_type};
     pass(level, is_coded ? codes.bytes : before, is_coded ? &codes : 0, &sizes, out, flagged, terms, (int64_t)terms_count);
     free(before);
     if (is_coded && codes.kind != HALVES && out_type == F32) {

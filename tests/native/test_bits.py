@@ -12,13 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.library import CHECKSUM, TYPES, WIDE_TYPES, Kernel, checksum, trial
-from lora_tool.execution.native.products import mix, turn
-from lora_tool.formats.room import Room
+from lora_tool.execution.native.library import CHECKSUM, TYPES, Kernel, checksum, trial
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
-from tests.native.wide_cases import drawn_wide
 
 TYPE = st.sampled_from(list(TYPES))
 CASES = st.builds(
@@ -52,94 +48,6 @@ def test_more_columns_than_the_cache_holds_are_done_in_parts(kernels: tuple[Kern
     case = drawn_case(3, size=(13, 700), ranks=(300,), kind="plain", types=(DType.BF16, DType.F32, DType.BF16))
     for kernel in kernels:
         assert_right(case, *case.run(kernel))
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    size=st.tuples(st.integers(1, 26), st.integers(1, 34)),
-    ranks=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    out_type=st.sampled_from(list(WIDE_TYPES)),
-)
-def test_factors_in_float64_have_the_bits_of_the_definition(
-    kernels: tuple[Kernel, ...], seed: int, size: tuple[int, int], ranks: tuple[int, ...], out_type: DType
-) -> None:
-    case = drawn_wide(seed, size=size, ranks=ranks, out_type=out_type)
-    stored, finite = case.expected()
-    scaled, scaled_finite = case.scaled(stored)
-    for kernel in kernels:
-        found, fine = case.run(kernel)
-        assert (found.tobytes(), fine) == (stored.tobytes(), finite)
-        found, fine = case.run_scaled(kernel, found)
-        assert (found.tobytes(), fine) == (scaled.tobytes(), scaled_finite)
-        found, fine = case.run_turned(kernel, stored)
-        assert (found.tobytes(), fine) == (case.turned(stored)[0].tobytes(), scaled_finite)
-        for below in (False, True) if ranks else ():
-            found, fine = case.run_whole(kernel, below=below)
-            assert (found.tobytes(), fine) == (stored.tobytes(), finite)
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(0, 300),
-    ranks=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    share=st.floats(0, 1),
-)
-def test_gram_matrices_have_the_bits_of_the_definition_however_they_are_cut(
-    kernels: tuple[Kernel, ...], seed: int, rows: int, ranks: tuple[int, ...], share: float
-) -> None:
-    case = drawn_wide(seed, size=(rows, 1), ranks=ranks, out_type=DType.F64)
-    expected = case.gram()
-    for kernel in kernels:
-        assert case.run_gram(kernel, int(share * rows)).tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("size", [(16, 64), (17, 65), (5, 300), (300, 5), (70, 260)], ids=str)
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32, DType.F64], ids=str)
-def test_a_matrix_that_is_turned_round_has_every_element_in_its_place(
-    kernels: tuple[Kernel, ...], size: tuple[int, int], dtype: DType
-) -> None:
-    kind = STORAGE[dtype]
-    stored = (np.arange(size[0] * size[1]).reshape(size) % 251).astype(kind)
-    for kernel in kernels:
-        out = np.zeros((size[1], size[0] + 3), kind)  # in rows that are longer
-        assert turn(kernel, stored, dtype, out[:, 1:-2], dtype, 1.0)
-        assert np.array_equal(out[:, 1:-2], stored.T)
-        assert not out[:, 0].any()
-        assert not out[:, -2:].any()
-        stored[-1, -1] = -np.inf
-        assert not turn(kernel, stored, dtype, out[:, 1:-2], dtype, 1.0)
-        stored[-1, -1] = 0
-
-
-def test_more_rows_than_are_packed_together_give_the_same_product(kernels: tuple[Kernel, ...]) -> None:
-    parts = [
-        (np.arange(6000.0).reshape(1500, 4) % 7, DType.F64),
-        (np.arange(37500.0).reshape(25, 1500).T % 5, DType.F64),
-    ]
-    matrix = np.arange(29.0 * 19).reshape(29, 19) % 11
-    expected = np.concatenate([stored for stored, _ in parts], axis=1) @ matrix  # of small integers, so exact
-    for kernel, below in itertools.product(kernels, (False, True)):
-        out = np.empty((19, 1500) if below else (1500, 19))
-        assert mix(kernel, parts, matrix, out, DType.F64, Room(), below=below)
-        assert np.array_equal(out.T if below else out, expected)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "edge"),
-    [(DType.BF16, 2.0**127 * (2 - 2.0**-8)), (DType.F16, 65520.0), (DType.F32, 2.0**127 * (2 - 2.0**-24))],
-    ids=str,
-)
-def test_a_factor_that_rounds_to_infinity_is_flagged_and_no_less(
-    kernels: tuple[Kernel, ...], dtype: DType, edge: float
-) -> None:
-    for kernel, (value, fine) in itertools.product(
-        kernels, ((edge, False), (np.nextafter(edge, 0), True), (np.nan, False), (np.inf, False))
-    ):
-        values, out = np.array([value, -1.0]), np.empty(2, np.float64)
-        places = values.ctypes.data, DType.F64, (2, 1), out.ctypes.data, dtype, (2, 1), (1, 2)
-        assert kernel.scale(*places, -1.0) == fine
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

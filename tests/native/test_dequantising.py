@@ -17,7 +17,7 @@ from lora_tool.formats.quantised.grids import grid_of
 from lora_tool.formats.quantised.requantising import Rounding, Scales
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
-from tests.native.coded_cases import CodedCase, cancelling, coded_cases, weight_of
+from tests.native.coded_cases import CodedCase, coded_cases, weight_of
 from tests.unit.test_quantised_weights import NAMES, encoding_in
 
 
@@ -56,15 +56,6 @@ def test_codes_of_every_size_and_place(kernels: tuple[Kernel, ...], case: CodedC
 def test_what_is_added_to_codes_is_added_to_their_numbers(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
     for one in kernels:
         case.assert_right(*case.run(one))
-
-
-@settings(max_examples=40)
-@given(coded_cases())
-def test_what_cancels_is_rounded_as_well_at_every_level(kernels: tuple[Kernel, ...], case: CodedCase) -> None:
-    cancelled = cancelling(case)
-    for one in kernels:
-        cancelled.assert_right(*cancelled.run(one))
-        cancelled.assert_right(*cancelled.merged().run(one))
 
 
 @settings(max_examples=80)

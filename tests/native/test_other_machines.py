@@ -17,21 +17,20 @@ from msgspec.structs import replace
 
 import build_kernel
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.library import TYPES, WIDE_TYPES, Kernel, Level
+from lora_tool.execution.native.library import TYPES, Kernel, Level
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.tensors import DType
 from tests.native.cases import KINDS, Array, Case, assert_right, drawn_case
-from tests.native.coded_cases import CodedCase, cancelling, drawn, weight_of
-from tests.native.wide_cases import WideCase, drawn_wide
+from tests.native.coded_cases import CodedCase, drawn, weight_of
 
 DRIVER = Path(__file__).with_name("driver.c")
 FLAGS = [flag for flag in build_kernel.FLAGS if flag not in ("-shared", "-fPIC")]
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def cases() -> list[Case | CodedCase | WideCase]:
+def cases() -> list[Case | CodedCase]:
     """Return a few of every kind and type, with sizes around those of a tile."""
     rng = np.random.default_rng(0)
     types = list(TYPES)
@@ -46,14 +45,7 @@ def cases() -> list[Case | CodedCase | WideCase]:
         drawn(number, list(Code)[number % 3], 1 + number % 27, 1 + 37 * number % 1100, 1 + number % 19)
         for number in range(45)
     ]
-    wide = [
-        drawn_wide(
-            number, size=(1 + number % 27, 1 + 5 * number % 37), ranks=(number % 5,) * (number % 4), out_type=out
-        )
-        for number, out in enumerate([*WIDE_TYPES] * 6)
-    ]
-    cancelled = [cancelling(case) for case in coded[:15]]
-    return [*found, deep, *coded, *cancelled, *wide]
+    return [*found, deep, *coded]
 
 
 def compile_driver(folder: Path, compiler: Sequence[str], *flags: str) -> Path:
@@ -76,9 +68,6 @@ def check(command: Sequence[str], level: Level) -> None:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     at = 0
     for case in all_cases:
-        if isinstance(case, WideCase):
-            at = check_wide(case, done.stdout, at)
-            continue
         plain = case.merged() if isinstance(case, CodedCase) else case
         flagged, storage = done.stdout[at], STORAGE[case.out_type]
         end = at + 1 + plain.source.size * storage.itemsize
@@ -95,20 +84,6 @@ def check(command: Sequence[str], level: Level) -> None:
                 assert wrong or done.stdout[at + 1 : at + 1 + len(made)] == made
                 at += 1 + len(made)
     assert at == len(done.stdout)
-
-
-def check_wide(case: WideCase, written: bytes, at: int) -> int:
-    """Compare what the program writes of a product, from byte `at`, with the definition; return where it ends."""
-    expected = case.expected()
-    turned = np.ascontiguousarray(expected[0].T), expected[1]
-    for stored, fine in (expected, case.scaled(expected[0]), case.turned(expected[0]), expected, turned):
-        assert (written[at] == 0) == fine
-        if fine:
-            assert written[at + 1 :].startswith(stored.tobytes())
-        at += 1 + stored.nbytes
-    gram = case.gram().tobytes()
-    assert written[at:].startswith(gram)
-    return at + len(gram)
 
 
 def requantised(case: CodedCase, numbers: Array) -> bytes:
@@ -137,7 +112,7 @@ def stored_again(case: CodedCase) -> tuple[bool, bytes] | None:
     part = replace(case.part, above=0)
     if part.table.code is Code.HALVES or case.out_type is not DType.F32 or not case.terms or part.group == 1:
         return None
-    values, finite = dataclasses.replace(case, part=part, digits=0).merged().expected()
+    values, finite = dataclasses.replace(case, part=part).merged().expected()
     rows, columns = values.shape
     of_floats = part.table.code is Code.E4M3
     divided = of_floats or columns % 2 == 1

@@ -10,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from lora_tool.execution.native.library import VARIABLE, kernel
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
@@ -71,10 +70,8 @@ def stored(folder: Path, terms: list[tuple[Matrix, Matrix]]) -> Factors:
     return Factors(module="m", terms=held, embedding=False, inner=(terms[0][1].shape[1],), outer=())
 
 
-@pytest.mark.parametrize("kernel", ["auto", "off"])
 @pytest.mark.parametrize("name", SUMS)
-def test_nothing_of_the_rank_is_nearer(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, kernel)
+def test_nothing_of_the_rank_is_nearer(name: str, tmp_path: Path) -> None:
     terms = SUMS[name]
     factors = stored(tmp_path, terms)
     left = np.concatenate([b * term.scale for (b, _), term in zip(terms, factors.terms, strict=True)], axis=1)
@@ -99,16 +96,3 @@ def test_nothing_of_the_rank_is_nearer(name: str, kernel: str, tmp_path: Path, m
             assert found.rank == min(asked.get("rank", found.rank), np.count_nonzero(values > 20 * rounding))
             if "keep" in asked:
                 assert found.discarded <= (1 - asked["keep"]) * size**2 * (1 + 1e-4)
-
-
-@pytest.mark.skipif(kernel() is None, reason="numpy adds up in another order")
-def test_a_factor_that_is_read_in_pieces_has_the_same_gram_matrix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    factors = stored(tmp_path, SUMS["drawn"])
-    with OpenFiles(opened_regular) as files:
-        whole = [compressed(factors, Reader(files=files), rank=4)]
-        monkeypatch.setattr("lora_tool.formats.factor_rows.PIECE_BYTES", 1000)
-        whole.append(compressed(factors, Reader(files=files), rank=4))
-    assert whole[0].left == whole[1].left
-    assert whole[0].right == whole[1].right

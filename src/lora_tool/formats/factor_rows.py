@@ -23,26 +23,19 @@ PIECE_BYTES = 2 << 20
 """What each worker reads of all parts together: whole factors at usual ranks, and large reads of others."""
 
 
-def pieces(
-    parts: Sequence[StoredTensor], files: OpenFiles, room: Room, *, below: bool, begin: int = 0, end: int | None = None
-) -> Iterator[tuple[int, list[NDArray[Any]]]]:
-    """Yield rows of matrices that are equally high, or, `below`, of their transposed, in order, and the first's number.
+def pieces(parts: Sequence[StoredTensor], files: OpenFiles, room: Room, *, below: bool) -> Iterator[list[NDArray[Any]]]:
+    """Yield rows of matrices that are equally high, or, `below`, of their transposed, in order.
 
-    They are the bits that are stored, in `room` until the next are asked for: all rows from `begin` to `end` together
-    where that is little. Raises `SourceChanged`, `CorruptFile`.
+    They are the stored bits, in `room` until the next piece: all rows in one piece where that is little. Raises
+    `SourceChanged`, `CorruptFile`.
     """
     height = parts[0].shape[1 if below else 0]
     step = max(1, PIECE_BYTES // max(1, sum(part.nbytes for part in parts) // max(1, height)))
-    last = height if end is None else end
-    for first in range(begin, last, step):
-        count = min(step, last - first)
-        yield (
-            first,
-            [
-                _rows(part, first, count, files, room, f"part {number}", below=below)
-                for number, part in enumerate(parts)
-            ],
-        )
+    for first in range(0, height, step):
+        count = min(step, height - first)
+        yield [
+            _rows(part, first, count, files, room, f"part {number}", below=below) for number, part in enumerate(parts)
+        ]
 
 
 def _rows(

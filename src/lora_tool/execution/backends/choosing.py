@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_tool.execution.backends.backend import Backend
-from lora_tool.execution.native.library import TYPES, WIDE_TYPES, kernel
-from lora_tool.execution.native.turned_files import turned
+from lora_tool.execution.native.library import TYPES, kernel
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Cast, Precision, RowOp, row_ops
 from lora_tool.plan.core.plan import Plan
+from lora_tool.tensors import DType
 
 ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
 
@@ -25,10 +25,6 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
         precision = Precision.FLOAT32  # factors are computed in float64 in both, and a cast is rounded once
     match precision:
         case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
-            if turned(op):
-                from lora_tool.execution.backends.turning_backend import TurningBackend
-
-                return TurningBackend
             from lora_tool.execution.backends.native_backend import NativeBackend
 
             return NativeBackend
@@ -45,9 +41,10 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
 
 
 def _fits_kernel(op: RowOp) -> bool:
-    """Return whether the kernel reads the inputs: of weights those that float32 holds, of factors all types."""
-    known = isinstance(op, FactorOp) or op.source.dtype in TYPES
-    return known and all(tensor.dtype in WIDE_TYPES for tensor in op.inputs)
+    """Return whether the kernel reads the inputs: weights that float32 holds, and factors in float64, too."""
+    if isinstance(op, FactorOp):  # numpy computes them, in float64
+        return False
+    return op.source.dtype in TYPES and all(tensor.dtype in (*TYPES, DType.F64) for tensor in op.inputs)
 
 
 def arithmetic_of(plan: Plan) -> str | None:
@@ -73,9 +70,9 @@ def formula(precision: Precision, *, factors: bool = False) -> str:
 def _arithmetic(precision: Precision, *, factors: bool) -> str:
     match precision:
         case Precision.FLOAT32:
-            return str(kernel() or "numpy")
+            return "numpy" if factors else str(kernel() or "numpy")
         case Precision.FLOAT64:
-            return str((kernel() if factors else None) or "numpy")
+            return "numpy"
         case Precision.PEFT:
             return "torch"
         case _:

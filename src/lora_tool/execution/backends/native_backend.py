@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
 from lora_tool.execution import kernels
-from lora_tool.execution.backends.native_factors import NativeFactors
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Level, kernel
 from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file, write_array
 from lora_tool.execution.native.rows import PlainRows
-from lora_tool.execution.native.structures import Term, packed_floats
+from lora_tool.execution.native.structures import Term
 from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
@@ -46,15 +45,12 @@ _LEAST_COLUMNS = 1 << 11
 class NativeBackend(NumpyBackend):
     """See `Backend`. Numpy computes what the kernel cannot, and computes again what it flags, to name what is wrong."""
 
-    factor_blocks: ClassVar[int] = 2
-
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         super().__init__(sources, precision, stopped)
         found = kernel()
         if found is None:
             raise AssertionError("no kernel: `backend_for` should have chosen another backend")
         self._kernel = found
-        self._compiled_factors = NativeFactors(found, sources, self._read, self._room, stopped)
         self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
 
     def _block_weights(self, op: RowOp) -> int:
@@ -67,8 +63,7 @@ class NativeBackend(NumpyBackend):
         passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES
         rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
         if rows is None:
-            if not self._compiled_factors.write(unit, out):
-                super()._write(unit, out)
+            super()._write(unit, out)
             return
         memory = self._memory(rows, unit)
         some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
@@ -91,7 +86,6 @@ class NativeBackend(NumpyBackend):
             begin=unit.at + first * unit.row_bytes,
             dtype=unit.out.dtype,
             at_once=WRITE_BYTES,
-            digits=self._digits,
         )
         with self._sources.descriptor(rows.path) as source:
             return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
@@ -117,8 +111,6 @@ class NativeBackend(NumpyBackend):
 
     def _computed(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array | None:
         """Return the rows, flat; None where the kernel does not compute them, or one is not finite."""
-        if isinstance(unit.op, FactorOp):
-            return self._compiled_factors.rows(unit, unit.op, first, last)
         if unit.out.dtype is DType.F64:  # it is computed in float32
             single = self._computed(replace(unit, out=replace(unit.out, dtype=DType.F32)), first, last, sampled=sampled)
             return None if single is None else self._wider(single)
@@ -157,7 +149,7 @@ class NativeBackend(NumpyBackend):
                 return None
         if at < count:
             later = tuple(term.from_row(at) for term in terms)
-            if not rows.write(slice(at, None), out[at:], unit.out.dtype, later, self._digits):
+            if not rows.write(slice(at, None), out[at:], unit.out.dtype, later):
                 return None
         return out.reshape(-1)
 
@@ -170,7 +162,7 @@ class NativeBackend(NumpyBackend):
         some = slice(0, len(out))
         before = self._room.of("before", out.shape, kernels.STORAGE[rows.dtype])
         meant = self._room.of("meant", out.shape, np.dtype(np.float32))
-        fine = rows.write(some, before, rows.dtype) and rows.write(some, meant, DType.F32, terms, self._digits)
+        fine = rows.write(some, before, rows.dtype) and rows.write(some, meant, DType.F32, terms)
         fine = fine and PlainRows(self._kernel, meant, DType.F32).write(some, out, dtype)
         if fine:
             part = slice(0, kernels.CACHE_BLOCK)
@@ -180,7 +172,7 @@ class NativeBackend(NumpyBackend):
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
         rows, terms = self._weight(op.source, first, last), self._terms(op, first, last)
         moved = self._room.of("moved", (last - first, op.source.shape[1]), self._wide)
-        fine = rows.write(slice(None), moved, DType.F32, terms, self._digits)
+        fine = rows.write(slice(None), moved, DType.F32, terms)
         return moved if fine else super()._moved(op, first, last)
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
@@ -265,7 +257,7 @@ class NativeBackend(NumpyBackend):
     def _place(self, rows: Rows, unit: ComputeUnit, count: int) -> Array:
         """Return where `count` rows are written, [rows, columns]: where they were read, if they are of one size."""
         storage = kernels.STORAGE[unit.out.dtype]
-        if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize and not self._digits:
+        if isinstance(rows, PlainRows) and rows.stored.itemsize == storage.itemsize:
             return rows.stored.view(storage)
         return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage)
 
@@ -301,7 +293,7 @@ class NativeBackend(NumpyBackend):
         factor = factor.astype(np.float32) if factor.dtype == np.float64 else factor
         each = max(1, min(together or length, length))
         starts = range(0, length, each)
-        panels = packed_floats(each, width, depth)
+        panels = -(-each // width) * width * depth
         packed = self._room.of(place, (len(starts), panels), np.dtype(np.float32))
         along, down = (stride // factor.itemsize for stride in factor.strides)
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)

@@ -15,7 +15,6 @@ from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.backends.numpy_factors import NumpyFactors
 from lora_tool.execution.backends.stored_rows import StoredRows
-from lora_tool.execution.cancelled import Doubts, Product, digits_of
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
@@ -46,6 +45,9 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
+_FACTOR_BLOCKS = 4
+"""How many times smaller blocks of factors are: they are computed in float64, from more values."""
+
 _LEAST_ROWS = 16
 """BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
 
@@ -54,8 +56,6 @@ class NumpyBackend:
     """See `Backend`."""
 
     whole_tensors: ClassVar[bool] = False
-    factor_blocks: ClassVar[int] = 4
-    """How many times smaller blocks of factors are: they are computed in float64, from more values."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
@@ -68,7 +68,6 @@ class NumpyBackend:
         self._factors = NumpyFactors(self._read, self._room)
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
-        self._digits = 0
 
     @staticmethod
     def one_thread() -> AbstractContextManager[object]:
@@ -105,7 +104,6 @@ class NumpyBackend:
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
         self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
-        self._digits = digits_of(unit) if self._wide == np.float32 else 0
         with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
@@ -137,7 +135,7 @@ class NumpyBackend:
 
     def _block_weights(self, op: RowOp) -> int:
         """Return how many weights a block has."""
-        return BLOCK_WEIGHTS // (self.factor_blocks if isinstance(op, FactorOp) else 1)
+        return BLOCK_WEIGHTS // (_FACTOR_BLOCKS if isinstance(op, FactorOp) else 1)
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer.
@@ -146,7 +144,6 @@ class NumpyBackend:
         """
         source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
-        doubts = self._doubts(unit.op, first, last) if isinstance(unit.op, LoraDelta) else None
         result = self._room.of("result", source.shape, kernels.STORAGE[dtype])
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
@@ -154,8 +151,6 @@ class NumpyBackend:
                 total = self._wide_copy(source[part])
             else:
                 total = change[part] if whole else np.add(self._wide_copy(source[part]), change[part], out=change[part])
-                if doubts:
-                    doubts.mend(total, source[part], at)
             small = kernels.is_small(total)  # then every type but float16 holds it
             if not small and unit.is_new and not np.isfinite(total).all():
                 refuse_nonfinite(unit)
@@ -216,8 +211,6 @@ class NumpyBackend:
         """Return rows `first` to `last` of W + Δ in the working precision, in this worker's buffer."""
         moved, source = self._delta(op, first, last), self._stored(op.source, first, last)
         np.add(moved, self._wide_copy(source), out=moved)
-        if doubts := self._doubts(op, first, last):
-            doubts.mend(moved, source, 0)
         return moved.reshape(last - first, -1)
 
     def _scale_to_magnitude(self, op: DoraDelta, moved: Array, first: int, last: int) -> None:
@@ -238,16 +231,6 @@ class NumpyBackend:
             self._product(op, term, first, last, more)
             delta += more
         return delta.reshape(-1)
-
-    def _doubts(self, op: LowRank, first: int, last: int) -> Doubts | None:
-        """Return what may be off of W + what `_delta` adds up; None where that is not asked."""
-        if not self._digits:
-            return None
-        products = [
-            Product(left=self._left(op, term, first, last), right=self._right(op, term)[0], scaling=term.scaling)
-            for term in op.terms
-        ]
-        return Doubts(products, self._digits)
 
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
         return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))

@@ -77,15 +77,4 @@ TARGET static inline void avx2_narrow_e4m3(uint8_t *place, __m256 value) {
 #define NOTHING() _mm256_setzero_si256()
 #define LARGER(b, v) _mm256_max_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
 #define LARGEST(b) avx2_largest(b)
-#define EVERYTHING() _mm256_set1_epi32(-1)
-#define SMALLER(b, v) _mm256_min_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
-#define SMALLEST(b) ~avx2_largest(_mm256_xor_si256(b, _mm256_set1_epi32(-1)))
-#define WIDE __m256d
-#define WIDE_LANES 4
-#define PANEL 4
-#define PANELS 3
-#define WIDE_SET(x) _mm256_set1_pd(x)
-#define WIDE_LOAD(p) _mm256_loadu_pd(p)
-#define WIDE_STORE(p, v) _mm256_storeu_pd(p, v)
-#define WIDE_FMA(x, y, z) _mm256_fmadd_pd(x, y, z)
 #include "tile.h"

@@ -59,15 +59,4 @@ TARGET static inline void avx512_narrow_e4m3(uint8_t *place, __m512 value) {
 #define NOTHING() _mm512_setzero_si512()
 #define LARGER(b, v) _mm512_max_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
 #define LARGEST(b) _mm512_reduce_max_epu32(b)
-#define EVERYTHING() _mm512_set1_epi32(-1)
-#define SMALLER(b, v) _mm512_min_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
-#define SMALLEST(b) _mm512_reduce_min_epu32(b)
-#define WIDE __m512d
-#define WIDE_LANES 8
-#define PANEL 8
-#define PANELS 2
-#define WIDE_SET(x) _mm512_set1_pd(x)
-#define WIDE_LOAD(p) _mm512_loadu_pd(p)
-#define WIDE_STORE(p, v) _mm512_storeu_pd(p, v)
-#define WIDE_FMA(x, y, z) _mm512_fmadd_pd(x, y, z)
 #include "tile.h"

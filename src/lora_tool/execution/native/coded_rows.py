@@ -25,7 +25,7 @@ class CodedRows(Struct, frozen=True):
     part: Scaled
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = (), digits: int = 0) -> bool:
+    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
         """See `PlainRows`."""
         first, last, _ = rows.indices(len(self.part.codes))
         scales = np.ascontiguousarray(self.part.scales)
@@ -33,7 +33,7 @@ class CodedRows(Struct, frozen=True):
         codes.bytes += first * codes.stride
         codes.above += first
         size = last - first, self.part.columns
-        return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms, digits)
+        return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
     def write_again(self, storing: ctypes.Structure, out: Array, terms: Terms) -> bool:
         """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""

@@ -59,7 +59,6 @@ struct passage {
     const struct storing *storing; /* null where results are numbers */
     int32_t source, out;           /* descriptors */
     int32_t source_type, out_type;
-    int32_t digits; /* as in `lora_tool_merge` */
 };
 
 /* Read, merge as `lora_tool_merge` and `lora_tool_merge_codes` do, and write; without terms W itself. Where codes are
@@ -89,7 +88,7 @@ EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const st
     const int64_t stored = passage->codes ? codes.stride : columns * (int64_t)size_of(in);
     const int64_t made = passage->storing ? stored : columns * (int64_t)size_of(out);
     const struct weight weight = {
-        .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .digits = passage->digits, .columns = columns};
+        .source = passage->read, .codes = passage->codes ? &codes : 0, .type = in, .columns = columns};
     mode_type before = ieee_mode();
     int64_t done = 0;
     while (done < passage->rows) {

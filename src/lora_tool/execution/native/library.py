@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from lora_tool.choices import TextEnum, wrong_value
 from lora_tool.errors import ExecutionError
-from lora_tool.execution.native.structures import Codes, Term, packed_floats
+from lora_tool.execution.native.structures import Codes, Term
 from lora_tool.tensors import DType
 
 VARIABLE = "LORA_TOOL_KERNEL"
@@ -31,8 +31,6 @@ VERSION = 1
 """Of the functions in `merge.c`, and of the arithmetic that they define."""
 TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
 """The types that it reads and writes."""
-WIDE_TYPES = {**TYPES, DType.F64: 3}
-"""Those of factors that are computed in float64."""
 
 
 @enum.unique
@@ -60,8 +58,6 @@ class Kernel(Struct, frozen=True, kw_only=True):
     rows: int
     columns: int
     """Of a tile: how wide the panels of left and right factors are."""
-    wide_columns: int
-    """Those of a tile of float64: the length of a packed factor is rounded up to a multiple of them."""
     library: Any
 
     def pack(
@@ -78,16 +74,12 @@ class Kernel(Struct, frozen=True, kw_only=True):
         out_type: DType,
         size: tuple[int, int],
         terms: tuple[Term, ...],
-        digits: int = 0,
     ) -> bool:
-        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite.
-
-        With `digits`, none is more than one in the last of so many binary digits off, and `out` is not where W is.
-        """
+        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
         listed = (Term * len(terms))(*terms)
         types = TYPES[source_type], TYPES[out_type]
         flagged: int = self.library.lora_tool_merge(
-            self.level.number, source, types[0], out, types[1], *size, listed, len(terms), digits
+            self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
         )
         return flagged == 0
 
@@ -98,18 +90,12 @@ class Kernel(Struct, frozen=True, kw_only=True):
         return flagged == 0
 
     def merge_codes(
-        self,
-        codes: Codes,
-        out: int,
-        out_type: DType,
-        size: tuple[int, int],
-        terms: tuple[Term, ...] = (),
-        digits: int = 0,
+        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...] = ()
     ) -> bool:
-        """Write what codes stand for, `size` rows and columns, at `out`, with the deltas; `digits` and returned as `merge`."""
+        """Write the numbers of the codes, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
         listed = (Term * len(terms))(*terms)
         flagged: int = self.library.lora_tool_merge_codes(
-            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms), digits
+            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
         )
         return flagged == 0
 
@@ -128,48 +114,6 @@ class Kernel(Struct, frozen=True, kw_only=True):
         listed = (Term * len(terms))(*terms)
         number = self.level.number
         flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
-        return flagged == 0
-
-    def scale(
-        self,
-        source: int,
-        source_type: DType,
-        strides: tuple[int, int],
-        out: int,
-        out_type: DType,
-        places: tuple[int, int],
-        size: tuple[int, int],
-        scale: float,
-    ) -> bool:
-        """Write columns of a factor times `scale`, rounded once, of `size` rows and columns; returned as by `merge`.
-
-        `strides` are those of the source, of rows and of the columns that are taken, `places` those of what is written.
-        """
-        types = WIDE_TYPES[source_type], WIDE_TYPES[out_type]
-        flagged: int = self.library.lora_tool_scale(
-            self.level.number, source, types[0], *strides, out, types[1], *places, *size, scale
-        )
-        return flagged == 0
-
-    def pack_wide(
-        self,
-        packed: int,
-        place: tuple[int, int],
-        factor: int,
-        dtype: DType,
-        size: tuple[int, int],
-        strides: tuple[int, int],
-    ) -> None:
-        """Lay out a part of a factor in float64, as `pack` does; `place` is how deep the whole is, and where the part begins."""
-        self.library.lora_tool_pack_wide(self.level.number, packed, *place, factor, WIDE_TYPES[dtype], *size, *strides)
-
-    def product_wide(
-        self, left: int, right: int, depth: int, out: int, out_type: DType, stride: int, size: tuple[int, int]
-    ) -> bool:
-        """Write the product of factors packed in float64, rounded once, in rows `stride` apart; returned as by `merge`."""
-        flagged: int = self.library.lora_tool_product_wide(
-            self.level.number, left, right, depth, out, WIDE_TYPES[out_type], stride, *size
-        )
         return flagged == 0
 
     def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
@@ -245,7 +189,6 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
             level=level,
             rows=rows,
             columns=library.lora_tool_columns(level.number),
-            wide_columns=library.lora_tool_wide_columns(level.number),
             library=library,
         )
         for level, rows in levels
@@ -278,27 +221,22 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.lora_tool_pack.argtypes = [pointer, size, pointer, number, size, size, size, size]
     library.lora_tool_pack.restype = None
-    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size, number]
+    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
     codes = ctypes.POINTER(Codes)
-    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size, number]
+    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
     library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
-    four, double = [size] * 4, ctypes.c_double
-    library.lora_tool_scale.argtypes = [number, pointer, number, size, size, pointer, number, *four, double]
-    library.lora_tool_pack_wide.argtypes = [number, pointer, size, size, pointer, number, *four]
-    library.lora_tool_product_wide.argtypes = [number, pointer, pointer, size, pointer, number, size, size, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
-    library.lora_tool_turn_pass.argtypes = [number, pointer]
     library.lora_tool_write.restype = library.lora_tool_pass.restype = size
     return library
 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
 _GROUP, _GROUPS = 12, 4
-CHECKSUM = 161974711
+CHECKSUM = 2822294617
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -315,13 +253,12 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 
 def checksum(kernel: Kernel) -> int:
-    """Return the CRC-32 of what the kernel makes of `trial`: of B·A in float64, and of W + 0.3·(B·A), stored as each type
-    from each type, W + B·A + 0.3·(B·A) last; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as
-    codes again.
+    """Return the CRC-32 of what the kernel makes of `trial`: of W + 0.3·(B·A) and W + B·A + 0.3·(B·A), stored as each type
+    from each type; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as codes again.
     """
     b, a, bits = trial()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
-    packed = [(ctypes.c_float * packed_floats(64, 1, _DEPTH))() for _ in range(2)]
+    packed = [(ctypes.c_float * (64 * _DEPTH))() for _ in range(2)]
     kernel.pack(
         ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
     )
@@ -336,7 +273,7 @@ def checksum(kernel: Kernel) -> int:
     addresses = [ctypes.addressof(each) for each in packed]
     scaled, plain = Term(*addresses, _DEPTH, 0.3), Term(*addresses, _DEPTH, 1.0)
     weights = (ctypes.c_uint16 * len(bits))(*bits)
-    total = _checksum_wide(kernel, ctypes.addressof(left), ctypes.addressof(right))
+    total = 0
     for source_type in TYPES:
         source = ctypes.create_string_buffer(4 * len(bits))
         kernel.convert(ctypes.addressof(weights), DType.BF16, ctypes.addressof(source), source_type, len(bits))
@@ -380,20 +317,3 @@ def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[b
         place = ctypes.addressof(numbers)
         kernel.quantise(codes, ctypes.addressof(again), place, (_ROWS, _COLUMNS), divided=kind == 0, least=-127.0)
         yield again.raw
-
-
-def _checksum_wide(kernel: Kernel, left: int, right: int) -> int:
-    """Return the CRC-32 of B·A in float64, rounded to each type, and of 0.3 times that."""
-    panels = [(ctypes.c_double * (_DEPTH * 64))() for _ in range(2)]
-    addresses = [ctypes.addressof(each) for each in panels]
-    place = _DEPTH, 0
-    kernel.pack_wide(addresses[0], place, left, DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
-    kernel.pack_wide(addresses[1], place, right, DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
-    size, line = (_ROWS, _COLUMNS), (_COLUMNS, 1)
-    total = 0
-    for dtype in WIDE_TYPES:
-        made, scaled = (ctypes.create_string_buffer(dtype.bits // 8 * _ROWS * _COLUMNS) for _ in range(2))
-        kernel.product_wide(addresses[0], addresses[1], _DEPTH, ctypes.addressof(made), dtype, _COLUMNS, size)
-        kernel.scale(ctypes.addressof(made), dtype, line, ctypes.addressof(scaled), dtype, line, size, 0.3)
-        total = zlib.crc32(scaled.raw, zlib.crc32(made.raw, total))
-    return total

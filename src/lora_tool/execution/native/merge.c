@@ -6,9 +6,6 @@
  *     delta = s·chain, rounded; the deltas of several terms are added in their order, each sum rounded
  *     out   = W + delta, rounded to float32; then rounded to the type that is stored: to nearest, ties to even
  *
- * Where `digits` are asked for, an `out` that could be off by more than one in the last of so many binary digits, because W
- * and delta nearly cancel, is the exact sum rounded to float32 instead; see again.h.
- *
  * Subnormal numbers are kept, whatever mode the thread is in. A result that is NaN or infinite is flagged: whoever calls
  * computes the block again in another way, which names the cause. No memory is allocated and no thread is started here;
  * sizes are the caller's to check.
@@ -42,10 +39,7 @@ enum level { SCALAR, AVX2, AVX512, NEON };
 
 #define ROWS_MOST 12
 #define TILE_MOST (ROWS_MOST * 32) /* floats of the largest tile */
-#define WIDE_MOST (8 * 16)         /* doubles of the largest */
-#define F64 TYPES                  /* of factors alone */
 #define STRIP 512                  /* columns of a quantised weight that are decoded together */
-#define ABREAST 64                 /* elements of a factor's row that are packed or turned round together */
 
 /* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
 static const uint32_t too_large[TYPES] = {0xFEFF0000u, 0x8EFFE000u, 0xFF000000u};
@@ -76,18 +70,13 @@ static inline const float *scales_at(const struct codes *codes, int64_t row) {
 
 typedef void product_function(float *tile, const float *left, const float *right, int64_t depth, float scaling, int more);
 typedef uint32_t finish_function(const float *tile, int rows, int columns, const void *source, int64_t apart, void *out,
-                                 int64_t stride, uint32_t *least);
+                                 int64_t stride);
 typedef uint32_t convert_function(const void *source, void *out, int64_t count);
 typedef void numbers_function(float *out, const struct codes *codes, int64_t row, int64_t column, int64_t count);
 typedef void ratios_function(float *out, const float *numbers, const float *scales, int64_t count, int divided);
 typedef void extremes_function(const float *numbers, int64_t apart, int64_t rows, int64_t count, float *low,
                                float *high);
 typedef void column_extremes_function(const float *numbers, int64_t count, float *low, float *high);
-typedef void wide_function(double *tile, const double *left, const double *right, int64_t depth, int64_t apart);
-typedef void packed_function(double *panels, int64_t apart, const void *values, int64_t along, int64_t down, int64_t lanes,
-                             int64_t depth);
-typedef void scaled_function(double *out, const void *values, int64_t step, double scale, int64_t count);
-typedef uint32_t rounded_function(const double *values, void *out, int type, int64_t apart, int64_t count);
 typedef void e4m3_function(uint8_t *out, int64_t stride, const float *numbers, int64_t apart, int64_t rows, int64_t count,
                            float scale);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
@@ -103,11 +92,6 @@ struct words {
     ratios_function *ratios;
     extremes_function *extremes;
     column_extremes_function *column_extremes;
-    int panel, wide_columns; /* rows and columns of a tile of float64 */
-    wide_function *wide_product;
-    packed_function *packed[TYPES + 1];
-    scaled_function *scaled[TYPES + 1];
-    rounded_function *rounded;
 };
 
 static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
@@ -251,14 +235,11 @@ static float value_at(const void *factor, int type, int64_t at) {
 
 static inline size_t size_of(int type) { return type == F32 ? 4 : 2; }
 
-#include "again.h"
-
 /* Lay out a factor of `length` (the rows of B, the columns of A) by `depth` in panels of `width`, float32, zeros at the
- * end: packed[panel][k][lane], and behind the last k what its lanes reach, and the panel. Its element (i, k) is
- * factor[i·along + k·down]. */
+ * end: packed[panel][k][lane]. Its element (i, k) is factor[i·along + k·down]. */
 EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int type, int64_t length, int64_t depth,
                            int64_t along, int64_t down) {
-    for (int64_t first = 0; first < length; first += width, packed += width * (depth + EXTRA)) {
+    for (int64_t first = 0; first < length; first += width, packed += width * depth) {
         int64_t lanes = length - first < width ? length - first : width;
         if (lanes < width) {
             memset(packed, 0, (size_t)(width * depth) * sizeof *packed);
@@ -280,7 +261,6 @@ EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int
                 }
             }
         }
-        write_reaches(packed, width, depth);
     }
 }
 
@@ -305,7 +285,7 @@ static void decode_strip(const struct words *words, const struct codes *codes, i
 struct weight {
     const void *source;
     const struct codes *codes;
-    int type, digits;
+    int type;
     int64_t columns;
 };
 
@@ -324,7 +304,6 @@ static uint32_t merged_area(const struct words *words, const struct weight *weig
     const size_t source_size = size_of(weight->type), out_size = size_of(out_type);
     const int64_t last_row = area->row + area->rows, last_column = area->column + area->columns;
     const int64_t strip = codes ? STRIP / wide * wide : area->columns;
-    const float sure = doubt_of(weight->digits, count);
     finish_function *finish = words->finish[weight->type][out_type];
     uint32_t largest = 0;
     for (int64_t row = area->row; row < last_row; row += high) {
@@ -344,26 +323,15 @@ static uint32_t merged_area(const struct words *words, const struct weight *weig
                 for (int r = 0; r < some && !codes; r++) {
                     __builtin_prefetch(read + (size_t)(r * columns) * source_size);
                 }
-                float most = 0;
                 for (int64_t t = 0; t < count; t++) {
                     const int64_t depth = terms[t].depth;
-                    const float *left = terms[t].left + packed * (depth + EXTRA);
-                    const float *right = terms[t].right + column * (depth + EXTRA);
-                    const float scaling = (float)terms[t].scaling;
-                    words->product(tile, left, right, depth, scaling, t > 0);
-                    most += fabsf(scaling) * left[(depth + 1) * high] * right[(depth + 1) * wide];
+                    const float *left = terms[t].left + packed * depth, *right = terms[t].right + column * depth;
+                    words->product(tile, left, right, depth, (float)terms[t].scaling, t > 0);
                 }
                 int across = (int)least_of(last_column - column, wide);
                 char *write = (char *)area->out + (size_t)(down * area->apart + column - area->column) * out_size;
-                uint32_t least, size = finish(tile, some, across, read, apart, write, area->apart, &least);
+                uint32_t size = finish(tile, some, across, read, apart, write, area->apart);
                 largest = size > largest ? size : largest;
-                if (float_of(least >> 1) < sure * most) {
-                    const struct spot spot = {.tile = tile, .rows = some, .columns = across,
-                                              .source = read, .type = weight->type, .apart = apart,
-                                              .out = write, .out_type = out_type, .stride = area->apart,
-                                              .left = packed, .right = column};
-                    summed_again(words, &spot, sure, most, terms, count);
-                }
             }
         }
     }
@@ -414,15 +382,15 @@ static uint32_t decoded(const struct words *words, const struct codes *codes, vo
 static inline int is_type(int type) { return type >= 0 && type < TYPES; }
 
 /* Write W + deltas of `rows` by `columns` elements, row after row. `out` may be `source` where both types are of one
- * size and `digits` is 0. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite,
+ * size. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite,
  * -1 where this processor does not have the level. */
 EXPORT int lora_tool_merge(int level, const void *source, int source_type, void *out, int out_type, int64_t rows,
-                           int64_t columns, const struct term *terms, int64_t count, int digits) {
+                           int64_t columns, const struct term *terms, int64_t count) {
     const struct words *words = words_of(level);
     if (!words || !is_type(source_type) || !is_type(out_type)) {
         return -1;
     }
-    const struct weight weight = {.source = source, .type = source_type, .digits = digits, .columns = columns};
+    const struct weight weight = {.source = source, .type = source_type, .columns = columns};
     mode_type before = ieee_mode();
     uint32_t largest = merged(words, &weight, out, out_type, rows, 0, terms, count);
     restore_mode(before);
@@ -431,12 +399,12 @@ EXPORT int lora_tool_merge(int level, const void *source, int source_type, void 
 
 /* As `lora_tool_merge`, where W is what codes stand for; without terms W alone is written. */
 EXPORT int lora_tool_merge_codes(int level, const struct codes *codes, void *out, int out_type, int64_t rows,
-                                 int64_t columns, const struct term *terms, int64_t count, int digits) {
+                                 int64_t columns, const struct term *terms, int64_t count) {
     const struct words *words = words_of(level);
     if (!words || !is_type(codes->type) || !is_type(out_type)) {
         return -1;
     }
-    const struct weight weight = {.codes = codes, .type = codes->type, .digits = digits, .columns = columns};
+    const struct weight weight = {.codes = codes, .type = codes->type, .columns = columns};
     mode_type before = ieee_mode();
     uint32_t largest = count ? merged(words, &weight, out, out_type, rows, 0, terms, count)
                              : decoded(words, codes, out, out_type, rows, columns);
@@ -459,5 +427,3 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
 }
 
 #include "files.h"
-#include "factors.h"
-#include "products.h"

@@ -56,15 +56,4 @@ static inline void neon_narrow_e4m3(uint8_t *place, float32x4_t value) {
 #define NOTHING() vdupq_n_u32(0)
 #define LARGER(b, v) vmaxq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
 #define LARGEST(b) vmaxvq_u32(b)
-#define EVERYTHING() vdupq_n_u32(UINT32_MAX)
-#define SMALLER(b, v) vminq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
-#define SMALLEST(b) vminvq_u32(b)
-#define WIDE float64x2_t
-#define WIDE_LANES 2
-#define PANEL 4
-#define PANELS 3
-#define WIDE_SET(x) vdupq_n_f64(x)
-#define WIDE_LOAD(p) vld1q_f64(p)
-#define WIDE_STORE(p, v) vst1q_f64(p, v)
-#define WIDE_FMA(x, y, z) vfmaq_f64(z, x, y)
 #include "tile.h"

@@ -39,7 +39,6 @@ class _Passage(ctypes.Structure):
         ("out", ctypes.c_int32),
         ("source_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
-        ("digits", ctypes.c_int32),
     )
 
 
@@ -103,8 +102,6 @@ class Target(Struct, frozen=True, kw_only=True):
     begin: int
     dtype: DType
     at_once: int
-    digits: int = 0
-    """As in `Kernel.merge`."""
     storing: Storing | None = None
     """How codes are stored again: of the type of those that are read."""
 
@@ -127,7 +124,6 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
         out=target.descriptor,
         source_type=TYPES[rows.dtype],
         out_type=TYPES.get(target.dtype, 0),
-        digits=target.digits,
     )
     if target.storing is not None:
         passage.storing = ctypes.pointer(target.storing)

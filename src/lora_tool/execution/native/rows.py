@@ -23,13 +23,13 @@ class PlainRows(Struct, frozen=True):
     """[rows, columns]"""
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = (), digits: int = 0) -> bool:
+    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
         """Write these rows, plus the deltas of the terms, as a type; return False where a result is not finite.
 
-        `out` may be where they are stored, if both types are of one size and `digits`, see `Kernel.merge`, is 0.
+        `out` may be where they are stored, if both types are of one size.
         """
         some = self.stored[rows]
         place, target = some.ctypes.data, out.ctypes.data
         if terms:
-            return self.kernel.merge(place, self.dtype, target, dtype, some.shape, terms, digits)
+            return self.kernel.merge(place, self.dtype, target, dtype, some.shape, terms)
         return self.kernel.convert(place, self.dtype, target, dtype, some.size)

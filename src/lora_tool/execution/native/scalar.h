@@ -25,15 +25,4 @@
 #define NOTHING() 0u
 #define LARGER(b, v) ((b) > bits_of(v) << 1 ? (b) : bits_of(v) << 1)
 #define LARGEST(b) (b)
-#define EVERYTHING() UINT32_MAX
-#define SMALLER(b, v) ((b) < bits_of(v) << 1 ? (b) : bits_of(v) << 1)
-#define SMALLEST(b) (b)
-#define WIDE double
-#define WIDE_LANES 1
-#define PANEL 4
-#define PANELS 1
-#define WIDE_SET(x) (x)
-#define WIDE_LOAD(p) (*(p))
-#define WIDE_STORE(p, v) (*(p) = (v))
-#define WIDE_FMA(x, y, z) fma(x, y, z)
 #include "tile.h"

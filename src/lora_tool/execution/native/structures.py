@@ -17,13 +17,8 @@ class Term(ctypes.Structure):
 
     def from_row(self, row: int) -> Term:
         """Return the term of rows that begin at `row`, where a panel of the left factor does."""
-        floats = packed_floats(row, 1, self.depth)
-        return Term(self.left + floats * ctypes.sizeof(ctypes.c_float), self.right, self.depth, self.scaling)
-
-
-def packed_floats(length: int, width: int, depth: int) -> int:
-    """Return how many floats `Kernel.pack` writes: panels of `width`, and behind each what it reaches."""
-    return -(-length // width) * width * (depth + 2)
+        begin = self.left + row * self.depth * ctypes.sizeof(ctypes.c_float)
+        return Term(begin, self.right, self.depth, self.scaling)
 
 
 class Codes(ctypes.Structure):

@@ -9,10 +9,6 @@
  *   NARROW_e4m3(p, v)                                                   numbers below 464 in size, as codes
  *   LEAST(x, y) MOST(x, y)                                              y where one is NaN
  *   NOTHING() LARGER(b, v) LARGEST(b)                                   of the bits of |v|, shifted left by one
- *   EVERYTHING() SMALLER(b, v) SMALLEST(b)
- *   WIDE, WIDE_LANES           vectors of doubles
- *   PANEL, PANELS              rows of a tile of doubles, and how many times as many columns it has
- *   WIDE_SET(x) WIDE_LOAD(p) WIDE_STORE(p, v) WIDE_FMA(x, y, z)
  */
 #define JOINED(a, b) a##_##b
 #define JOIN(a, b) JOINED(a, b)
@@ -49,14 +45,12 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 }
 
 #include "codes.h"
-#include "wide.h"
 
-/* Return the largest |result|, and write the `least`, or less, as LARGEST gives them. What lies beyond the last column goes
- * by way of a line of its own. */
+/* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
     TARGET static uint32_t NAME(finish_##in##_##out)(const float *tile, int rows, int columns, const void *source,     \
-                                                     int64_t apart, void *to, int64_t stride, uint32_t *least) {       \
-        BITS most = NOTHING(), less = EVERYTHING();                                                                    \
+                                                     int64_t apart, void *to, int64_t stride) {                        \
+        BITS most = NOTHING();                                                                                         \
         for (int r = 0; r < rows; r++, tile += COLUMNS) {                                                              \
             const in_type *read = (const in_type *)source + r * apart;                                                 \
             out_type *write = (out_type *)to + r * stride;                                                             \
@@ -70,14 +64,12 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
             UNROLLED for (int v = 0; v < VECTORS; v++) {                                                               \
                 VECTOR total = ADD(WIDEN_##in(read + v * LANES), LOAD(tile + v * LANES));                              \
                 most = LARGER(most, total);                                                                            \
-                less = SMALLER(less, total);                                                                           \
                 NARROW_##out(line + v * LANES, total);                                                                 \
             }                                                                                                          \
             if (columns < COLUMNS) {                                                                                   \
                 memcpy(write, line, (size_t)columns * sizeof *write);                                                  \
             }                                                                                                          \
         }                                                                                                              \
-        *least = SMALLEST(less);                                                                                       \
         return LARGEST(most);                                                                                          \
     }                                                                                                                  \
     TARGET static uint32_t NAME(convert_##in##_##out)(const void *source, void *to, int64_t count) {                   \
@@ -122,10 +114,6 @@ static const struct words NAME(words) = {
     ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
-    PANEL,          WIDE_COLUMNS,  NAME(wide_product),
-    {NAME(packed_bf16), NAME(packed_f16), NAME(packed_f32), NAME(packed_f64)},
-    {NAME(scaled_bf16), NAME(scaled_f16), NAME(scaled_f32), NAME(scaled_f64)},
-    NAME(rounded),
 };
 
 #undef JOINED
@@ -136,10 +124,6 @@ static const struct words NAME(words) = {
 #undef STEPS
 #undef TABLE
 #undef CUT_OFF
-#undef SCALED
-#undef PACKED
-#undef WIDE_COLUMNS
-#undef EACH
 #undef WIDEN_f32
 #undef NARROW_f32
 #undef LEVEL
@@ -168,14 +152,3 @@ static const struct words NAME(words) = {
 #undef NOTHING
 #undef LARGER
 #undef LARGEST
-#undef EVERYTHING
-#undef SMALLER
-#undef SMALLEST
-#undef WIDE
-#undef WIDE_LANES
-#undef PANEL
-#undef PANELS
-#undef WIDE_SET
-#undef WIDE_LOAD
-#undef WIDE_STORE
-#undef WIDE_FMA

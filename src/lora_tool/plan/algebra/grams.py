@@ -1,7 +1,6 @@
 """Gram matrices of factors that stand beside one another, and the triangle of their QR factorisation, in float64.
 
-A factor is small: it is read whole where it has a few MB, else some rows at a time. The compiled kernel takes what is
-read as it is stored; numpy, where there is no kernel, has it widened before.
+A factor is small: it is read whole where it has a few MB, else some rows at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from lora_tool.execution.native.library import kernel
-from lora_tool.execution.native.products import GramSum, Stored
 from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.room import Room
 from lora_tool.formats.stored_numbers import STORED, Matrix, widened
 from lora_tool.tensors import DType, StoredTensor
+
+Stored = tuple[NDArray[Any], DType]
+"""Stored elements, [rows, columns], whichever way round they lie in memory, and their type."""
 
 _BLOCK = 1 << 16
 """Elements that numpy widens at a time, so that they stay in the second-level cache."""
@@ -34,15 +34,9 @@ class Reader(Struct, kw_only=True, eq=False):
     def gram(self, parts: Sequence[StoredTensor], *, below: bool) -> Matrix:
         """Return PᵀP of P = [P₁ | P₂ | …]; `below`: of its transposed, the parts below one another.
 
-        Sums are in one order, whatever is read at a time. Raises `SourceChanged`, `CorruptFile`.
+        Raises `SourceChanged`, `CorruptFile`.
         """
         total = sum(part.shape[0 if below else 1] for part in parts)
-        compiled = kernel()
-        if compiled is not None:
-            sums = GramSum(compiled, total, self._room)
-            for some in self._pieces(parts, below=below):
-                sums.add(some)
-            return sums.matrix()
         gram = np.zeros((total, total))
         with np.errstate(all="ignore"):  # what is not finite is refused by name
             for block in self._blocks(parts, total, below=below):
@@ -78,7 +72,7 @@ class Reader(Struct, kw_only=True, eq=False):
                 yield block
 
     def _pieces(self, parts: Sequence[StoredTensor], *, below: bool) -> Iterator[Sequence[Stored]]:
-        for _, some in pieces(parts, self.files, self._room, below=below):
+        for some in pieces(parts, self.files, self._room, below=below):
             yield [(stored.view(STORED[part.dtype]), part.dtype) for stored, part in zip(some, parts, strict=True)]
 
 
