@@ -1,4 +1,4 @@
-"""Stretches of copies, plain and of matrices that lie transposed: what differs is found and counted, compiled or not."""
+"""Stretches of copies, plain and of matrices that lie transposed: what differs is found and counted."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ import pytest
 from lora_tool.errors import SourceChanged
 from lora_tool.plan.core.ops import Copy
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TransposedSpan
+from lora_tool.verification import copied
 from lora_tool.verification.copied import Copies
-from lora_tool.verification.native import copies
 from lora_tool.verification.pieces import Compared
 
 TYPES = {1: DType.I8, 2: DType.BF16, 4: DType.F32, 8: DType.F64}
 SHAPES = [(6, 40), (40, 6), (1, 9), (9, 1), (300, 11)]
 
 
-@pytest.fixture(params=["compiled", "off"])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Say whether the compiled comparison is used; a small room makes it look at a stretch in several goes."""
-    if request.param == "off":
-        monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
-    elif copies.copy_comparison() is None:
-        pytest.skip("nothing is compiled here")
-    monkeypatch.setattr(copies, "MOST_BYTES", 56)
-    return str(request.param)
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a stretch compared in several chunks."""
+    monkeypatch.setattr(copied, "_CHUNK_BYTES", 56)
 
 
 def compared(folder: Path, stored: np.ndarray, meant: np.ndarray, *, turned: bool) -> Compared:
@@ -46,7 +41,6 @@ def compared(folder: Path, stored: np.ndarray, meant: np.ndarray, *, turned: boo
     return Compared(name="weight", op=op, stored=StoredTensor(spec=spec, spans=(mine,)), begin=100)
 
 
-@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
 @pytest.mark.parametrize("width", list(TYPES))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -69,7 +63,6 @@ def test_what_differs_is_counted(tmp_path: Path, shape: tuple[int, int], width: 
         assert tally.outside == tally.wrong
 
 
-@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
 @pytest.mark.parametrize("which", ["stored", "source"])
 def test_a_file_that_ends_early_is_named(tmp_path: Path, which: str, *, turned: bool) -> None:

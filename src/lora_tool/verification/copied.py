@@ -1,25 +1,21 @@
-"""Whether copies are the bytes of their sources: compared by compiled code, by numpy where that is not to be had."""
+"""Whether copies are the bytes of their sources. numpy is imported only where they differ, or do not lie as they are meant."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.formats.open_files import OpenFiles, opened
 from lora_tool.tensors import Span, StoredTensor, TransposedSpan
-from lora_tool.verification.native.copies import Copy, copy_comparison
 from lora_tool.verification.pieces import Compared, Stretch
 from lora_tool.verification.tally import Tally
 
 if TYPE_CHECKING:
-    from lora_tool.verification.elements import Files
+    from lora_tool.verification.elements import Array, Files
 
-_Piece = tuple[Compared, Stretch]
-_Paths = tuple[Path, Path]
+_CHUNK_BYTES = 1 << 20
+"""Bytes compared together: what is read stays in the cache."""
 
 
 class Copies(OpenFiles):
@@ -29,40 +25,54 @@ class Copies(OpenFiles):
         super().__init__(opened)
         self._decoding: Files | None = None
         self._making = threading.Lock()
-
-    def look(self, part: Compared, stretches: Iterable[Stretch]) -> Tally:
-        """Return what `look_at_each` does of one part."""
-        return self.look_at_each([(part, stretches)])[0]
+        self._local = threading.local()
 
     def look_at_each(self, parts: Sequence[tuple[Compared, Iterable[Stretch]]]) -> list[Tally]:
-        """Return the tally of each part's stretches, byte by byte. Raises `SourceChanged` where a file ends early, `OSError`."""
-        tallies = [Tally() for _ in parts]
-        pieces = [(at, (part, stretch)) for at, (part, stretches) in enumerate(parts) for stretch in stretches]
-        if (compiled := copy_comparison()) is not None:
-            placed = [(at, piece, _in_files(*piece)) for at, piece in pieces]
-            pieces = [(at, piece) for at, piece, place in placed if place is None]
-            here = [(at, piece, *place) for at, piece, place in placed if place is not None]
-            for (path, source), some in groupby(here, key=itemgetter(2)):
-                asked = list(some)
-                with self.descriptor(path) as file, self.descriptor(source) as other:
-                    seen = compiled.look(file, other, [copy for *_, copy in asked])
-                for (at, piece, *_), copy in zip(asked, seen, strict=False):
-                    tallies[at].add(_tally(piece, copy.first, copy.differing))
-                pieces += [(at, piece) for at, piece, *_ in asked[len(seen) :]]  # what ends early is named there
-        for at, piece in pieces:
-            tallies[at].add(self._compared(piece))
-        return tallies
+        """Return the tally of each part's stretches; see `look`."""
+        return [self.look(part, stretches) for part, stretches in parts]
 
-    def _compared(self, piece: _Piece) -> Tally:
-        """Compare a stretch that does not lie in one piece of a file, or that no compiled code compares."""
-        import numpy as np  # for what few files need
+    def look(self, part: Compared, stretches: Iterable[Stretch]) -> Tally:
+        """Return the tally of the stretches, byte by byte. Raises `SourceChanged` where a file ends early, `OSError`."""
+        tally, whole = Tally(), _transposed(part.op.source)
+        matrix = None if whole is None else self._files().as_meant(whole)
+        for start, nbytes in stretches:
+            tally.compared += nbytes // _width(part.stored)
+            places = _in_one_piece(part, start, nbytes)
+            if places is None or not self._are_equal(*places):
+                self._count(tally, part, (start, nbytes), matrix)
+        return tally
 
-        part, stretch = piece
-        stored, source = (self._files().read(tensor, *stretch) for tensor in (part.stored, part.op.source))
+    def _are_equal(self, copy: Span, source: Span) -> bool:
+        """Return whether both files hold the same bytes there."""
+        if not hasattr(self._local, "buffers"):
+            self._local.buffers = bytearray(_CHUNK_BYTES), bytearray(_CHUNK_BYTES)
+        one, other = self._local.buffers
+        for at in range(0, copy.nbytes, _CHUNK_BYTES):
+            count = min(_CHUNK_BYTES, copy.nbytes - at)
+            self.read_exactly(copy.path, copy.offset + at, memoryview(one)[:count])
+            self.read_exactly(source.path, source.offset + at, memoryview(other)[:count])
+            if not one.startswith(memoryview(other)[:count]):  # memcmp; `==` of memoryviews goes item by item
+                return False
+        return True
+
+    def _count(self, tally: Tally, part: Compared, stretch: Stretch, matrix: Array | None) -> None:
+        """Add the elements of a stretch that differ to the tally; `matrix` is the source where it lies transposed."""
+        import numpy as np  # for few files
+
+        start, nbytes = stretch
+        stored, width = self._files().read(part.stored, start, nbytes), _width(part.stored)
+        source = self._files().read(part.op.source, start, nbytes) if matrix is None else _part(matrix, start, nbytes)
         if np.array_equal(stored, source):
-            return _tally(piece, 0, 0)
-        off = np.unique(np.flatnonzero(stored != source) // _width(part.stored))
-        return _tally(piece, int(off[0]) * _width(part.stored), len(off))
+            return
+        differing = np.unique(np.flatnonzero(stored != source) // width)
+        tally.add(
+            Tally(
+                outside=len(differing),
+                wrong=len(differing),
+                first=part.begin + start // width + int(differing[0]),
+                moved=True,
+            )
+        )
 
     def _files(self) -> Files:
         """Return what reads tensors of any kind."""
@@ -80,30 +90,28 @@ class Copies(OpenFiles):
         super().close()
 
 
-def _in_files(part: Compared, stretch: Stretch) -> tuple[_Paths, Copy] | None:
-    """Return the two files that a stretch and its source lie in, and where; None where either is not in one piece."""
-    stored, source = tuple(part.stored.part(*stretch)), tuple(part.op.source.part(*stretch))
-    if len(stored) != 1 or len(source) != 1 or type(stored[0]) is not Span:
-        return None
-    place, width = source[0], _width(part.stored)
-    copy = Copy(at=stored[0].offset, nbytes=stretch[1], source=place.offset, width=width)
-    if type(place) is TransposedSpan and place.itemsize == width:
-        copy.start, copy.rows, copy.columns = place.start, place.rows, place.columns
-    elif type(place) is not Span:
-        return None
-    return (stored[0].path, place.path), copy
+def _transposed(source: StoredTensor) -> TransposedSpan | None:
+    """Return where a matrix lies transposed in one piece: it is read once, not for every stretch."""
+    span = source.spans[0] if len(source.spans) == 1 else None
+    return span if isinstance(span, TransposedSpan) and span.nbytes == span.stored_bytes else None
 
 
-def _tally(piece: _Piece, first: int, differing: int) -> Tally:
-    """Return the tally of a stretch in which so many elements differ, the first of them at byte `first`."""
-    part, (start, nbytes) = piece
-    width = _width(part.stored)
-    tally = Tally(compared=nbytes // width)
-    if differing:
-        tally.outside = tally.wrong = differing
-        tally.first = part.begin + (start + first) // width
-        tally.moved = True
-    return tally
+def _part(matrix: Array, start: int, nbytes: int) -> Array:
+    """Return bytes of the matrix, row after row, from its byte `start`."""
+    import numpy as np  # for few files
+
+    row_bytes = matrix.shape[1] * matrix.itemsize
+    first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
+    rows = np.ascontiguousarray(matrix[first:last]).reshape(-1).view(np.uint8)
+    return rows[start - first * row_bytes :][:nbytes]
+
+
+def _in_one_piece(part: Compared, start: int, nbytes: int) -> tuple[Span, Span] | None:
+    """Return where a stretch and its source lie; None where either is not plain bytes in one piece of a file."""
+    stored, source = tuple(part.stored.part(start, nbytes)), tuple(part.op.source.part(start, nbytes))
+    if len(stored) != 1 or len(source) != 1 or type(stored[0]) is not Span or type(source[0]) is not Span:
+        return None
+    return stored[0], source[0]
 
 
 def _width(tensor: StoredTensor) -> int:

@@ -10,11 +10,8 @@ import numpy as np
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
-from lora_tool.verification.native.library import LISTED, Comparison, comparison
 from lora_tool.verification.recompute import Recomputed
 from lora_tool.verification.tally import Tally
-
-_FLOATS = {np.dtype(np.float32): DType.F32, np.dtype(np.float64): DType.F64}
 
 
 def tally_of(
@@ -32,39 +29,13 @@ def tally_of(
     that of `dtype`.
     """
     within = float(wide.type(bounds[0].of_result))
-    compiled = comparison() if steps is None else None
-    tally, places = _seen_by(compiled, stored, dtype, expected, within, wide) or _seen_by_numpy(
-        stored, dtype, expected.widened(wide), within, steps
-    )
+    tally, places = _seen(stored, dtype, expected, within, steps)
     if places.size:
         _look_closer(tally, places, stored, dtype, expected, bounds, wide, steps)
     return tally
 
 
-def _seen_by(
-    compiled: Comparison | None, stored: Bytes, dtype: DType, expected: Recomputed, within: float, wide: np.dtype[Any]
-) -> tuple[Tally, Array] | None:
-    """Return what `_seen_by_numpy` does; None where the compiled comparison is not there, or cannot tell all places."""
-    if compiled is None or (wide == np.float32) != (dtype.bits == 16):  # noqa: PLR2004 - what it compares in
-        return None
-    base = expected.base, expected.stored or _FLOATS[expected.base.dtype]
-    change = np.ascontiguousarray(expected.change), _FLOATS[expected.change.dtype]
-    seen = compiled.seen((stored, dtype), base, change, within=within)
-    if seen.outside > LISTED:
-        return None
-    tally = Tally(
-        compared=expected.base.size,
-        ulps=seen.largest / 2,
-        moved=bool(seen.is_moved),
-        error_squares=seen.error,
-        change_squares=seen.change,
-        moved_squares=seen.moved,
-        dot=seen.dot,
-    )
-    return tally, np.array(seen.places[: seen.outside], np.intp)
-
-
-def _seen_by_numpy(
+def _seen(
     stored: Bytes, dtype: DType, expected: Recomputed, within: float, steps: Array | None = None
 ) -> tuple[Tally, Array]:
     """Return the tally, and the places of the values that are off by more than `within` half ulps.
@@ -107,7 +78,7 @@ def _look_closer(
     """Count the values outside the bounds, of those at `places`, each with its own size of change and product."""
     rows, columns = np.divmod(places, expected.base.shape[1])
     found = decode(stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8), dtype, wide)
-    chosen = expected.part(rows, columns).widened(wide)
+    chosen = expected.part(rows, columns)
     off = np.abs(found - chosen.base - chosen.change)
     both_nan = np.isnan(found) & np.isnan(chosen.base)
     kept = (chosen.change == 0) & (both_nan | (found == chosen.base))  # a NaN or infinity that the base has

@@ -108,7 +108,7 @@ class Files(OpenFiles):
         fill(out.data, tensor, start, self.read_exactly, self._decode)
         return out
 
-    def _as_meant(self, whole: TransposedSpan) -> Array:
+    def as_meant(self, whole: TransposedSpan) -> Array:
         """Return a matrix that lies transposed in its file, [rows, columns], as a view of what is stored."""
         stored = np.empty(whole.stored_bytes, np.uint8)
         self.read_exactly(whole.path, whole.offset, stored.data)
@@ -128,7 +128,7 @@ class Files(OpenFiles):
         if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
             self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
         elif type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes:  # read once, not for every row
-            matrix = self._as_meant(whole)
+            matrix = self.as_meant(whole)
             rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
             np.concatenate([matrix[first:last] for first, last in rows], out=rows_of)
         elif decode is None and (tiles := _tiles_of(whole, tensor)) is not None:

@@ -31,10 +31,9 @@ from lora_tool.plan.core.ops import (
     RowOp,
 )
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, some_rows
 from lora_tool.verification.initial import taken
-from lora_tool.verification.native.library import comparison
 from lora_tool.verification.pieces import Rows, row_blocks, rows_and_columns, split
 
 Kept = TypeVar("Kept")
@@ -54,19 +53,10 @@ class Recomputed(Struct, frozen=True):
     """‖b‖·‖a‖ of the values at given rows and columns: asked for only where it decides."""
     room: Products | None = None
     """How much further the values at given rows and columns may be off: what an init took out was taken in float32."""
-    stored: DType | None = None
-    """The type of `base` where it is the bits that are stored, and `change` in float64: for the compiled comparison."""
 
     def part(self, rows: Array, columns: Array) -> Recomputed:
         """Return the values at these rows and columns, one after the other."""
         return replace(self, base=self.base[rows, columns], change=self.change[rows, columns])
-
-    def widened(self, wide: np.dtype[Any]) -> Recomputed:
-        """Return the same with both in the working type."""
-        if self.stored is None:
-            return self
-        base = decode(self.base.reshape(-1).view(np.uint8), self.stored, wide).reshape(self.base.shape)
-        return replace(self, base=base, change=self.change.astype(wide, copy=False), stored=None)
 
 
 class Product(Struct, frozen=True):
@@ -109,10 +99,6 @@ class Recomputer:
         product = self._product(op, rows)
         width = rows_and_columns(op.shape)[1]
         source = None if isinstance(op, FactorOp) else (op, self._files.rows(op.source, rows))
-        if source is not None and isinstance(op, LoraDelta) and op.init is None and comparison() is not None:
-            bits = source[1].view(FLOATS[op.source.dtype].bits).reshape(-1, width)
-            yield rows, Recomputed(bits, product.values, product.norms, stored=op.source.dtype)
-            return
         at = 0
         for part in split(rows, width):
             height = sum(last - first for first, last in part)
