@@ -1,9 +1,7 @@
-"""Compile lora-tool's C: a hook of the build, which falls back to numpy, and a command for a working copy.
+"""Compile lora-tool's kernel: a hook of the build, which falls back to numpy, and a command for a working copy.
 
-There are three libraries, which share nothing: the kernel that merges, the comparison of `verify`, and the scan of weights
-that the rules ask for.
-`python src/build_kernel.py` compiles them in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
-says what happens without a compiler: `auto` builds without them, `require` fails, `off` never compiles them.
+`python src/build_kernel.py` compiles it in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
+says what happens without a compiler: `auto` builds without the kernel, `require` fails, `off` never compiles it.
 """
 
 from __future__ import annotations
@@ -23,11 +21,6 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent / "lora_tool"
 NATIVE = PACKAGE / "execution" / "native"
 LIBRARY = NATIVE / "kernel.so"
-COMPARING = PACKAGE / "verification" / "native"
-COMPARISON = COMPARING / "compare.so"
-SCANNING = PACKAGE / "rules" / "engine" / "native"
-SCAN = SCANNING / "scan.so"
-LIBRARIES = (LIBRARY, COMPARISON, SCAN)
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two
 FLAGS = ("-std=c11", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
@@ -45,24 +38,11 @@ def sources_digest() -> str:
 
 def compile_kernel(library: Path = LIBRARY, *flags: str) -> None:
     """Write the kernel, whole or not at all. Raises `CannotCompileError`."""
-    _compile(NATIVE / "merge.c", library, *flags, f'-DLORA_TOOL_SOURCES="{sources_digest()}"')
-
-
-def compile_comparison(library: Path = COMPARISON, *flags: str) -> None:
-    """Write the comparison, whole or not at all. Raises `CannotCompileError`."""
-    _compile(COMPARING / "compare.c", library, "-O3", *flags)
-
-
-def compile_scan(library: Path = SCAN, *flags: str) -> None:
-    """Write the scan, whole or not at all. Raises `CannotCompileError`."""
-    _compile(SCANNING / "scan.c", library, "-O3", *flags)
-
-
-def _compile(source: Path, library: Path, *flags: str) -> None:
+    source, digest = NATIVE / "merge.c", f'-DLORA_TOOL_SOURCES="{sources_digest()}"'
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        command = [*compiler, *FLAGS, *flags, "-o", str(made), str(source), "-lm"]
+        command = [*compiler, *FLAGS, *flags, digest, "-o", str(made), str(source), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the user's compiler
         except OSError as error:
@@ -73,28 +53,20 @@ def _compile(source: Path, library: Path, *flags: str) -> None:
 
 
 def build(asked: str) -> str | None:
-    """Compile or remove the libraries as LORA_TOOL_KERNEL asks; return why there are none, None if they were compiled.
+    """Compile or remove the kernel as LORA_TOOL_KERNEL asks; return why there is none, None if it was compiled.
 
-    Raises `CannotCompileError` where they are required.
+    Raises `CannotCompileError` where it is required.
     """
-    _remove()
+    LIBRARY.unlink(missing_ok=True)
     if asked == "off":
         return "LORA_TOOL_KERNEL=off"
     try:
         compile_kernel()
-        compile_comparison()
-        compile_scan()
     except CannotCompileError as error:
         if asked == "require":
             raise CannotCompileError(f"LORA_TOOL_KERNEL=require, but the kernel cannot be compiled: {error}") from error
-        _remove()
         return str(error)
     return None
-
-
-def _remove() -> None:
-    for library in LIBRARIES:
-        library.unlink(missing_ok=True)
 
 
 def wheel_tag() -> str:
@@ -127,7 +99,7 @@ else:
                 return
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
-            build_data["artifacts"] += [str(made.relative_to(Path(self.root))) for made in LIBRARIES]
+            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(self.root))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,6 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """Return what calls the command line in the repository's root."""
     monkeypatch.chdir(REPOSITORY)
     return Caller(capsys)
-
-
-Wrong = Callable[[str, str, Callable[[Path], None]], Path]
-
-
-@pytest.fixture
-def wrongly_compiled(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> Wrong:
-    """Return what compiles a source of a folder that `build_kernel` names, with `wrong` for `right`, and gives the library."""
-    assert compiler
-
-    def made(folder: str, name: str, compile_it: Callable[[Path], None]) -> Path:
-        source = (getattr(build_kernel, folder) / name).read_text()
-        assert right in source
-        (tmp_path / name).write_text(source.replace(right, wrong))
-        monkeypatch.setattr(build_kernel, folder, tmp_path)
-        compile_it(tmp_path / "made.so")
-        return tmp_path / "made.so"
-
-    return made
 
 
 @pytest.fixture(scope="session")

@@ -152,6 +152,11 @@ static void pass(int level, const void *source, const struct codes *codes, const
     passage.source = fileno(from);
     passage.out = fileno(to);
     passage.to = begin;
+    uint64_t seen[3];
+    if (!lora_tool_scan(level, passage.source, 0, passage.rows * stored, 1, 0xFF, seen) ||
+        lora_tool_scan(level, passage.source, 1, passage.rows * stored, 1, 0xFF, seen) != !stored) {
+        exit(7);
+    }
     const int64_t done = lora_tool_pass(level, &passage, terms, count);
     char *found = memory_of((size_t)(done * bytes));
     if ((done < passage.rows) != (flagged != 0) || !read_whole(passage.out, found, done * bytes, begin) ||

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 import build_kernel
-from build_kernel import CannotCompileError, compile_comparison, compile_kernel
+from build_kernel import CannotCompileError, compile_kernel
 from lora_tool.execution.native import library
-from lora_tool.rules.engine.native import library as scan
-from lora_tool.verification.native import library as comparison
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,11 +58,9 @@ def test_a_compiler_makes_one_wheel_for_every_python_of_the_platform(clone: Path
     name, files = held(clone, built(clone, LORA_TOOL_KERNEL="require"))
     assert name.endswith(f"-{build_kernel.wheel_tag()}.whl")
     assert name.split("-")[2:4] == ["py3", "none"]
-    assert {f"lora_tool/{path.relative_to(build_kernel.PACKAGE)}" for path in build_kernel.LIBRARIES} <= set(files)
+    assert "lora_tool/execution/native/kernel.so" in files
     # an editable installation finds it in the sources
     assert library.loaded(clone / "src" / "lora_tool" / "execution" / "native" / "kernel.so")[0]
-    assert comparison.loaded(clone / "src" / "lora_tool" / "verification" / "native" / "compare.so")
-    assert scan.loaded(clone / "src" / "lora_tool" / "rules" / "engine" / "native" / "scan.so")
 
 
 @needs_hatchling
@@ -99,22 +95,16 @@ def test_the_source_distribution_holds_what_the_kernel_is_compiled_from(clone: P
     listed = subprocess.run(
         ["tar", "tf", str(clone / "dist" / done.stdout.split()[-1])], capture_output=True, text=True, check=True
     ).stdout
-    for file in (
-        "execution/native/merge.c",
-        "execution/native/tile.h",
-        "verification/native/compare.c",
-        "rules/engine/native/scan.c",
-    ):
-        assert f"src/lora_tool/{file}" in listed
+    for file in ("merge.c", "tile.h"):
+        assert f"src/lora_tool/execution/native/{file}" in listed
     assert "src/build_kernel.py" in listed
 
 
 @pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-ffinite-math-only"])
 def test_fast_arithmetic_is_refused_by_name(tmp_path: Path, compiler: str, flag: str) -> None:
     assert compiler
-    for compile_it in (compile_kernel, compile_comparison):
-        with pytest.raises(CannotCompileError, match="promises IEEE arithmetic"):
-            compile_it(tmp_path / "made.so", flag)
+    with pytest.raises(CannotCompileError, match="promises IEEE arithmetic"):
+        compile_kernel(tmp_path / "made.so", flag)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,6 @@ from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.machine import one_arena
-from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
 from lora_tool.weighted import all_weighted, place_of
@@ -57,7 +56,6 @@ def command(
     names, weights = all_weighted(adapters, None)
     opened = tuple(map(opened_adapter, names))
     check_output(output, overwrite=overwrite or resume, inputs=tuple(each.root for each in opened))
-    read_ahead(*opened)
     from lora_tool.plan.algebra.plan_combine import plan_combine  # after the options
 
     chosen = None if head_of is None else opened[place_of(head_of, names)]

@@ -19,7 +19,6 @@ from lora_tool.cli.writing import carry_out, part_option, run_options
 from lora_tool.cluster.share import Share
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.weighted import weighted
 
 
@@ -75,7 +74,6 @@ def command(
         _note(f"note: {note}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite or options.resume, inputs=inputs.paths)
-    read_ahead(*inputs.adapters)
     ahead = begun(inputs, options.spread) if part is None and not dry_run else nullcontext()
     with ahead, planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:
         if plan is None:

@@ -13,7 +13,6 @@ from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
-from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
@@ -73,7 +72,6 @@ def command(
             f"--reward-base is only for vLLM: {server} does not serve an adapter's head; merge the adapter instead: "
             "lora-tool merge --rm ADAPTER"
         )
-    read_ahead(opened)
     from lora_tool.pipeline.algebra import plan_reward_base, preparation  # after the options
 
     asked: dict[str, Any] = {"max_rank": max_rank, "approximate": approximate, "dtype": dtype, "ignore": ignore}

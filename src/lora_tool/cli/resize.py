@@ -13,7 +13,6 @@ from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.machine import one_arena
-from lora_tool.rules.engine.scan import read_ahead
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
 
@@ -46,7 +45,6 @@ def command(
     one_arena()
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite or resume, inputs=(opened.root,))
-    read_ahead(opened)
     from lora_tool.plan.algebra.plan_combine import plan_resize  # after the options
 
     plan = plan_resize(opened, rank=rank, keep=keep, dtype=dtype, ignore=ignore)

@@ -119,3 +119,22 @@ EXPORT int64_t lora_tool_pass(int level, const struct passage *passage, const st
     restore_mode(before);
     return done;
 }
+
+/* Read `bytes` of the open `file` from `offset`, elements of `width` bytes, and write to `seen` the bits of the first, the
+ * largest bits under the mask, and the bits in which one differs from the first. Return whether all could be read. */
+EXPORT int lora_tool_scan(int level, int file, int64_t offset, int64_t bytes, int width, uint64_t mask, uint64_t *seen) {
+    const struct words *words = words_of(level);
+    _Alignas(64) char block[1 << 16];
+    seen[0] = seen[1] = seen[2] = 0;
+    for (int64_t done = 0; done < bytes; done += (int64_t)sizeof block) {
+        const int64_t some = least_of(bytes - done, (int64_t)sizeof block);
+        if (!words || !read_whole(file, block, some, offset + done)) {
+            return 0;
+        }
+        if (!done) {
+            memcpy(seen, block, (size_t)width);
+        }
+        words->scan[width == 8 ? 3 : width / 2](block, some / width, mask, seen);
+    }
+    return 1;
+}

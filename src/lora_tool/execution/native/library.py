@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -45,6 +45,16 @@ class Level(TextEnum):
     @property
     def number(self) -> int:
         return list(Level).index(self)
+
+
+class Seen(NamedTuple):
+    """What `Kernel.scan` saw, in bits of an element."""
+
+    first: int
+    largest: int
+    """The largest of the bits under the mask."""
+    differing: int
+    """Those in which any element differs from the first."""
 
 
 _FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
@@ -126,6 +136,12 @@ class Kernel(Struct, frozen=True, kw_only=True):
         listed = (Term * len(terms))(*terms)
         done: int = self.library.lora_tool_pass(self.level.number, passage, listed, len(terms))
         return done
+
+    def scan(self, file: int, offset: int, nbytes: int, width: int, mask: int) -> Seen | None:
+        """Return what elements of `width` bytes in a file are like; None where not all could be read."""
+        seen = (ctypes.c_uint64 * 3)()
+        done = self.library.lora_tool_scan(self.level.number, file, offset, nbytes, width, mask, seen)
+        return Seen(*seen) if done else None
 
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
@@ -230,6 +246,7 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
+    library.lora_tool_scan.argtypes = [number, number, size, size, number, ctypes.c_uint64, pointer]
     library.lora_tool_write.restype = library.lora_tool_pass.restype = size
     return library
 

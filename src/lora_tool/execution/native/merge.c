@@ -81,6 +81,8 @@ typedef void e4m3_function(uint8_t *out, int64_t stride, const float *numbers, i
                            float scale);
 typedef void int8_function(uint8_t *out, const float *numbers, float scale, int64_t count, int divided, float least);
 
+typedef void scan_function(const void *block, int64_t count, uint64_t mask, uint64_t *seen);
+
 struct words {
     int rows, columns; /* of a tile */
     product_function *product;
@@ -92,6 +94,7 @@ struct words {
     ratios_function *ratios;
     extremes_function *extremes;
     column_extremes_function *column_extremes;
+    scan_function *scan[4]; /* of 1, 2, 4 and 8 bytes */
 };
 
 static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }

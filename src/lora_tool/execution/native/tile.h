@@ -103,6 +103,25 @@ STEPS(f32, float, bf16, uint16_t)
 STEPS(f32, float, f16, uint16_t)
 STEPS(f32, float, f32, float)
 
+/* Raise seen[1] to the largest element under the mask, and mark in seen[2] the bits in which one differs from seen[0]. */
+#define SCAN(bits)                                                                                                     \
+    TARGET static void NAME(scan_##bits)(const void *block, int64_t count, uint64_t mask, uint64_t *seen) {            \
+        const uint##bits##_t *values = block, first = (uint##bits##_t)seen[0], under = (uint##bits##_t)mask;           \
+        uint##bits##_t largest = 0, differing = 0;                                                                     \
+        for (int64_t at = 0; at < count; at++) {                                                                       \
+            const uint##bits##_t magnitude = values[at] & under;                                                       \
+            largest = magnitude > largest ? magnitude : largest;                                                       \
+            differing |= values[at] ^ first;                                                                           \
+        }                                                                                                              \
+        seen[1] = largest > seen[1] ? largest : seen[1];                                                               \
+        seen[2] |= differing;                                                                                          \
+    }
+
+SCAN(8)
+SCAN(16)
+SCAN(32)
+SCAN(64)
+
 #define TABLE(step)                                                                                                    \
     {                                                                                                                  \
         {NAME(step##_bf16_bf16), NAME(step##_bf16_f16), NAME(step##_bf16_f32)},                                        \
@@ -114,6 +133,7 @@ static const struct words NAME(words) = {
     ROWS,           COLUMNS,       NAME(product),         TABLE(finish), TABLE(convert),
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
+    {NAME(scan_8), NAME(scan_16), NAME(scan_32), NAME(scan_64)},
 };
 
 #undef JOINED
@@ -122,6 +142,7 @@ static const struct words NAME(words) = {
 #undef COLUMNS
 #undef UNROLLED
 #undef STEPS
+#undef SCAN
 #undef TABLE
 #undef CUT_OFF
 #undef WIDEN_f32

@@ -1,23 +1,24 @@
 """Looking at every value of a tensor: NaN and infinities, whether all are zero or all the same, how large they are.
 
-What is large is scanned by the compiled loop, which can begin before anybody asks (`read_ahead`). numpy costs 100 ms to
-import, more than the scan of a usual adapter takes, so that where nothing is compiled, small ones are looked at without
-it: the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
-F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there is one,
-and for everything large, `scan_numpy` counts.
+What is large is scanned by the compiled kernel, and without it by numpy. numpy costs 100 ms to import, more than the scan
+of a usual adapter takes, so small ones are scanned without either: the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
+F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there
+is one, `scan_numpy` counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
 from lora_tool.checkpoint import AdapterDir
+from lora_tool.errors import LoraToolError
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.rules.engine.scan_model import (
@@ -27,23 +28,20 @@ from lora_tool.rules.engine.scan_model import (
     Opener,
     WeightScan,
     has_sign,
-    scan_workers,
     shorter,
 )
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 if TYPE_CHECKING:
-    from lora_tool.rules.engine.scan_compiled import CompiledScanning
+    from lora_tool.execution.native.library import Kernel
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
 
 NUMPY_BYTES = 128 << 20
 """From this size on, numpy's import is soon won back."""
-_LITTLE = 1 << 20
-"""Up to this size, what is imported or compiled already is not worth its threads."""
-_AHEAD = 16 << 20
-"""From this size on, reading takes long enough to begin with it before the rules ask."""
+_LITTLE = 4 << 20
+"""Below this size, neither the kernel nor numpy is worth loading and its threads."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -54,12 +52,6 @@ class Scans(Struct):
 
     progress: Callable[[int], None] | None = None
     found: dict[str, WeightScan] = field(default_factory=dict)
-    _begun: CompiledScanning | None = None
-
-    def begin(self, tensors: TensorTable) -> None:
-        """Begin to scan large tensors in the background, if nobody has: until `of` is called, other work can be done."""
-        if not self.found and self._begun is None and _nbytes(tensors) >= _AHEAD:
-            self._begun = _scanning(tensors, threads=1)
 
     def of(self, tensor: StoredTensor, among: TensorTable) -> WeightScan:
         """Return the scan of one of the tensors `among`, which are all scanned at the first call.
@@ -72,13 +64,9 @@ class Scans(Struct):
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
-        nbytes = _nbytes(tensors)
-        begun, self._begun = self._begun, None
-        if begun is None and nbytes >= _LITTLE:
-            begun = _scanning(tensors, threads=scan_workers() - 1)
-        if begun is not None:
-            found = begun.results(self.progress)
-            return {name: found.get(name) or scan(tensor, opened) for name, tensor in tensors.items()}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if nbytes >= _LITTLE and (kernel := _kernel()) is not None:
+            return _scan_all_compiled(kernel, tensors, opened, self.progress)
         least = min(_LITTLE, NUMPY_BYTES) if "numpy" in sys.modules else NUMPY_BYTES
         if nbytes < least:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
@@ -95,23 +83,26 @@ def scans_of(adapter: AdapterDir) -> Scans:
     return scans
 
 
-def read_ahead(*adapters: AdapterDir) -> None:
-    """Begin to read the values of adapters that the rules will judge, while what plans with them is imported."""
-    for adapter in adapters:
-        scans_of(adapter).begin(adapter.tensors)
+def _kernel() -> Kernel | None:
+    """Return the compiled kernel, None without one: values are also judged where a merge would refuse its setting."""
+    from lora_tool.execution.native.library import kernel  # ctypes, for what is large
+
+    with contextlib.suppress(LoraToolError):
+        return kernel()
+    return None
 
 
-def _nbytes(tensors: TensorTable) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _scan_all_compiled(
+    kernel: Kernel, tensors: TensorTable, opened: Opener, progress: Callable[[int], None] | None
+) -> dict[str, WeightScan]:
+    """Return the scan of each tensor by name; what the kernel leaves is counted, or named, without it."""
+    from lora_tool.rules.engine.scan_compiled import scan_compiled
+    from lora_tool.rules.engine.scan_pool import scan_in_threads
 
+    def scan_some(some: Sequence[StoredTensor], stopped: threading.Event) -> list[WeightScan]:
+        return [scan_compiled(kernel, each, opened, stopped) or scan(each, opened) for each in some]
 
-def _scanning(tensors: TensorTable, *, threads: int) -> CompiledScanning | None:
-    """Return the scan that has begun in so many threads, None where it is not compiled."""
-    from lora_tool.rules.engine.native.library import compiled_scan  # ctypes, for what is large
-    from lora_tool.rules.engine.scan_compiled import CompiledScanning
-
-    compiled = compiled_scan()
-    return None if compiled is None else CompiledScanning(compiled, tensors, threads=threads)
+    return scan_in_threads(tensors, scan_some, progress=progress)
 
 
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.batches import batches_of_bytes
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.rules.engine.scan_model import (
     LAYOUTS,
@@ -23,13 +21,12 @@ from lora_tool.rules.engine.scan_model import (
     Opener,
     WeightScan,
     magnitude,
-    scan_workers,
     shorter,
 )
+from lora_tool.rules.engine.scan_pool import scan_in_threads
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
-_TASK_BYTES = 8 << 20
 
 Bits = NDArray[Any]
 
@@ -38,26 +35,12 @@ def scan_all(
     tensors: TensorTable, opened: Opener = open_regular, *, progress: Callable[[int], None] | None = None
 ) -> dict[str, WeightScan]:
     """Return the scan of each tensor by name; `opened` is called by several threads. Raises as `scan_exactly`, for the first that fails."""
-    found = {}
-    stopped = threading.Event()
 
-    def scanned(some: Sequence[StoredTensor]) -> list[WeightScan]:
+    def scan_some(some: Sequence[StoredTensor], stopped: threading.Event) -> list[WeightScan]:
         buffer = np.empty(_BLOCK_BYTES, np.uint8)
         return [scan_exactly(tensor, opened, stopped, buffer) for tensor in some]
 
-    together = tuple(batches_of_bytes(tensors.values(), _TASK_BYTES))
-    with ThreadPoolExecutor(scan_workers()) as pool:
-        try:
-            for some, scans in zip(together, pool.map(scanned, together), strict=True):
-                for tensor, one in zip(some, scans, strict=True):
-                    found[tensor.name] = one
-                    if progress is not None:
-                        progress(tensor.nbytes)
-        except BaseException:
-            stopped.set()  # a tensor may take hours, and leaving the pool waits for it
-            pool.shutdown(cancel_futures=True)
-            raise
-    return found
+    return scan_in_threads(tensors, scan_some, progress=progress)
 
 
 def scan_exactly(

@@ -1,1 +1,0 @@
-"""The scan of weights in C, and what loads it."""
