@@ -43,10 +43,11 @@ def _seen(
     Of these the tally has the sums, and nothing in `ulps`.
     """
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
-    moved = values - expected.base
+    steps = half_ulps(values, dtype) if steps is None else steps
+    moved = np.subtract(values, expected.base, out=values)  # in memory that is in the cache
     error = moved - expected.change
     np.abs(error, out=error)
-    ratio = error / (half_ulps(values, dtype) if steps is None else steps)
+    ratio = error / steps
     largest = ratio.max(initial=0.0)
     places = np.empty(0, np.intp)
     if not largest <= within:  # which NaN is not

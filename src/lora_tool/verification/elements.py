@@ -63,7 +63,9 @@ def half_ulps(values: Array, dtype: DType) -> Array:
     powers = np.bitwise_and(values.view(bits), np.array(mask, bits)).view(values.dtype)
     np.multiply(powers, layout.roundoff, out=powers)
     least = max(2.0 ** (layout.smallest - layout.digits), float(np.finfo(values.dtype).smallest_subnormal))
-    return np.asarray(np.maximum(powers, values.dtype.type(least), out=powers))
+    if powers.min(initial=least) < least:  # seldom, and maximum takes longer than all before it
+        np.maximum(powers, values.dtype.type(least), out=powers)
+    return powers
 
 
 def _as_float(bits: Array, dtype: DType, wide: np.dtype[Any]) -> Array:
