@@ -1,4 +1,4 @@
-"""Tiny bases and adapters, a few hundred bytes each, and the context that a merge of them is planned from: no torch."""
+"""Tiny bases and adapters, a few hundred bytes each, and the draft that a merge of them is planned on: no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from lora_tool.adapter.view import view_of
-from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.combine import Adapted, join
-from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.base_view import BaseView
-from lora_tool.plan.merge.context import MergeContext, merge_context
-from lora_tool.plan.merge.read_base import read_base
+from lora_tool.plan.merge.draft import Draft
+from lora_tool.plan.merge.inputs import Inputs
+from lora_tool.plan.merge.model.model import Model
+from lora_tool.plan.merge.model.reading import read_model
+from lora_tool.plan.merge.options import PlanOptions
+from lora_tool.plan.merge.passes.deltas import with_deltas
+from lora_tool.plan.merge.passes.ends import with_ends
+from lora_tool.plan.merge.passes.head import with_head
 from lora_tool.tensors import DType
 from tests.property.strategies import write_weights
 
@@ -71,23 +72,21 @@ def save_adapter(folder: Path, tensors: Mapping[str, Array], **config: Any) -> A
     return open_adapter(folder)
 
 
-def context(
-    base: ModelDir | BaseView,
+def drafted(
+    base: ModelDir | Model,
     *adapters: AdapterDir,
     asked: Task = Task.AUTO,
     num_labels: int | None = None,
     dtype: DType | None = None,
     untie: bool = False,
-) -> MergeContext:
-    """Return the context of the merge; a base that was read already is taken as it is."""
-    view = read_base(base, adapters, asked) if isinstance(base, ModelDir) else base
-    ends = end_names(view.base, view.arch)
-    parts = [
-        Adapted(view=each, modules=adapter_modules(each, ends=ends, base=view.base.tensors))
-        for each in map(view_of, view.adapters)
-    ]
-    adapted, modules = join(parts)
-    return merge_context(view, adapted, modules, num_labels=num_labels, dtype=dtype, untie=untie)
+) -> Draft:
+    """Return the draft of the merge before its steps; a model that was read already is taken as it is."""
+    model = read_model(base, adapters, asked) if isinstance(base, ModelDir) else base
+    options = PlanOptions(num_labels=num_labels, untie=untie)
+    weights = (1.0,) * len(model.adapters)
+    inputs = Inputs(stored=model.base, base=model.base, adapters=model.adapters, weights=weights)
+    draft = Draft(inputs=inputs, model=model, base=model.base, dtype=dtype)
+    return with_ends(with_head(with_deltas(draft, options), options), options)
 
 
 def facts(shapes: Mapping[str, tuple[int, ...]], **more: Any) -> ModelFacts:

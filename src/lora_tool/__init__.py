@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from lora_tool.plan.convert.forms import AdapterForm as AdapterForm
     from lora_tool.plan.core.ops import Precision as Precision
     from lora_tool.plan.core.plan import Plan as Plan
-    from lora_tool.plan.merge.plan_merge import plan_merge as plan_merge
+    from lora_tool.plan.merge.library import plan_merge as plan_merge
     from lora_tool.plan.merge.storages import Storage as Storage
     from lora_tool.progress import Progress as Progress
     from lora_tool.progress import StageWatch as StageWatch
@@ -120,7 +120,7 @@ _HOMES = {
     "plan.convert.forms": "AdapterForm",
     "plan.core.ops": "Precision",
     "plan.core.plan": "Plan",
-    "plan.merge.plan_merge": "plan_merge",
+    "plan.merge.library": "plan_merge",
     "plan.merge.storages": "Storage",
     "progress": "Progress StageWatch Watch",
     "report.findings": "Finding Severity",

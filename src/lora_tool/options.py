@@ -5,11 +5,12 @@ The library takes the fields as keywords (`called_with`), a command line as opti
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
 
 from msgspec import Struct
 
@@ -22,8 +23,17 @@ Second = TypeVar("Second")
 Result = TypeVar("Result")
 
 
+class Recorded(enum.Enum):
+    """What the manifest of an output records of an option."""
+
+    ALWAYS = enum.auto()
+    IF_GIVEN = enum.auto()
+    AS_DECIDED = enum.auto()
+    """What the plan decided where the option left it open; the plan records that itself."""
+
+
 class Option(Struct, frozen=True, kw_only=True):
-    """One option: its effect, in a sentence, and its spelling on a command line.
+    """One option: its effect, in a sentence, its spelling on a command line, and how a manifest keeps it.
 
     `parse` makes a value of the given one, and raises `WrongValue`; None takes it unchanged.
     """
@@ -34,6 +44,12 @@ class Option(Struct, frozen=True, kw_only=True):
     """Without its dashes; None takes the name of the field."""
     short: tuple[str, ...] = ()
     metavar: str | None = None
+    library_only: bool = False
+    """Whether no command has it."""
+    recorded: Recorded | None = None
+    """None where the bytes of the output do not depend on it."""
+    inferred: Callable[..., Any] | None = None
+    """Gives its value for an output that has no manifest, from the output and what it was made of."""
 
 
 def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 - as `dataclasses.field`
@@ -58,6 +74,39 @@ class Options:
 def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
     """Return the declared options by the names of their fields, each with its default."""
     return {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+
+
+def on_command_line(options: type[Options]) -> dict[str, tuple[Option, object]]:
+    """Return the options that a command has, as `declared` does."""
+    return {name: found for name, found in declared(options).items() if not found[0].library_only}
+
+
+def recorded(options: Options) -> dict[str, Any]:
+    """Return what a manifest records of the options as they were given."""
+    values: dict[str, Any] = {}
+    for name, (how, _) in declared(type(options)).items():
+        value = getattr(options, name)
+        if how.recorded is Recorded.ALWAYS or (how.recorded is Recorded.IF_GIVEN and value):
+            values[name] = value.value if isinstance(value, enum.Enum) else value
+    return values
+
+
+def replayed(options: type[Options], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a manifest recorded, without those whose value nobody knows any more."""
+    values: dict[str, Any] = {}
+    for name, (how, _) in declared(options).items():
+        if how.recorded is None or record.get(name) is None:
+            continue
+        try:
+            values[name] = how.parse(record[name]) if how.parse is not None else record[name]
+        except WrongValue:  # "as in the base", or a word of another release
+            continue
+    return values
+
+
+def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
+    """Return the options that an output without a manifest shows; `seen` are the output and what it was made of."""
+    return {name: how.inferred(*seen) for name, (how, _) in declared(options).items() if how.inferred is not None}
 
 
 class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
@@ -86,8 +135,10 @@ class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
             given.apply_defaults()
             return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`
 
-        chosen = inspect.signature(self.options, eval_str=True).parameters.values()
-        parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading] + list(chosen)
+        types = get_type_hints(self.options)  # each in the module that declares it
+        chosen = inspect.signature(self.options).parameters.values()
+        parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading]
+        parameters += [each.replace(annotation=types[each.name]) for each in chosen]
         vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
         kind = own.parameters[list(own.parameters)[-1]].annotation
         lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(kind).items()]

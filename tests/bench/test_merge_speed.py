@@ -34,8 +34,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
-from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import interleaved, ratio, run, table
 

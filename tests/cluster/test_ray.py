@@ -106,12 +106,12 @@ def has_ended(process: int) -> bool:
 
 def reward(_: Path) -> Plan:
     folder = FIXTURES / "reward-qwen2"
-    return plan_merge(folder / "base", folder / "adapter", task="reward", max_shard_bytes=2000)
+    return plan_merge(folder / "base", folder / "adapter", task="reward", max_shard_size=2000)
 
 
 def in_bits_of_peft(_: Path) -> Plan:
     folder = FIXTURES / "causal-llama"
-    return plan_merge(folder / "base", folder / "adapter", precision="peft", max_shard_bytes=2000)
+    return plan_merge(folder / "base", folder / "adapter", precision="peft", max_shard_size=2000)
 
 
 def rank_files(_: Path) -> Plan:
@@ -124,7 +124,7 @@ def experts(folder: Path) -> Plan:
     config = MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4)
     MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "base")
     lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    return plan_merge(folder / "base", trained(folder / "base", lora, folder / "adapter"), max_shard_bytes=4000)
+    return plan_merge(folder / "base", trained(folder / "base", lora, folder / "adapter"), max_shard_size=4000)
 
 
 def in_eight_bits(folder: Path, **how: Any) -> Plan:
@@ -133,7 +133,7 @@ def in_eight_bits(folder: Path, **how: Any) -> Plan:
     LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16).save_pretrained(folder / "plain")
     base, _ = quantise(folder / "plain", folder / "base", "fp8-block", lambda module: "_proj" in module)
     lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
-    return plan_merge(base, trained(folder / "plain", lora, folder / "adapter"), max_shard_bytes=4000, **how)
+    return plan_merge(base, trained(folder / "plain", lora, folder / "adapter"), max_shard_size=4000, **how)
 
 
 def still_in_eight_bits(folder: Path) -> Plan:
@@ -319,7 +319,7 @@ def test_a_task_whose_process_is_killed_is_done_again(
 @pytest.mark.skipif(not own_mounts()[0], reason="no process gets mounts of its own here: unshare --mount")
 def test_a_node_that_sees_other_storage_is_named_before_any_work(joined: Cluster, tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=2000)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_size=2000)
     weights = next(pair.base.glob("*.safetensors"))
     copied, longer, outs = (tmp_path / name for name in ("copied", "longer", "outs"))
     shutil.copyfile(weights, copied)  # at another time

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
@@ -20,7 +21,6 @@ from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.manifest import sha256_of
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import Progress
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_merge_in_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     adapter = open_checkpoint(ROOT / "fixtures/reward-qwen2/adapter")
     assert isinstance(adapter, AdapterDir)
-    plan = plan_merge(open_model(ROOT / "fixtures/reward-qwen2/base"), adapter, max_shard_bytes=60_000)
+    plan = plan_merge(open_model(ROOT / "fixtures/reward-qwen2/base"), adapter, max_shard_size=60_000)
     told: list[int] = []
     execute(plan, tmp_path / "sent", engine=ProcessEngine(), progress=told.append)
     execute(plan, tmp_path / "here")

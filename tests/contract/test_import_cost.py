@@ -74,11 +74,18 @@ def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_p
     assert not seen & {"statistics"}
     of_quantised = {
         "formats.quantised.coded",
-        "plan.merge.storage",
+        "plan.merge.quantised",
         "verification.requantised",
         "verification.dequantised",
     }
-    of_others = {"plan.merge.converted_base", "plan.merge.in_memory", "verification.diagnosis", "execution.attempts"}
+    of_others = {
+        "plan.merge.model.converted",
+        "plan.merge.fused",
+        "plan.merge.untying",
+        "plan.merge.in_memory",
+        "verification.diagnosis",
+        "execution.attempts",
+    }
     assert not seen & {f"lora_tool.{name}" for name in of_quantised | of_others}
 
 
@@ -102,7 +109,7 @@ def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_p
     out = str(tmp_path / "out")
     seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
     assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.pipeline.merging"}
-    assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.storage", "statistics"}
+    assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.quantised", "statistics"}
 
 
 def test_what_only_moves_values_is_written_and_read_back_without_numpy(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import FindingsFound, LoraToolError, PlanError, WrongValue
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Finding, Severity
 from tests.checkpoint_edits import PREFIX
 from tests.judging import judge

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.engine import execute
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.hostile.folders import copy_pair, left_behind
 
 
@@ -24,7 +24,7 @@ def test_the_first_error_ends_the_run(failing: int, jobs: int, tmp_path: Path) -
     pair = copy_pair(tmp_path)
     adapter = open_checkpoint(pair.adapter)
     assert isinstance(adapter, AdapterDir)
-    plan = plan_merge(open_model(pair.base), adapter, max_shard_bytes=600)
+    plan = plan_merge(open_model(pair.base), adapter, max_shard_size=600)
     units: list[ComputeUnit] = []
     errors: list[LoraToolError] = []
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.execution.journal import NAME
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from lora_tool.verification.verified import summary_json
 from lora_tool.verification.written import check_written
@@ -142,7 +142,7 @@ def many_shards(tmp_path: Path) -> tuple[Plan, Pair]:
     pair = copy_pair(tmp_path)
     adapter = open_checkpoint(pair.adapter)
     assert isinstance(adapter, AdapterDir)
-    return plan_merge(open_model(pair.base), adapter, max_shard_bytes=1), pair
+    return plan_merge(open_model(pair.base), adapter, max_shard_size=1), pair
 
 
 def test_few_files_are_open_at_once(tmp_path: Path) -> None:

@@ -224,11 +224,11 @@ def test_a_share_of_another_plan_is_refused_and_removes_nothing(tmp_path: Path) 
 
 def test_another_inode_is_the_same_file_and_another_time_is_not(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_size=600)
     weights = next(pair.base.glob("*.safetensors"))
     shutil.copy2(weights, tmp_path / "copy")
     (tmp_path / "copy").replace(weights)
-    again = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    again = plan_merge(pair.base, pair.adapter, max_shard_size=600)
     assert plan.inputs != again.inputs
     assert digest_of(plan) == digest_of(again)
     elsewhere = replace(plan, inputs=tuple(stamp.for_another_machine() for stamp in plan.inputs))
@@ -247,7 +247,7 @@ def work_of(plan: Plan, folder: Path) -> Work:
 
 def test_a_part_is_plain_data_and_done_twice_the_same(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_size=600)
     with shared_folder(pair.out) as folder:
         for part in parts_of(work_of(plan, folder)):
             sent: Part = pickle.loads(pickle.dumps(part))
@@ -280,7 +280,7 @@ def test_values_are_looked_at_once_and_what_they_are_is_known_to_who_finishes(
 
 def test_a_share_whose_folder_is_taken_over_by_another_plan_publishes_nothing(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_size=600)
     with shared_folder(pair.out) as folder:
         part = next(iter(parts_of(work_of(plan, folder))))
         Journal(folder, "0" * 64).begin()

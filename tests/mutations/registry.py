@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.plan.algebra.plan_combine import plan_resize
-from lora_tool.plan.merge.plan_merge import plan_merge
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CAUSAL = "causal-llama/adapter"

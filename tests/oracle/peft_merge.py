@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
 
 Table = dict[str, torch.Tensor]

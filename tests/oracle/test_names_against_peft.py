@@ -15,9 +15,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, PreTrainedModel
 
+from lora_tool import plan_merge
 from lora_tool.errors import FindingsFound, IncompatibleBase, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.peft_merge import (
     Table,
     different,

@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import open_model
 from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.backends import numpy_backend
@@ -24,7 +25,6 @@ from lora_tool.formats.quantised import encodings
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lora_tool import plan_merge
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import kernels, requantised, units
@@ -28,9 +29,8 @@ from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.plan.core.ops import Copy, Precision
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.plan.merge.requantised import coded_steps
-from lora_tool.plan.merge.tall_tiles import extremes_of
+from lora_tool.plan.merge.quantised.requantised import coded_steps
+from lora_tool.plan.merge.quantised.tall_tiles import extremes_of
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
@@ -225,7 +225,7 @@ def test_a_tensor_is_whole_when_all_that_it_is_compared_with_is_written(
     base, _ = quantise(plain, tmp_path / "base", form, is_linear)
     told = [
         step
-        for shard in plan_merge(base, adapter, store="as-base", allow_loss=True, max_shard_bytes=1 << 30).shards
+        for shard in plan_merge(base, adapter, store="as-base", allow_loss=True, max_shard_size=1 << 30).shards
         for step in told_of(shard)
     ]
     assert any(isinstance(step.op, Requantise) for step in told)
@@ -253,7 +253,7 @@ def told_of(shard: Shard) -> list[Step]:
 def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:
     base, _ = quantise(plain, tmp_path / "base", "fp8-block", is_linear)
     together = saved_tensors(merge_with_ours(base, adapter, tmp_path / "together", "float32", store="as-base"))
-    apart = merge_with_ours(base, adapter, tmp_path / "apart", "float32", store="as-base", max_shard_bytes=6000)
+    apart = merge_with_ours(base, adapter, tmp_path / "apart", "float32", store="as-base", max_shard_size=6000)
     places = json.loads((apart / "model.safetensors.index.json").read_text())["weight_map"]
     assert any(places[name] != places.get(f"{name}_scale_inv", places[name]) for name in places)
     assert not different(saved_tensors(apart), together)

@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from tests.oracle.peft_merge import (
     different,

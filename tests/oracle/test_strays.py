@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_tool import plan_merge
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
-from lora_tool.plan.merge import read_base
-from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.plan.merge.model import reading
 from tests.oracle.peft_merge import (
     Table,
     different,
@@ -120,7 +120,7 @@ def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
     adapter = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", LORA))
     rewrite(base, rotary)
-    monkeypatch.setattr(read_base, "find_spec", lambda _: None)
+    monkeypatch.setattr(reading, "find_spec", lambda _: None)
     assert isinstance(adapter, AdapterDir)
     made = plan_merge(open_model(base), adapter)
     assert not [step for step in made.steps if "inv_freq" in step.out.name]

@@ -11,12 +11,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool import keys
+from lora_tool import keys, plan_merge
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Severity
 from lora_tool.validation.validating import validate
 

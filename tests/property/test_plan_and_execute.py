@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_tool import plan_merge
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution import kernels, units, worker
@@ -23,7 +24,6 @@ from lora_tool.plan.core.ops import Cast, Copy, row_ops
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.sharding import lay_out
 from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.property.interpret import interpret, load, off_by_at_most
 from tests.property.strategies import STORED, Inputs, inputs, specs
@@ -81,7 +81,7 @@ def planned(
         base, adapter = given_inputs.write(Path(folder))
         opened = open_checkpoint(adapter)
         assert isinstance(opened, AdapterDir)
-        plan = plan_merge(open_model(base), opened, precision=precision, dtype=dtype, max_shard_bytes=limit)
+        plan = plan_merge(open_model(base), opened, precision=precision, dtype=dtype, max_shard_size=limit)
         yield plan, Path(folder)
 
 

@@ -17,10 +17,12 @@ from lora_tool.names.model import LABELS, ModelFacts, RowMapping, RowSlice
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
-from lora_tool.plan.merge.converted_base import ConvertedBase, converted_base
-from lora_tool.plan.merge.steps import added_steps, base_steps
+from lora_tool.plan.merge.fused.parts import parts_of_fused, steps_on_disk
+from lora_tool.plan.merge.model.converted import complete, converted
+from lora_tool.plan.merge.model.model import Conversion, Model
+from lora_tool.plan.merge.passes.steps import added_steps, base_steps
 from lora_tool.rules.merging import MergeJudge
-from tests.tiny_plans import HIDDEN, VOCABULARY, Array, context, facts, lora, numbers
+from tests.tiny_plans import HIDDEN, VOCABULARY, Array, drafted, facts, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base
 
@@ -96,16 +98,21 @@ def model(folder: Path, **more: Array) -> ModelDir:
 SHAPES = {EMBED: (VOCABULARY, HIDDEN), f"{MLP}.weight": (8, HIDDEN)}
 
 
+def conversion_of(found: Model) -> Conversion:
+    assert found.conversion is not None
+    return found.conversion
+
+
 def view(
     on_disk: ModelDir, factors: dict[str, Array], mapping: Written | None = None, **config: Any
-) -> tuple[ConvertedBase, AdapterModules]:
+) -> tuple[Model, AdapterModules]:
     """Return the converted base, and what its adapter does to parameters in memory."""
     mapping = mapping or Written(facts=facts(SHAPES, output=None), made=FUSED)
     saved = adapter(on_disk.root.parent / "adapter", factors, **config)
     told = cast("WeightMapping", mapping)
-    found = converted_base(on_disk, [saved], told, ARCHITECTURES["llama"], Task.CAUSAL_LM)
-    merge = context(found)
-    return found, found.parts_of_fused(merge.modules, Precision.FLOAT32)[0]
+    found = converted(on_disk, [saved], told, ARCHITECTURES["llama"], Task.CAUSAL_LM)
+    merge = drafted(found)
+    return found, parts_of_fused(found, conversion_of(found), merge.modules, Precision.FLOAT32)[0]
 
 
 def test_a_fused_parameter_is_the_bytes_of_its_parts(tmp_path: Path) -> None:
@@ -113,19 +120,25 @@ def test_a_fused_parameter_is_the_bytes_of_its_parts(tmp_path: Path) -> None:
     assert found.base.tensors.keys() == SHAPES.keys()
     fused = found.base.tensors[f"{MLP}.weight"]
     assert fused.shape == (8, HIDDEN)
-    assert sum(span.nbytes for span in fused.spans) == found.disk[GATE].nbytes + found.disk[UP].nbytes
+    assert (
+        sum(span.nbytes for span in fused.spans)
+        == conversion_of(found).disk[GATE].nbytes + conversion_of(found).disk[UP].nbytes
+    )
 
 
 def test_a_delta_on_it_is_a_delta_on_the_rows_of_each(tmp_path: Path) -> None:
     found, _ = view(model(tmp_path), lora(MLP, rows=8))
-    merge = context(found)
-    steps = {step.out.name: step for step in found.on_disk((*base_steps(merge), *added_steps(merge)), {})}
+    merge = drafted(found)
+    steps = {
+        step.out.name: step
+        for step in steps_on_disk(found, conversion_of(found), (*base_steps(merge), *added_steps(merge)), {})
+    }
     assert list(steps) == ["old.wte", GATE, UP]  # in the base's order, under its names
     assert isinstance(steps["old.wte"].op, Copy)
     for name, first in ((GATE, 0), (UP, 3)):
         op = steps[name].op
         assert isinstance(op, LoraDelta)
-        assert (op.source, op.terms[0].first) == (found.disk[name], first)
+        assert (op.source, op.terms[0].first) == (conversion_of(found).disk[name], first)
 
 
 def test_what_the_class_has_no_place_for_is_left_out_and_told_of(tmp_path: Path) -> None:
@@ -150,7 +163,7 @@ def test_a_parameter_that_nobody_has_is_a_finding(name: str, size: int, tmp_path
     shapes = {**SHAPES, name: (size, HIDDEN)[: 2 if size == LABELS else 1]}
     found, _ = view(model(tmp_path), lora(MLP, rows=8), Written(facts=facts(shapes, output=None), made=FUSED))
     with pytest.raises(FindingsFound, match=f"LT515 .*has no `{name}`, which a TinyForCausalLM needs") as caught:
-        MergeJudge().in_memory(found.adapters, found.in_memory())
+        MergeJudge().in_memory(found.adapters, complete(found, conversion_of(found)))
     assert ("modules_to_save" in (caught.value.hint or "")) == (size == LABELS)
 
 
@@ -188,7 +201,7 @@ def test_lora_on_one_layer_in_several_places_is_refused(tmp_path: Path) -> None:
 EXPERTS = [f"old.experts.{number}.up" for number in range(2)]
 
 
-def experts(folder: Path, factors: dict[str, Array], **config: Any) -> tuple[ConvertedBase, AdapterModules]:
+def experts(folder: Path, factors: dict[str, Array], **config: Any) -> tuple[Model, AdapterModules]:
     """Return the view of a base with two experts, which are one stack in memory."""
     shapes = {**SHAPES, STACK: (2, 3, HIDDEN)}
     stack = tuple((f"{expert}.weight", 3) for expert in EXPERTS)
@@ -200,23 +213,28 @@ def experts(folder: Path, factors: dict[str, Array], **config: Any) -> tuple[Con
 def test_lora_on_single_experts_is_a_delta_on_the_tensors_on_disk_alone(tmp_path: Path) -> None:
     found, modules = experts(tmp_path, {**lora(EXPERTS[0], rows=3), **lora(EXPERTS[1], rows=3)})
     assert modules.lora == {}
-    merge = context(found)
-    _, per_expert = found.parts_of_fused(merge.modules, Precision.FLOAT32)
-    steps = {step.out.name: step for step in found.on_disk(tuple(base_steps(merge)), per_expert)}
+    merge = drafted(found)
+    _, per_expert = parts_of_fused(found, conversion_of(found), merge.modules, Precision.FLOAT32)
+    steps = {
+        step.out.name: step for step in steps_on_disk(found, conversion_of(found), tuple(base_steps(merge)), per_expert)
+    }
     for expert in EXPERTS:
         op = steps[f"{expert}.weight"].op
         assert isinstance(op, LoraDelta)
-        assert (op.source, op.rounded) == (found.disk[f"{expert}.weight"], True)
+        assert (op.source, op.rounded) == (conversion_of(found).disk[f"{expert}.weight"], True)
 
 
 def test_experts_without_lora_are_named_and_keep_their_bytes(tmp_path: Path) -> None:
     found, _ = experts(tmp_path, lora(EXPERTS[0], rows=3), target_modules=["up"])
     with pytest.raises(FindingsFound, match=rf"LT505 .*`{EXPERTS[1]}`: `target_modules` names it"):
-        MergeJudge().in_memory(found.adapters, found.in_memory())
-    merge = context(found)
-    _, per_expert = found.parts_of_fused(merge.modules, Precision.FLOAT32)
-    steps = {step.out.name: step.op for step in found.on_disk(tuple(base_steps(merge)), per_expert)}
+        MergeJudge().in_memory(found.adapters, complete(found, conversion_of(found)))
+    merge = drafted(found)
+    _, per_expert = parts_of_fused(found, conversion_of(found), merge.modules, Precision.FLOAT32)
+    steps = {
+        step.out.name: step.op
+        for step in steps_on_disk(found, conversion_of(found), tuple(base_steps(merge)), per_expert)
+    }
     assert isinstance(steps[f"{EXPERTS[0]}.weight"], LoraDelta)
     assert isinstance(steps[f"{EXPERTS[1]}.weight"], Copy)
     with pytest.raises(UnsupportedAdapter, match="1 of the 2 tensors that make .* have no LoRA"):
-        replace(found, plain=True).parts_of_fused(merge.modules, Precision.PEFT)
+        parts_of_fused(found, replace(conversion_of(found), same_names=True), merge.modules, Precision.PEFT)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lora_tool import plan_merge
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import (
     FindingsFound,
@@ -24,7 +25,6 @@ from lora_tool.errors import (
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from tests import checkpoint_edits as edit
 from tests.property.interpret import load

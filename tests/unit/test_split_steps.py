@@ -12,7 +12,7 @@ from lora_tool.names.model import RowMapping, RowSlice
 from lora_tool.plan.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.plan.merge.split_steps import cut, disk_steps
+from lora_tool.plan.merge.fused.split_steps import cut, disk_steps
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, contiguous
 
 FILE = Path("model.safetensors")

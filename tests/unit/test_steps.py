@@ -13,9 +13,9 @@ from lora_tool.errors import IncompatibleBase, LoraToolError
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
-from lora_tool.plan.merge.steps import added_steps, base_steps
+from lora_tool.plan.merge.draft import Draft
+from lora_tool.plan.merge.passes.ledger import adapter_leftovers, require_all_consumed
+from lora_tool.plan.merge.passes.steps import added_steps, base_steps, dropped_from_base
 from lora_tool.tensors import DType
 from tests.tiny_plans import (
     EMBED,
@@ -25,7 +25,7 @@ from tests.tiny_plans import (
     VOCABULARY,
     Array,
     Q,
-    context,
+    drafted,
     embedding_lora,
     llama,
     lora,
@@ -37,14 +37,14 @@ from tests.tiny_plans import save_base as base
 UNTIED = llama(**{OUTPUT: numbers(VOCABULARY, HIDDEN, seed=5)})
 
 
-def steps(merge: MergeContext) -> dict[str, Step]:
+def steps(merge: Draft) -> dict[str, Step]:
     return {step.out.name: step for step in (*base_steps(merge), *added_steps(merge))}
 
 
 def planned(
     folder: Path, tensors: dict[str, Array], *, dtype: DType | None = None, **config: object
 ) -> dict[str, Step]:
-    return steps(context(base(folder / "base", UNTIED), adapter(folder / "adapter", tensors, **config), dtype=dtype))
+    return steps(drafted(base(folder / "base", UNTIED), adapter(folder / "adapter", tensors, **config), dtype=dtype))
 
 
 def test_a_targeted_weight_gets_the_delta_and_the_others_their_bytes(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_targeted_weight_gets_the_delta_and_the_others_their_bytes(tmp_path: P
 
 def test_deltas_of_several_adapters_are_terms_of_one_step(tmp_path: Path) -> None:
     pair = [adapter(tmp_path / f"{n}", lora(Q, seed=n), lora_alpha=n) for n in (2, 4)]
-    op = steps(context(base(tmp_path / "base", UNTIED), *pair))[f"{Q}.weight"].op
+    op = steps(drafted(base(tmp_path / "base", UNTIED), *pair))[f"{Q}.weight"].op
     assert isinstance(op, LoraDelta)
     assert [term.scaling for term in op.terms] == [1.0, 2.0]
 
@@ -100,7 +100,7 @@ def test_dora_scales_by_its_magnitude(tmp_path: Path) -> None:
 def test_the_bias_of_lora_b_is_added_to_the_layers(tmp_path: Path) -> None:
     tensors = UNTIED | {f"{Q}.bias": numbers(HIDDEN)}
     with_bias = adapter(tmp_path / "adapter", {**lora(Q), f"{Q}.lora_B.bias": numbers(HIDDEN)}, lora_bias=True)
-    op = steps(context(base(tmp_path / "base", tensors), with_bias))[f"{Q}.bias"].op
+    op = steps(drafted(base(tmp_path / "base", tensors), with_bias))[f"{Q}.bias"].op
     assert isinstance(op, BiasDelta)
 
 
@@ -109,7 +109,7 @@ def test_a_conv1d_weight_is_stored_transposed(tmp_path: Path) -> None:
     tensors = {"transformer.wte.weight": numbers(VOCABULARY, HIDDEN), f"{module}.weight": numbers(HIDDEN, 12)}
     gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "tie_word_embeddings": True}
     model = base(tmp_path / "base", tensors, **gpt2)
-    op = steps(context(model, adapter(tmp_path / "adapter", lora(module, rows=12))))[f"{module}.weight"].op
+    op = steps(drafted(model, adapter(tmp_path / "adapter", lora(module, rows=12))))[f"{module}.weight"].op
     assert isinstance(op, LoraDelta)
     assert op.transposed
 
@@ -117,7 +117,7 @@ def test_a_conv1d_weight_is_stored_transposed(tmp_path: Path) -> None:
 def test_a_reward_head_is_added_and_the_output_layer_left_out(tmp_path: Path) -> None:
     head = {"score.weight": numbers(1, HIDDEN)}
     saved = adapter(tmp_path / "adapter", {**lora(Q), **head}, task_type="SEQ_CLS", modules_to_save=["score"])
-    merge = context(base(tmp_path / "base", UNTIED), saved, asked=Task.REWARD)
+    merge = drafted(base(tmp_path / "base", UNTIED), saved, asked=Task.REWARD)
     made = steps(merge)
     assert OUTPUT not in made
     assert (made["score.weight"].action, merge.labels) == (TensorAction.ADDED, 1)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_the_base_names_both(
 def test_every_adapter_tensor_is_in_a_step_or_refused(tmp_path: Path) -> None:
     on_output = {**lora(Q), **lora("lm_head", rows=VOCABULARY), "score.weight": numbers(1, HIDDEN)}
     saved = adapter(tmp_path / "adapter", on_output, task_type="SEQ_CLS", modules_to_save=["score"])
-    merge = context(base(tmp_path / "base", UNTIED), saved)
+    merge = drafted(base(tmp_path / "base", UNTIED), saved)
     made = tuple(steps(merge).values())
     with pytest.raises(LoraToolError, match=r"lora_A\.weight` belongs to `lm_head\.weight`, which"):
         require_all_consumed(merge, made, tuple(adapter_leftovers(merge)))

@@ -10,8 +10,8 @@ import pytest
 
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.base_view import direct_base
-from lora_tool.plan.merge.read_base import looks_plain, names_are_known
+from lora_tool.plan.merge.model.model import as_stored
+from lora_tool.plan.merge.model.reading import looks_plain, names_are_known
 from tests.tiny_plans import EMBED, HIDDEN, NORM, OUTPUT, VOCABULARY, Array, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base
@@ -122,7 +122,7 @@ def test_old_buffers_are_left_out_and_told_of(tmp_path: Path) -> None:
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": numbers(2) for layer in range(2)}
     model = base(tmp_path / "base", whole() | buffers, num_hidden_layers=2)
     assert names_are_known(model, [], LLAMA, classifier=False)
-    view = direct_base(model, [], LLAMA, Task.CAUSAL_LM)
+    view = as_stored(model, [], LLAMA, Task.CAUSAL_LM)
     assert view.base.tensors.keys() == whole().keys()
     assert {item.name: item.reason for item in view.leftovers} == dict.fromkeys(
         buffers, "a buffer that transformers computes and never loads"

@@ -12,11 +12,11 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, ReplaceRows
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.base_view import direct_base
-from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.steps import base_steps
-from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
-from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Array, Q, context, embedding_lora, llama, lora, numbers
+from lora_tool.plan.merge.draft import Draft
+from lora_tool.plan.merge.model.model import as_stored
+from lora_tool.plan.merge.passes.steps import base_steps
+from lora_tool.plan.merge.untying import require_no_lora_on_tied_ends, untying_steps
+from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Array, Q, drafted, embedding_lora, llama, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base
 
@@ -24,17 +24,17 @@ ON_INPUT = embedding_lora("model.embed_tokens")
 ON_OUTPUT = lora("lm_head", rows=VOCABULARY)
 
 
-def untied(folder: Path, tensors: dict[str, Array], *, untie: bool = True, **config: object) -> MergeContext:
-    return context(base(folder / "base", llama()), adapter(folder / "adapter", tensors, **config), untie=untie)
+def untied(folder: Path, tensors: dict[str, Array], *, untie: bool = True, **config: object) -> Draft:
+    return drafted(base(folder / "base", llama()), adapter(folder / "adapter", tensors, **config), untie=untie)
 
 
-def output_step(merge: MergeContext) -> Step:
+def output_step(merge: Draft) -> Step:
     (step,) = untying_steps(merge)
     assert (step.out.name, step.out.shape) == (OUTPUT, (VOCABULARY, HIDDEN))
     return step
 
 
-def input_step(merge: MergeContext) -> Step:
+def input_step(merge: Draft) -> Step:
     return next(step for step in base_steps(merge) if step.out.name == EMBED)
 
 
@@ -111,8 +111,8 @@ def test_a_bias_that_the_config_alone_tied_is_written_with_untie_and_told_of_wit
     config = {"model_type": row.model_type, "architectures": [row.causal_lm], "tie_word_embeddings": True}
     saved = {**lora(layer), embed: numbers(VOCABULARY, HIDDEN, seed=2)}
     whole = adapter(tmp_path / "adapter", saved, modules_to_save=["word_embeddings"])
-    view = direct_base(base(tmp_path / "base", tensors, **config), [whole], row, Task.CAUSAL_LM)
-    merge = context(view, untie=untie)
+    view = as_stored(base(tmp_path / "base", tensors, **config), [whole], row, Task.CAUSAL_LM)
+    merge = drafted(view, untie=untie)
     pair = {"lm_head.decoder.bias": bias}
     assert (merge.ends.untied_tensors, merge.ends.untied_unsaved) == ((pair, {}) if untie else ({}, pair))
     written = [step.out.name for step in untying_steps(merge)]

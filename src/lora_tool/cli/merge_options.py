@@ -10,7 +10,7 @@ import click
 from lora_tool.choices import Choice, codes, flag, positive
 from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order
 from lora_tool.cli.writing import ChoiceOf, Parsed
-from lora_tool.options import Option, declared
+from lora_tool.options import Option, declared, on_command_line
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.options import MergeOptions
 
@@ -20,7 +20,7 @@ Options = TypeVar("Options", bound=MergeOptions)
 def merge_options(options: type[MergeOptions]) -> Callable[[Decorated], Decorated]:
     """Add the declared options of a merge, in their order, and ``--rm``."""
     reward = click.option("--rm", "reward", is_flag=True, help="Make a reward model; the same as --task reward.")
-    typed = [_option(name, how, default) for name, (how, default) in declared(options).items()]
+    typed = [_option(name, how, default) for name, (how, default) in on_command_line(options).items()]
     return in_order(*typed[:2], reward, *typed[2:])
 
 
@@ -52,7 +52,7 @@ def spread_options(function: Decorated) -> Decorated:
 def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
     """Return the `options` that were typed, ``--rm`` as the task it means. Raises `click.UsageError`."""
     task, labels = typed["task"], typed["num_labels"]
-    values = {name: typed[name] for name in declared(options)}
+    values = {name: typed[name] for name in on_command_line(options)}
     if typed["reward"]:
         if task not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
             raise click.UsageError(f"--rm means --task reward, but --task is {task}")

@@ -85,8 +85,7 @@ def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transform
     if asked.num_labels is not None:
         choices["num_labels"] = asked.num_labels
     # the class by its name where it is known: an auto class may take another one
-    name = asked.facts.class_name if asked.facts else asked.task.auto_class
-    model = getattr(transformers, name or "").from_pretrained(asked.base.root, **choices)
+    model = getattr(transformers, asked.class_name or "").from_pretrained(asked.base.root, **choices)
     names = ["default", *(f"adapter{number}" for number in range(2, len(asked.adapters) + 1))]
     folders = [_as_peft_saves(adapter, beside / name) for name, adapter in zip(names, asked.adapters, strict=True)]
     adapted = PeftModel.from_pretrained(model, folders[0])

@@ -80,10 +80,11 @@ def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
         raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
     from lora_tool.pipeline.merging import merge_inputs  # a merge's plan, only where asked for
+    from lora_tool.plan.merge.options import PlanOptions
     from lora_tool.plan.merge.plan_merge import plan_merge
 
     inputs = merge_inputs(adapter, base)
-    return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
+    return plan_merge(inputs.base, inputs.adapters, PlanOptions(head_alone=True, task=Task.SEQ_CLS))
 
 
 def prepare(

@@ -209,7 +209,7 @@ def planned(
     one machine is `alone` with the work.
     """
     try:
-        plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
+        plan = plan_merge(inputs.base, inputs.adapters, replace(options, weights=inputs.weights or None))
     except OnlyInMemory as why:
         if not options.allow_in_memory or options.text_only or options.base_as:
             raise
@@ -225,10 +225,7 @@ def planned(
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,
-            task=options.task,
-            num_labels=options.num_labels,
-            dtype=options.dtype,
-            **options.rules(),
+            options,
         )
         note(f"PEFT merges the adapter in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
@@ -244,7 +241,7 @@ def planned(
         return
     with staging_folder(out) as folder:
         merge_with_peft(asked, folder)
-        yield plan_in_memory(asked, open_model(folder), why=reason, max_shard_bytes=options.max_shard_bytes)
+        yield plan_in_memory(asked, open_model(folder), options, why=reason)
 
 
 @called_with(MergeArguments)

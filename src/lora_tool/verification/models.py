@@ -15,8 +15,8 @@ from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.names.quiet import quiet
 from lora_tool.plan.base.task import Task, names_classifier
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.model.reading import plain_row
 from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.plan.merge.read_base import plain_row
 from lora_tool.progress import Progress
 from lora_tool.verification.elements import Files
 from lora_tool.verification.layers import (

@@ -72,6 +72,8 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
 
     Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other.
     """
+    if len(adapted) == 1:
+        return tuple(adapted), replace(adapted[0].modules, dropped={})
     kept: list[Adapted] = []
     for part in adapted:
         kept.append(_without_repeated(part, kept))

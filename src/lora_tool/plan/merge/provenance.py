@@ -5,31 +5,23 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
-from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
-from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import FILE_NAME
-from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.plan.base.task import Task
+from lora_tool.options import inferred, replayed
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.options import PlanOptions
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.plan.merge.storages import Storage
 from lora_tool.sources import Reference, opened_adapter, opened_model, resolve
-from lora_tool.tensors import DType
 from lora_tool.weighted import all_weighted
-
-Word = TypeVar("Word", bound=Enum)
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
@@ -50,56 +42,17 @@ class Provenance(Struct, frozen=True, kw_only=True):
     @property
     def precision(self) -> Precision | None:
         """The arithmetic of the merge, None if no manifest records it."""
-        return _known(Precision, (self.by_manifest or {}).get("precision"))
+        return replayed(PlanOptions, self.by_manifest or {}).get("precision")
 
     def plan(self) -> Plan:
         """Return the plan of the same merge, made now, without judging its inputs again. Raises as `plan_merge` where
         nothing can be computed.
         """
-        record = self.by_manifest or {}
-        labels = record.get("num_labels")
-        return plan_merge(
-            self.base,
-            self.adapters,
-            weights=self.weights or (1.0,) * len(self.adapters),
-            head_alone=record.get("head_alone") is True,
-            task=_known(Task, record.get("task")) or Task.AUTO,
-            num_labels=labels if type(labels) is int else None,
-            dtype=_known(DType, record.get("dtype")),
-            precision=self.precision or Precision.FLOAT32,
-            untie=self._untied(record),
-            text_only=self._text_only(record),
-            store=self._store(record),
-            allow_loss=True,
-            base_as=_known(TrainedAs, record.get("base_as")),
-            expert_layout=_known(ExpertLayout, record.get("expert_layout")),
-            ignore=("LT",),
-        )
-
-    def _untied(self, record: Mapping[str, Any]) -> bool:
-        """Whether the two ends of the model were to be untied; another tool's model shows it in its config."""
-        if record:
-            return record.get("untie") is True
-        said = [config.tie_word_embeddings for config in (self.merged.config, self.base.config) if config is not None]
-        return said[:1] == [False] != said[1:]
-
-    def _text_only(self, record: Mapping[str, Any]) -> bool:
-        """Whether the text model alone was to be written; another tool's model shows it in its config."""
-        text = self.base.config.raw.get("text_config") if self.base.config else None
-        own = self.merged.config.model_type if self.merged.config else None
-        whole = self.base.config.model_type if self.base.config else None
-        shown = isinstance(text, dict) and own == text.get("model_type") != whole
-        return record.get("text_only") is True if record else own is not None and shown
-
-    def _store(self, record: Mapping[str, Any]) -> Storage:
-        """How a quantised base was to be stored; a model without a manifest shows it in its config and its weights."""
-        recorded = _known(Storage, record.get("store"))
-        if recorded is not None or (self.merged.config is not None and self.merged.config.quantization is None):
-            return recorded or Storage.ALL_16BIT
-        matrices = (each for each in as_matrices(self.base).tensors.values() if encoding_of(each) is not None)
-        found = ((each.shape, self.merged.tensors.get(each.name)) for each in matrices)
-        some = any(now is not None and now.dtype.is_float and now.shape == shape for shape, now in found)
-        return Storage.TOUCHED_16BIT if some else Storage.AS_BASE
+        record = self.by_manifest
+        options = inferred(PlanOptions, self.merged, self.base) if record is None else replayed(PlanOptions, record)
+        weights = self.weights or (1.0,) * len(self.adapters)
+        judged = PlanOptions(**options, weights=weights, allow_loss=True, ignore=("LT",))
+        return plan_merge(self.base, self.adapters, judged)
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
@@ -113,11 +66,6 @@ class Provenance(Struct, frozen=True, kw_only=True):
         names = (input_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
         return {"base": fingerprint(self.base.weights), **adapters}
-
-
-def _known(words: type[Word], recorded: object) -> Word | None:
-    """Return the word that a manifest has recorded; None for "as in the base", and for what nobody knows."""
-    return next((word for word in words if word.value == recorded), None)
 
 
 def find_inputs(

@@ -1,4 +1,4 @@
-"""What may be asked of the quantised weights of a base."""
+"""What the quantised weights of a base can be stored as."""
 
 from __future__ import annotations
 

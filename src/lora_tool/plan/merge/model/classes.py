@@ -11,7 +11,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.adapter.support import WITH_PEFT
-from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
@@ -20,8 +19,8 @@ from lora_tool.names import meta
 from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
-from lora_tool.plan.merge.adapter_in_memory import homes
-from lora_tool.plan.merge.base_view import class_row
+from lora_tool.plan.merge.model.adapter_names import lacks_layers, strangers
+from lora_tool.plan.merge.model.model import class_row
 from lora_tool.tensors import DType
 
 _WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}
@@ -34,10 +33,10 @@ class ModelClass(Struct, frozen=True, kw_only=True):
     task: Task
     mapping: WeightMapping
     arch: Architecture
-    """The classes that were looked at, in the words of the table of plainly stored ones."""
+    """The classes that were tried, in the words of the table of plainly stored ones."""
 
 
-def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, task: Task | None) -> ModelClass:
+def model_class(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, task: Task | None) -> ModelClass:
     """Return the class of the merged model; `task` None is decided between a causal LM and a sequence classifier.
 
     Raises `UnsupportedAdapter` for a model that this transformers cannot build, or has no class for.
@@ -55,7 +54,7 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
     if task is None:
         what = "neither a causal LM nor a sequence classifier"
         generator = of("AutoModelForCausalLM")
-        if generator is None or _may_classify(base, adapters, asked):
+        if generator is None or _may_classify(base, adapters, wanted):
             classifier = of("AutoModelForSequenceClassification")
     elif task.auto_class is None:
         name = trained_class(adapters, base) or ""
@@ -67,11 +66,11 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
     if generator is None and classifier is None:
         raise errors[0] if errors else _unknown_type(config, what)
     arch = class_row(config, generator.facts if generator else None, classifier.facts if classifier else None)
-    decided = task or decide_task(asked, adapters, base, arch.head)
+    decided = task or decide_task(wanted, adapters, base, arch.head)
     mapping = classifier if decided in CLASSIFIERS else generator
-    if mapping is None and decided is Task.CAUSAL_LM and asked is Task.AUTO and declared_types(adapters) == {None}:
+    if mapping is None and decided is Task.CAUSAL_LM and wanted is Task.AUTO and declared_types(adapters) == {None}:
         # a FlaubertWithLMHeadModel is called like a causal LM, and is none
-        return model_class(base, adapters, asked, Task.AS_TRAINED)
+        return model_class(base, adapters, wanted, Task.AS_TRAINED)
     if mapping is None:
         kind = "sequence classifier" if decided in CLASSIFIERS else "causal LM"
         raise UnsupportedAdapter(
@@ -83,7 +82,7 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
 def text_base(base: ModelDir) -> ModelDir:
     """Return a multimodal base with the config of its text model.
 
-    Raises `UnsupportedAdapter` where transformers has no class for the text model alone.
+    Raises `UnsupportedAdapter` where transformers has no class for the text model.
     """
     config = meta.text_config(base.whole_config)
     if config is None:
@@ -109,7 +108,7 @@ def _fitting(
         except LoraToolError as error:
             errors.append(error)
             continue
-        fitting.append((sum(_strangers(adapter, mapping) for adapter in adapters), mapping))
+        fitting.append((sum(strangers(adapter, mapping) for adapter in adapters), mapping))
         if not fitting[-1][0]:
             break
     return min(fitting, key=lambda item: item[0])[1] if fitting else None
@@ -128,10 +127,10 @@ def _text_model(
     re-initialises weights of the text class, or has no class for the whole.
     """
     auto_class, name = classes
-    if whole is not None and not any(_strangers(adapter, whole) or _lacks(adapter, whole) for adapter in adapters):
+    if whole is not None and not any(strangers(adapter, whole) or lacks_layers(adapter, whole) for adapter in adapters):
         return whole
     text = _fitting(base, adapters, (name,), errors)
-    if text is None or any(_strangers(adapter, text) for adapter in adapters):
+    if text is None or any(strangers(adapter, text) for adapter in adapters):
         return whole
     # what the whole lacks too is a new head, which is the adapter's
     made_up = [each for each in text.missing if whole is None or each not in whole.missing]
@@ -153,13 +152,13 @@ def _text_model(
     return WholeInTextNames(text, whole)
 
 
-def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
+def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> bool:
     """Return whether the merged model may be a classifier; building a second class is slow, so skip it when the
     task is already declared.
     """
     classes = base.whole_config.architectures
-    causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not names_classifier(classes)
-    return asked is not Task.CAUSAL_LM and not causal
+    causal = declared_types(adapters) == {"CAUSAL_LM"} and wanted is Task.AUTO and not names_classifier(classes)
+    return wanted is not Task.CAUSAL_LM and not causal
 
 
 def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
@@ -173,15 +172,3 @@ def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
         f"{config.path}: model_type {config.model_type}: the installed transformers has {what} for it",
         hint="install the release that has it: pip install -U transformers",
     )
-
-
-def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:
-    """Return how many of the adapter's tensors the class has no module for."""
-    return sum(home is None for home in set(homes(adapter, mapping).values()))
-
-
-def _lacks(adapter: AdapterDir, mapping: WeightMapping) -> bool:
-    """Return whether the config targets a layer of the class on which the adapter has no LoRA."""
-    view = view_of(adapter)
-    layers = mapping.facts.layers.difference(layer.target for layer in view.layers)
-    return any(map(view.config.targets, layers))

@@ -43,7 +43,7 @@ _PATTERNS = {
 def with_plain_modules(
     stored: ModelDir, plain: ModelDir, names: Collection[str], parameter_of: Callable[[str], str]
 ) -> ModelConfig:
-    """Return the config of a quantised base that names the modules of the weights `names` as plain, beside those it names.
+    """Return the config of a quantised base that names the modules of the weights `names` as plain, in addition to those it names.
 
     Servers compare its list with names on disk, transformers with those in memory, which `parameter_of` gives: both are
     in it. Raises `UnsupportedAdapter` for a format that has no such list, or keeps it elsewhere.

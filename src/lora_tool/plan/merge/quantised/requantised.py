@@ -29,7 +29,7 @@ from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Assemble, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
 from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
+from lora_tool.plan.merge.quantised.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
 from lora_tool.tensors import DType
 
 LEAST_KEPT = 0.1
@@ -157,7 +157,7 @@ def _kept(op: Requantise[Computed]) -> DeltaRetention:
     import numpy as np  # for few plans
 
     from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled
-    from lora_tool.plan.merge.tall_tiles import extremes_of, is_tall
+    from lora_tool.plan.merge.quantised.tall_tiles import extremes_of, is_tall
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
     weight, rounding, tall = dequantised(encoding), Rounding(), cache(lambda at: extremes_of(op, at, rounding))

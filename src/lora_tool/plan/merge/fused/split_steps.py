@@ -1,7 +1,7 @@
 """Cutting steps on parameters in memory into steps on tensors on disk, where the two are not one to one.
 
-A rule of transformers that fuses, splits or reorders weights moves whole rows. So what is done to a parameter is, for
-a tensor on disk, the same done to some of its rows: a smaller step that needs no fused layer in memory.
+A rule of transformers that fuses, splits or reorders weights moves whole rows. So a change of a parameter is, for
+a tensor on disk, the same change of some of its rows: a smaller step that needs no fused layer in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading a base: which task the merged model is for, which class it is, and whether it is stored as it is in memory.
+"""Reading a model: which task the merged model is for, which class it is, and whether it is stored as it is in memory.
 
-These are decided here, once. Headers and the table of architectures decide where they can; transformers is asked for
-the rest, and only then imported. Some bases hold tensors that their model has no place for, of another class, another
+These are decided here, once. Headers and the table of architectures decide where they can; transformers decides
+the rest, and only then is it imported. Some bases hold tensors that their model has no place for, of another class, another
 trainer or another number of layers. Only transformers can tell which of them belong, so this module only says whether
 the names are those of a plain model.
 """
@@ -22,7 +22,7 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, require_packa
 from lora_tool.keys import Part
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
-from lora_tool.plan.merge.base_view import BaseView, class_row, direct_base
+from lora_tool.plan.merge.model.model import Model, as_stored, class_row
 from lora_tool.progress import decided
 from lora_tool.tensors import DType, StoredTensor
 
@@ -34,33 +34,26 @@ _MAPPERS = ("torch", "transformers")
 """The package that knows where parameters lie on disk."""
 
 
-def read_base(
-    base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, *, exact: bool = False, text_only: bool = False
-) -> BaseView:
+def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, exact: bool = False) -> Model:
     """Return base and adapters in the names of memory, with task and class decided.
 
-    `asked` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
-    one, `text_only` the text model of a multimodal base for the whole. Raises `UnsupportedAdapter` where the task, the
+    `wanted` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
+    one. Raises `UnsupportedAdapter` where the task, the
     adapters and the base contradict each other or no class is found, `IncompatibleBase` where the base does not fit its
-    class, `MissingDependency` where transformers must be asked and is not installed.
+    class, `MissingDependency` where it takes transformers, which is not installed.
     """
-    if text_only:
-        _require_transformers()
-        from lora_tool.plan.merge.model_class import text_base
-
-        base = text_base(base)
-    task = other_task(asked, adapters, base)
-    row = plain_row(base, adapters, asked) if task is None else None
+    task = other_task(wanted, adapters, base)
+    row = plain_row(base, adapters, wanted) if task is None else None
     if row is not None:
-        task = decide_task(asked, adapters, base, row.head)
+        task = decide_task(wanted, adapters, base, row.head)
         if _is_certain(base, adapters, row, task, exact=exact):
             decided(
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
-            return direct_base(base, adapters, row, task)
-    from lora_tool.plan.merge.converted_base import converted_base  # for bases that are not as in memory alone
+            return as_stored(base, adapters, row, task)
+    from lora_tool.plan.merge.model.converted import converted
 
-    mixture = _known_mixture(base, adapters, asked) if task is None else None
+    mixture = _known_mixture(base, adapters, wanted) if task is None else None
     if mixture is not None:
         class_name = mixture.facts.class_name
         decided(
@@ -68,22 +61,22 @@ def read_base(
             "transformers is not needed"
         )
         arch = class_row(base.whole_config, mixture.facts, None)
-        return converted_base(base, adapters, mixture, arch, decide_task(asked, adapters, base, None))
-    _require_transformers()
-    from lora_tool.plan.merge.model_class import model_class
+        return converted(base, adapters, mixture, arch, decide_task(wanted, adapters, base, None))
+    require_transformers()
+    from lora_tool.plan.merge.model.classes import model_class
 
     try:
-        found = model_class(base, adapters, asked, task)
+        found = model_class(base, adapters, wanted, task)
     except (IncompatibleBase, UnsupportedAdapter) as why:
         if row is None or task is None:
             raise
         decided(f"names: as they are on disk, because transformers cannot build this {row.model_type} ({why})")
-        return direct_base(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
+        return as_stored(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
     decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
-    return converted_base(base, adapters, found.mapping, found.arch, found.task, plain=row is not None)
+    return converted(base, adapters, found.mapping, found.arch, found.task, same_names=row is not None)
 
 
-def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Architecture | None:
+def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> Architecture | None:
     """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell."""
     config = base.whole_config
     row = architecture_of(config.model_type or "")
@@ -91,7 +84,7 @@ def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Ar
         return None
     known = {row.causal_lm, row.sequence_classification} - {None}
     plain = not config.architectures or bool(known & set(config.architectures))
-    if not plain or not _has_class(row, adapters, asked) or base.dtype in row.wide_in:
+    if not plain or not _has_class(row, adapters, wanted) or base.dtype in row.wide_in:
         return None
     if not all(map(find_spec, _MAPPERS)):
         return row  # what is wrong with the names is said by them
@@ -118,32 +111,32 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
     return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
 
 
-def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> NamesOnDisk | None:
+def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> NamesOnDisk | None:
     """Return where the parameters of a causal LM with stacked experts lie, if a table knows its class and the adapters
-    are of that class alone; None if transformers must tell.
+    are of that class; None if it takes transformers to know.
     """
-    if asked not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
+    if wanted not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
-    from lora_tool.names.mixture import mixture_mapping  # for bases that are not as in memory alone
-    from lora_tool.plan.merge.adapter_in_memory import homes
+    from lora_tool.names.mixture import mixture_mapping
+    from lora_tool.plan.merge.model.adapter_names import strangers
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
-    if found is None or any(None in homes(adapter, found).values() for adapter in adapters):
+    if found is None or any(strangers(adapter, found) for adapter in adapters):
         return None
     return found
 
 
-def _require_transformers() -> None:
-    """Return if torch and transformers are there to be asked for names. Raises `MissingDependency`."""
+def require_transformers() -> None:
+    """Return if torch and transformers are installed, which know the names. Raises `MissingDependency`."""
     require_packages(_MAPPERS, extra="merge")
 
 
-def _has_class(row: Architecture, adapters: Sequence[AdapterDir], asked: Task) -> bool:
+def _has_class(row: Architecture, adapters: Sequence[AdapterDir], wanted: Task) -> bool:
     """Return whether the row has the class that the merged model is to be of, as far as it was said."""
     declared = declared_types(adapters)
-    classifier = asked in CLASSIFIERS or "SEQ_CLS" in declared
-    causal = asked is Task.CAUSAL_LM or "CAUSAL_LM" in declared
+    classifier = wanted in CLASSIFIERS or "SEQ_CLS" in declared
+    causal = wanted is Task.CAUSAL_LM or "CAUSAL_LM" in declared
     return not (classifier and row.sequence_classification is None) and not (causal and row.causal_lm is None)
 
 
@@ -176,7 +169,7 @@ def names_are_known(base: ModelDir, adapters: Sequence[AdapterDir], arch: Archit
 
 
 def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool:
-    """Return whether the base has weights and biases alone, under the model's own roots, the same in every layer.
+    """Return whether the base has only weights and biases, under the model's own roots, the same in every layer.
 
     It may still hold a tensor that no model has; a plain name in a plain place is taken for the model's.
     """

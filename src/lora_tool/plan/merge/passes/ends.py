@@ -1,135 +1,104 @@
 """The two ends of a language model, which have a row per token: the input embedding and the output layer.
 
 Where they are tied there is one matrix on disk. An adapter may hold whole ends: because they were trained whole, or
-because PEFT saves them by itself.
+because PEFT saves them on its own accord.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.adapter.tied_lora import add_the_same, saved_as_one
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.choices import flag
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
+from lora_tool.options import Options, Recorded, option
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.merge.base_view import BaseView
+from lora_tool.plan.merge.draft import Draft, ModelEnds, TiedEmbeddings
+from lora_tool.plan.merge.model.model import Model
 from lora_tool.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from lora_tool.names.model import ModelFacts
 
 
-class TiedEmbeddings(Struct, frozen=True, kw_only=True):
-    """The shared matrix of a causal LM: the tensor `output` is not on disk, or only as a copy of the embedding."""
-
-    output: str
-    candidates: tuple[StoredTensor, ...]
-    """Matrices with a row per token: the embedding, and whatever has as many rows by chance."""
-    root: Path
-
-    @property
-    def embedding(self) -> StoredTensor:
-        """The input embedding.
-
-        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
-        """
-        if not self.candidates:
-            raise IncompatibleBase(
-                f"{self.root}: `{self.output}` is tied to the embeddings, but the base has no embeddings under the names of its "
-                "class",
-                hint=OTHER_BASE,
-            )
-        if len(self.candidates) != 1:
-            raise UnsupportedAdapter(
-                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token, "
-                "so lora-tool cannot tell which of them is the embedding"
-            )
-        return self.candidates[0]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the tensors that are, or may be, one of the ends."""
-        return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
+def has_untied(merged: ModelDir, base: ModelDir) -> bool:
+    """Return whether the config of a merged model unties what that of its base ties."""
+    tied = [config.tie_word_embeddings for config in (merged.config, base.config) if config is not None]
+    return tied[:1] == [False] != tied[1:]
 
 
-class ModelEnds(Struct, frozen=True, kw_only=True):
-    """The input embedding and the output layer of the merged model, and what is tied to them."""
+@dataclass(frozen=True, kw_only=True)
+class Untie(Options):
+    """The option of this pass."""
 
-    tied: TiedEmbeddings | None = None
-    """The shared matrix of a causal LM with tied embeddings."""
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the base that are tied copies of another, by name: the output has them once."""
-    trained_as_one: bool = False
-    """Whether LoRA adds the same to both ends of the shared matrix, so that it is W + ΔW for both."""
-    untied: bool = False
-    """Whether the output has two matrices and a config that says so."""
-    untied_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Other tensors that the config alone tied, which are written besides, and the base's tensors that they equal."""
-    untied_unsaved: Mapping[str, str] = field(default_factory=dict)
-    """The same where PEFT's merge leaves them out, and transformers re-initialises them on loading."""
-    vocabulary: Vocabulary | None = None
-    """Where the adapter brings another number of tokens than the base has."""
+    untie: bool = option(
+        default=False,
+        text="Write tied embeddings as two matrices, each as it was trained.",
+        parse=flag,
+        recorded=Recorded.ALWAYS,
+        inferred=has_untied,
+    )
 
 
-def settled_ends(
-    view: BaseView, adapted: Sequence[Adapted], modules: AdapterModules, *, classifies: bool, untie: bool
-) -> tuple[ModelEnds, tuple[Adapted, ...], AdapterModules]:
-    """Return the ends of the merged model, and adapters and modules with every tied tensor once, by its saved name.
+def with_ends(draft: Draft, options: Untie) -> Draft:
+    """Return the draft with the ends of the model settled, and every tied tensor of the adapters once, by its saved name.
 
-    `untie` gives tied embeddings two matrices; a classifier has one end. Raises `UnsupportedAdapter` where two adapters
-    hold tied tensors with different values.
+    A classifier has one end. Raises `UnsupportedAdapter` where two adapters hold tied tensors with different values.
     """
-    base, arch, facts = view.base, view.arch, view.facts
+    model, adapted, modules, classifies = draft.model, draft.adapted, draft.modules, draft.head is not None
+    base, arch, facts = model.base, model.arch, model.facts
     copies = tied_copies(base, arch, facts) if facts is not None or not classifies else {}
     tied = None if classifies else tied_ends(base, arch, facts, copies)
     if facts is not None:
         adapted, modules = _with_tied_names(facts, adapted, modules)
-    untied = tied is None and not classifies and _differ_in_the_base(view)
+    untied = tied is None and not classifies and _differ_in_the_base(model)
     as_one = False
     others: dict[str, str] = {}
-    if tied is not None and (untie or _trained_apart(tied, adapted)):
-        untied, others = True, _tied_to_others(view, tied, modules)
+    if tied is not None and (options.untie or _trained_apart(tied, adapted)):
+        untied, others = True, _tied_to_others(model, tied, modules)
     elif tied is not None:
         as_one = trained_as_one(tied, adapted)
         adapted, modules = _without_tied_repeats(tied, adapted, modules, as_one=as_one)
+    vocabulary = other_vocabulary(base, arch, {**modules.frozen_base, **modules.saved})
+    if vocabulary is not None:
+        base = with_vocabulary(base, vocabulary, {*copies, *(arch.causal_only if classifies else ())})
     ends = ModelEnds(
         tied=tied,
         copies=copies,
         trained_as_one=as_one,
         untied=untied,
-        untied_tensors=others if untie else {},
-        untied_unsaved={} if untie else others,
-        vocabulary=other_vocabulary(base, arch, {**modules.frozen_base, **modules.saved}),
+        untied_tensors=others if options.untie else {},
+        untied_unsaved={} if options.untie else others,
+        vocabulary=vocabulary,
     )
-    return ends, tuple(adapted), modules
+    return replace(draft, base=base, adapted=adapted, modules=modules, ends=ends)
 
 
-def _differ_in_the_base(view: BaseView) -> bool:
+def _differ_in_the_base(model: Model) -> bool:
     """Return whether the base has two ends although its config ties them: transformers leaves two that differ on disk
     apart, and PEFT then corrects the config.
     """
-    says_tied = view.base.whole_config.tie_word_embeddings is True
-    return says_tied and bool(view.arch.causal_only) and not tied_under_one_name(view.base, view.facts)
+    says_tied = model.base.whole_config.tie_word_embeddings is True
+    return says_tied and bool(model.arch.causal_only) and not tied_under_one_name(model.base, model.facts)
 
 
-def _tied_to_others(view: BaseView, tied: TiedEmbeddings, modules: AdapterModules) -> dict[str, str]:
+def _tied_to_others(model: Model, tied: TiedEmbeddings, modules: AdapterModules) -> dict[str, str]:
     """Return the tensors besides the output layer that lose their tie with it, as transformers ties all or nothing."""
     return {
         name: of
-        for name, of in view.tied_by_config.items()
-        if name != tied.output and of in view.base.tensors and name not in modules.saved
+        for name, of in model.tied_by_config.items()
+        if name != tied.output and of in model.base.tensors and name not in modules.saved
     }
 
 
@@ -170,7 +139,7 @@ def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
 
 
 def _trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
-    """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
+    """Return whether an end was trained whole, without the other: then the merged model has two matrices, as PEFT's has."""
     return any(
         part.config.saves(name.removesuffix(".weight"))
         and not saved_as_one(part.config, ends.output.removesuffix(".weight"), held=ends.output in part.modules.saved)
@@ -224,8 +193,8 @@ def _with_tied_names(
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return adapters and modules with a whole tensor that is tied to another under the other's name, once.
 
-    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model; the embeddings of an
-    encoder and a decoder may be one. The output layer's weight is looked at by itself, and a module that PEFT saves
+    BERT's kin have `X.decoder.bias` and `X.bias`, which is the one that is saved with a model; the embeddings of an
+    encoder and a decoder may be one. The output layer's weight is another pass's, and a module that PEFT saves
     whole is tied no longer. Raises `UnsupportedAdapter` where two adapters differ.
     """
     saved, repeats = dict(modules.saved), []

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.architectures import architecture_of
@@ -26,10 +27,13 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, encoding_of, parts
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
 from lora_tool.formats.quantised.torchao import is_told, metadata_of
-from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.ops import Copy, Precision
+from lora_tool.plan.core.requantise import Requantise
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.requantised import coded_steps, kept_line, kept_share, require_kept
-from lora_tool.plan.merge.skip_lists import with_plain_modules
+from lora_tool.plan.merge.draft import Draft
+from lora_tool.plan.merge.passes.steps import dropped_from_base, kept_step
+from lora_tool.plan.merge.quantised.requantised import coded_steps, kept_line, kept_share, require_kept
+from lora_tool.plan.merge.quantised.skip_lists import with_plain_modules
 from lora_tool.plan.merge.storages import Storage
 from lora_tool.tensors import StoredTensor
 
@@ -39,7 +43,59 @@ _NOT_IN_TRANSFORMERS = (
 )
 
 
-class StoredModel(Struct, frozen=True, kw_only=True):
+def in_storage(draft: Draft, storage: Storage | None, *, allow_loss: bool) -> Draft:
+    """Return the draft with the weights of its base in this storage; None takes the one that keeps everything.
+
+    Raises `UnsupportedAdapter` where the storage cannot have the changes, or `Precision.PEFT` the storage.
+    """
+    inputs = draft.inputs
+    steps, unplaced = (draft.steps, draft.model.leftovers) if inputs.is_text_only else _with_weights_of_no_class(draft)
+    dropped = tuple(dropped_from_base(draft))
+    unplaced_of_classifier = () if draft.head is None else unplaced
+    base = _QuantisedBase(stored=inputs.stored, plain=inputs.base, parameter_of=draft.model.parameter_of)
+    stored = base.settle(
+        steps,
+        storage,
+        {item.name for item in (*dropped, *unplaced_of_classifier)},
+        cast=draft.dtype not in (None, inputs.base.dtype) or inputs.is_text_only,
+        allow_loss=allow_loss,
+    )
+    if draft.precision is Precision.PEFT and any(isinstance(step.op, Requantise) for step in stored.steps):
+        raise UnsupportedAdapter(
+            '`store="as-base"`: PEFT can round merged weights only to formats of bitsandbytes, and damages them',
+            hint='`precision="float32"` writes them, and `store="all-16bit"` merges as PEFT does',
+        )
+    # a buffer that the class computes stays where weights stay as they are stored
+    left = unplaced if stored.storage is Storage.ALL_16BIT else unplaced_of_classifier
+    kept = {"requantised": stored.kept} if stored.kept else {}
+    return replace(
+        draft,
+        base=replace(draft.base, config=stored.config),
+        steps=stored.steps,
+        leftovers=(*dropped, *left, *stored.leftovers),
+        notes=(*draft.notes, stored.note),
+        warnings=(*draft.warnings, *stored.warnings),
+        metadata=base.metadata(stored.steps),
+        recorded={**draft.recorded, "store": stored.storage.value, **kept},
+    )
+
+
+def _with_weights_of_no_class(draft: Draft) -> tuple[tuple[Step, ...], tuple[InputRecord, ...]]:
+    """Return the steps and one for each weight that the model's class has no place for, in the base's order, and the
+    tensors that are left out all the same: of a classifier, all of these.
+
+    Servers use such weights: the layers that predict further tokens.
+    """
+    names, plain = draft.model.of_no_class, draft.inputs.base
+    if not names or draft.head is not None:
+        return draft.steps, draft.model.leftovers
+    extra = (kept_step(draft, tensor) for name, tensor in plain.tensors.items() if name in names)
+    places = {name: at for at, name in enumerate(plain.tensors)}
+    ordered = sorted((*draft.steps, *extra), key=lambda step: places.get(step.out.name, len(places)))
+    return tuple(ordered), tuple(item for item in draft.model.leftovers if item.name not in names)
+
+
+class _Stored(Struct, frozen=True, kw_only=True):
     """What a merge writes of a quantised base and its changes."""
 
     storage: Storage
@@ -54,7 +110,7 @@ class StoredModel(Struct, frozen=True, kw_only=True):
     """How much of ΔW is left where merged weights were rounded to their format again."""
 
 
-class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
+class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     """A base with quantised weights: as it is stored, and with the matrices that they stand for."""
 
     stored: ModelDir
@@ -71,13 +127,13 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     def settle(
         self,
         steps: Sequence[Step],
-        asked: Storage | None,
+        wanted: Storage | None,
         dropped: Collection[str],
         *,
         cast: bool,
         allow_loss: bool,
-    ) -> StoredModel:
-        """Return what is written: as `asked`, else as the base where `steps` change no quantised weight, else plain.
+    ) -> _Stored:
+        """Return what is written: as `wanted`, else as the base where `steps` change no quantised weight, else plain.
 
         `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that
         the output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost,
@@ -87,17 +143,17 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         dropped = set(dropped) - {
             step.out.name for step in steps
         }  # the copy of an end that is tied no longer is written
-        if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
+        if wanted in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: weights that stay quantised keep their dtype and their names",
                 hint=f'`store="{Storage.ALL_16BIT}"` writes another dtype, or only the text model',
             )
-        storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
+        storage = wanted or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
         if touched or storage is Storage.ALL_16BIT:
-            self._require_not_turned()
+            self._require_not_transposed()
         if storage is Storage.ALL_16BIT:
             names = frozenset(self.encodings)
-            return StoredModel(
+            return _Stored(
                 storage=storage,
                 steps=tuple(steps),
                 leftovers=tuple(self._left_behind(names)),
@@ -112,15 +168,17 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         """Return the metadata of the files where loaders tell quantised weights by it; None where they need none."""
         said, of = metadata_in_files(self.stored), self._weights_of_parts
         written = {step.out.name for step in steps}
-        told = {name for name, each in self.encodings.items() if is_told(each) and each.codes.name in written}
-        if not told:
+        by_metadata = {name for name, each in self.encodings.items() if is_told(each) and each.codes.name in written}
+        if not by_metadata:
             return None
-        names = dict.fromkeys(of[name] if of.get(name) in told else name for name in (step.out.name for step in steps))
-        return metadata_of(said, names, told)
+        names = dict.fromkeys(
+            of[name] if of.get(name) in by_metadata else name for name in (step.out.name for step in steps)
+        )
+        return metadata_of(said, names, by_metadata)
 
     def _requantised(
         self, steps: Sequence[Step], dropped: Collection[str], touched: Sequence[Step], *, allow_loss: bool
-    ) -> StoredModel:
+    ) -> _Stored:
         """Return what is written where the changed weights are rounded to their format again."""
         changed = {step.out.name: step for step in touched}
         new = [name for name in changed if name not in self.encodings]
@@ -140,18 +198,18 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         kept = kept_share(found)
         what = f"{self._what(changed)} merged and rounded to their format again"
         require_kept(kept, f"{self.stored.root}: {what}", allow_loss=allow_loss)
-        return StoredModel(
+        return _Stored(
             storage=Storage.AS_BASE,
             steps=found,
             leftovers=left,
             config=self.stored.whole_config,
             note=f"{what}{kept_line(kept)}; {counted(len(self.encodings) - len(changed), 'other')} as in the base"
-            + self._beside(changed),
+            + self._measured_before(changed),
             kept=kept,
         )
 
-    def _beside(self, changed: Collection[str]) -> str:
-        """Return the end of a sentence about what was measured beside the changed weights before the merge."""
+    def _measured_before(self, changed: Collection[str]) -> str:
+        """Return the end of a sentence about scales that were measured for the changed weights before the merge."""
         of, modules = self._weights_of_parts, {name.removesuffix(".weight") for name in changed}
         names = [
             name
@@ -163,7 +221,7 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
 
     def _mostly_as_stored(
         self, steps: Sequence[Step], storage: Storage, dropped: Collection[str], touched: frozenset[str]
-    ) -> StoredModel:
+    ) -> _Stored:
         """Return what is written where quantised weights stay, but for those that are fused with one that changes."""
         freed = together(touched, self.encodings) if touched else frozenset()
         left = (*self._left_behind(freed), *self._dropped_parts(dropped))
@@ -185,13 +243,13 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
             note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
             if some_stay and any(EXPERTS.match(name) and self._is_packed(name) for name in freed):
                 warnings = (_NOT_IN_TRANSFORMERS,)
-        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note, warnings=warnings)
+        return _Stored(storage=storage, steps=found, leftovers=left, config=config, note=note, warnings=warnings)
 
     def _is_packed(self, name: str) -> bool:
         """Return whether a weight is packed as compressed-tensors packs it."""
         return any(part.name.endswith(".weight_packed") for part in parts(self.encodings[name]))
 
-    def _require_not_turned(self) -> None:
+    def _require_not_transposed(self) -> None:
         """Return if weights mean the matrices that the class has. Raises `UnsupportedAdapter`."""
         arch = architecture_of(self.stored.whole_config.model_type or "")
         if (
@@ -200,8 +258,8 @@ class QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
             and any(isinstance(each, Bnb4 | BnbInt8) for each in self.encodings.values())
         ):
             raise UnsupportedAdapter(
-                f"{self.stored.root}: {arch.model_type} stores linear layers transposed, and bitsandbytes turns them before "
-                "it quantises them; lora-tool does not turn them back",
+                f"{self.stored.root}: {arch.model_type} stores linear layers transposed, and bitsandbytes transposes them before "
+                "quantising, which lora-tool does not support",
                 hint="merge into the 16-bit model that it was made from: `base=MODEL`",
             )
 

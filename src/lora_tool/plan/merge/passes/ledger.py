@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.keys import AdapterKey, Part, without_wrapped
+from lora_tool.options import Options
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.steps import is_dropped, not_in_base
+from lora_tool.plan.merge.draft import Draft
+from lora_tool.plan.merge.passes.steps import not_in_base
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
 """Parts of an adapter that are a tensor of the model as they stand."""
 
 
-def dropped_from_base(merge: MergeContext) -> Iterator[InputRecord]:
-    """Yield the tensors of the base that the output does not have, with the reason."""
-    for tensor in merge.base.tensors.values():
-        if is_dropped(merge, tensor.name):
-            reason = f"a {merge.arch.sequence_classification} has no language-modelling head"
-            if merge.head is None:
-                reason = f"tied to {merge.ends.copies[tensor.name]}, which is written once"
-            yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
-
-
-def adapter_leftovers(merge: MergeContext) -> Iterator[InputRecord]:
+def adapter_leftovers(draft: Draft) -> Iterator[InputRecord]:
     """Yield every tensor of the adapters with the output tensor that it is in, or why it is in none."""
-    for part in merge.adapted:
+    for part in draft.adapted:
         tensors, dropped = part.adapter.tensors, part.modules.dropped
         for name, key in part.adapter.keys.items():
             path = tensors[name].path
@@ -49,12 +42,12 @@ def _destination(key: AdapterKey) -> str:
     return f"{without_wrapped(key.module)}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
 
-def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
+def require_all_consumed(draft: Draft, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
     """Raise unless every adapter tensor is in a step or dropped by name."""
     whole = {id(tensor) for step in steps for tensor in step.op.inputs}
     left = [
         (name, part)
-        for part in merge.adapted
+        for part in draft.adapted
         for name, tensor in part.adapter.tensors.items()
         if id(tensor) not in whole
     ]
@@ -65,16 +58,23 @@ def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers
     for name, part in left:
         tensor = part.adapter.tensors[name]
         if (tensor.path, name) not in accounted:
-            raise _unplaced(merge, tensor, _destination(part.adapter.keys[name]))
+            raise _unplaced(draft, tensor, _destination(part.adapter.keys[name]))
 
 
-def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
-    if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
+def _unplaced(draft: Draft, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
+    if (module := wanted.removesuffix(".bias")) in draft.modules.lora_bias and f"{module}.weight" in draft.base.tensors:
         return UnsupportedAdapter(f"{tensor.path}: `{tensor.name}`: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
-    if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
+    if wanted in draft.model.arch.causal_only and wanted not in draft.base.tensors:
         return IncompatibleBase(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
             "a change of it would change both ends",
             hint=UNMERGED,
         )
-    return not_in_base(merge, tensor, wanted)
+    return not_in_base(draft, tensor, wanted)
+
+
+def accounted_for(draft: Draft, _: Options) -> Draft:
+    """Return the draft with what became of every tensor of the adapters. Raises where one is in no step, and why unknown."""
+    draft = replace(draft, leftovers=(*draft.leftovers, *adapter_leftovers(draft)))
+    require_all_consumed(draft, draft.steps, draft.leftovers)
+    return draft

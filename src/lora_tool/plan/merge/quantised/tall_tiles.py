@@ -24,7 +24,7 @@ from lora_tool.formats.quantised.requantising import (
 from lora_tool.formats.quantised.zero_points import stored_zeros
 from lora_tool.plan.core.ops import Computed, LoraDelta, RowOp, row_ops
 from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.merge.samples import made_rows, numbers, raw
+from lora_tool.plan.merge.quantised.samples import made_rows, numbers, raw
 from lora_tool.tensors import DType
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -13,7 +13,6 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.quantised.encodings import RoundedAs, encoding_of
 from lora_tool.formats.quantised.four_bits import TrainedAs
-from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.keys import split_layer
 from lora_tool.tensors import DType, StoredTensor
 
@@ -55,17 +54,6 @@ def rounded_note(base: ModelDir, how: TrainedAs) -> str:
     return (
         f"{counted(count, 'linear layer')} of the base rounded to {how} and back, as bitsandbytes loads it for training"
     )
-
-
-def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iterator[str]:
-    """Yield what the plan says of adapters that were trained on a quantised base, by its name, and get a plain one."""
-    for adapter in adapters:
-        named = (adapter.config.base_model if adapter.config else None) or ""
-        if full_precision_name(named.rpartition("/")[2]) is not None:
-            yield (
-                f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of {base.root} differ "
-                "from it by the rounding error; merge into the named model, or round this one with `base_as`, to get what was trained"
-            )
 
 
 def _linear(base: ModelDir, touched: frozenset[str]) -> Iterator[StoredTensor]:
