@@ -84,7 +84,7 @@ def test_one_call_reads_more_than_its_block(kernels: tuple[Kernel, ...], tmp_pat
         with (tmp_path / "x").open("rb") as file:
             for kernel in kernels:
                 seen = kernel.scan(file.fileno(), 4, values.nbytes, 4, 0x7FFFFFFF)
-                assert seen == (first, largest, np.float32(0.25).view(np.uint32) ^ largest)
+                assert tuple(seen or ()) == (first, largest, np.float32(0.25).view(np.uint32) ^ largest)
                 assert kernel.scan(file.fileno(), 5, values.nbytes, 4, 0x7FFFFFFF) is None
         values[at] = 0.25
 

@@ -60,7 +60,7 @@ def half_ulps(values: Array, dtype: DType) -> Array:
     """Return half the distance of each decoded element to its neighbour away from zero: what rounding once may cost it."""
     bits, mask = ("<u4", 0x7F800000) if values.dtype == np.float32 else ("<u8", 0x7FF0000000000000)
     layout = FLOATS[dtype]
-    powers = np.bitwise_and(values.view(bits), np.array(mask, bits)).view(values.dtype)
+    powers: Array = np.bitwise_and(values.view(bits), np.array(mask, bits)).view(values.dtype)
     np.multiply(powers, layout.roundoff, out=powers)
     least = max(2.0 ** (layout.smallest - layout.digits), float(np.finfo(values.dtype).smallest_subnormal))
     if powers.min(initial=least) < least:  # seldom, and maximum takes longer than all before it
