@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lora_tool.errors import SourceChanged
 from lora_tool.execution.native import library
-from lora_tool.execution.native.library import VARIABLE, Kernel
+from lora_tool.execution.native.library import VARIABLE, Kernel, Seen
 from lora_tool.formats.files import open_regular
 from lora_tool.rules.engine import scan as scanning
 from lora_tool.rules.engine import scan_compiled as compiled_scanning
@@ -76,15 +76,15 @@ def test_a_value_is_found_wherever_it_lies(dtype: DType, special: float, tmp_pat
 
 
 def test_one_call_reads_more_than_its_block(kernels: tuple[Kernel, ...], tmp_path: Path) -> None:
-    values = np.full(100_000, 0.25, np.float32)
+    values = np.full(100_000, 0.25, np.float32)  # 0x3E800000
     for at in (0, 16_383, 16_384, 99_999):
         values[at] = 3.0
         (tmp_path / "x").write_bytes(b"head" + values.tobytes())
-        largest, first = np.float32(3.0).view(np.uint32), values[0].view(np.uint32)
+        largest, first = (int(value.view(np.uint32)) for value in (np.float32(3.0), values[0]))
         with (tmp_path / "x").open("rb") as file:
             for kernel in kernels:
                 seen = kernel.scan(file.fileno(), 4, values.nbytes, 4, 0x7FFFFFFF)
-                assert tuple(seen or ()) == (first, largest, np.float32(0.25).view(np.uint32) ^ largest)
+                assert seen == Seen(first, largest, 0x3E800000 ^ largest)
                 assert kernel.scan(file.fileno(), 5, values.nbytes, 4, 0x7FFFFFFF) is None
         values[at] = 0.25
 

@@ -65,7 +65,7 @@ def half_ulps(values: Array, dtype: DType) -> Array:
     least = max(2.0 ** (layout.smallest - layout.digits), float(np.finfo(values.dtype).smallest_subnormal))
     if powers.min(initial=least) < least:  # seldom, and maximum takes longer than all before it
         np.maximum(powers, values.dtype.type(least), out=powers)
-    return powers
+    return np.asarray(powers)
 
 
 def _as_float(bits: Array, dtype: DType, wide: np.dtype[Any]) -> Array:
