@@ -20,7 +20,7 @@ def available_cores() -> int:
 
 def factor_workers() -> int:
     """Return how many threads make factors of factors, unless somebody asks for more: each takes 3 to 5 MB, and commands on
-    adapters promise to take 60 MB on whatever machine.
+    adapters promise to take 70 MB on whatever machine.
     """
     return min(2, available_cores())
 
