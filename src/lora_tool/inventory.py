@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import os
 import re
 import string
@@ -27,7 +26,7 @@ from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
-from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
+from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
 from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
@@ -57,7 +56,7 @@ class Listed(Struct, frozen=True, kw_only=True):
     row: RunCheckpoint
     sizes: Mapping[FileRole, int]
     best: bool = False
-    """Whether it is the best whole checkpoint of its run by the metric, or the latest where the run evaluated nothing."""
+    """Whether it is the best good checkpoint of its run by the metric, or the latest where the run evaluated nothing."""
     pointed_at: bool = False
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
     newest: bool = False
@@ -107,7 +106,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                     kind=kind,
                     row=row,
                     sizes=sizes_of(item.root),
-                    best=row.path == table.best,
+                    best=row.rank == 1,
                     pointed_at=item.root.resolve() in pointed_at,
                     newest=item.root.name in named,
                 )
@@ -223,10 +222,10 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         )
     except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
         report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
-        return Judged(root=folder, name=name, state=None, report=report), "unreadable"
+        return judged(folder, name, report, None), "unreadable"
     except LoraToolError:
         return None
-    return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
+    return judged(folder, name, report, whole), str(whole.kind)
 
 
 def _is_root_of_saves(opened: Checkpoint) -> bool:
@@ -269,21 +268,22 @@ def _content(name: str) -> FileRole:
 class Why(TextEnum):
     """Why prune keeps or removes a checkpoint."""
 
-    LAST = "one of the last"
-    ONLY = "the last valid one; prune always keeps one"
     BEST = "one of the best"
-    NONE_VALID = "no checkpoint of the run is valid, but consolidate may still rescue one"
-    NEWER = "newer than the last valid one"
+    LAST = "one of the last"
+    RESUMABLE = "the newest from which training can go on"
+    NONE_VALID = "no checkpoint of the run is complete, but consolidate may still rescue one"
+    NEWER = "newer than the last complete one: it may still be being written"
     LINK = "a link"
     UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
     NEWEST = "the run's own pointer names it"
     REFUSED = "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
+    INCOMPLETE = "not saved completely"
     OLDER = "neither among the last nor among the best"
 
 
-KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
+KEPT = frozenset(Why) - {Why.INVALID, Why.INCOMPLETE, Why.OLDER}
 
 
 class PruneChoice(Struct, frozen=True, kw_only=True):
@@ -296,53 +296,56 @@ class PruneChoice(Struct, frozen=True, kw_only=True):
     def goes(self) -> bool:
         return self.why not in KEPT
 
+    @property
+    def because(self) -> str:
+        """Why, with what its save lacks."""
+        lacks = self.checkpoint.row.incomplete
+        return f"{self.why}; it {lacks}" if lacks else str(self.why)
+
 
 def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[PruneChoice]:
-    """Yield for each save of a run whether it is kept and why: the last and the best valid ones of every run.
+    """Yield for each save of a run whether it is kept and why.
 
-    A checkpoint is valid if it has no errors. A run without a valid checkpoint keeps all of them; any other keeps its
-    last valid one unless a better one stays. Only the saves of runs are chosen.
+    Every run keeps its last complete saves and its best good ones: the best one always, and always the newest one that
+    training can go on from. A run without a complete save keeps all of them, any other all that are newer than the last
+    complete one. Only the saves of runs are chosen.
     """
     for run in runs:
         listed = run.saves
-        valid = [item for item in listed if item.row.whole and not item.root.is_symlink()]
-        best = _by_metric(valid)[:keep_best]
-        last = valid[max(0, len(valid) - keep_last) :]
-        only = [] if last or best else valid[-1:]
-        newer = listed[listed.index(valid[-1]) :] if valid else listed
-        roots = {
-            why: {item.root for item in of}
-            for why, of in ((Why.LAST, last), (Why.ONLY, only), (Why.BEST, best), (Why.NEWER, newer))
+        own = [item for item in listed if not item.root.is_symlink()]
+        complete = [item for item in own if item.row.complete]
+        kept = {
+            Why.BEST: _best(own)[: max(1, keep_best)],
+            Why.LAST: complete[max(0, len(complete) - keep_last) :],
+            Why.RESUMABLE: [item for item in complete if item.row.resumable][-1:],
+            Why.NEWER: listed[listed.index(complete[-1]) :] if complete else listed,
         }
+        roots = {why: {item.root for item in items} for why, items in kept.items()}
         for item in listed:
-            yield PruneChoice(checkpoint=item, why=_why(item, roots, any_valid=bool(valid)))
+            yield PruneChoice(checkpoint=item, why=_why(item, roots, any_complete=bool(complete)))
 
 
-def _by_metric(valid: list[Listed]) -> list[Listed]:
-    """Return the valid checkpoints that have the metric, best first; without a metric, the latest alone."""
-    leader = next((item for item in valid if item.best), None)
-    measured = [
-        (item.row.metric, item) for item in valid if item.row.metric is not None and math.isfinite(item.row.metric)
-    ]
-    if leader is None or leader not in [item for _, item in measured]:
-        return [leader] if leader else []
-    lower = leader.row.metric == min(value for value, _ in measured)  # the run's best tells which way is better
-    return [item for _, item in sorted(measured, key=lambda pair: (pair[0] if lower else -pair[0], not pair[1].best))]
+def _best(saves: Iterable[Listed]) -> list[Listed]:
+    """Return the good saves that have a place by the run's metric, best first; where none has, the latest good one."""
+    good = [item for item in saves if item.row.good]
+    ranked = sorted((item.row.rank, at) for at, item in enumerate(good) if item.row.rank is not None)
+    return [good[at] for _, at in ranked] or good[-1:]
 
 
-def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Why:
+def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_complete: bool) -> Why:
     reasons = {
         Why.LINK: item.root.is_symlink(),
-        Why.NONE_VALID: not any_valid,
+        Why.NONE_VALID: not any_complete,
         Why.BEST: item.root in roots[Why.BEST],
         Why.LAST: item.root in roots[Why.LAST],
-        Why.ONLY: item.root in roots[Why.ONLY],
+        Why.RESUMABLE: item.root in roots[Why.RESUMABLE],
         Why.POINTED_AT: item.pointed_at,
         Why.NEWEST: item.newest,
-        Why.OLDER: item.row.whole,
+        Why.OLDER: item.row.complete,
         Why.REFUSED: not item.row.judged,
-        Why.UNREADABLE: not item.row.whole and not _may_be_read(item.root),
+        Why.UNREADABLE: not item.row.complete and not _may_be_read(item.root),
         Why.NEWER: item.root in roots[Why.NEWER],
+        Why.INCOMPLETE: item.row.incomplete is not None,
     }
     return next((why for why, holds in reasons.items() if holds), Why.INVALID)
 

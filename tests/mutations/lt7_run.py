@@ -126,3 +126,13 @@ def _never_ends(folder: Path) -> None:
 @breaks("LT708", WHOLE_RUN)
 def _stood_still(folder: Path) -> None:
     shutil.copy(folder / "checkpoint-2" / WEIGHTS, folder / "checkpoint-4" / WEIGHTS)
+
+
+@breaks("LT709", RUN)
+def _killed_while_saving(folder: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+
+
+@breaks("LT709 optimizer", RUN)
+def _optimizer_cut_off(folder: Path) -> None:
+    (folder / "optimizer.pt").write_bytes(b"PK")

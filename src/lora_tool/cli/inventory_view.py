@@ -13,7 +13,7 @@ from lora_tool.cli.tables import fits, new_table, print_all
 from lora_tool.display import counted, number, printable, size
 from lora_tool.inventory import FileRole, Inventory, Listed, PruneChoice
 
-_COLOURS = {"good": "green", "warned": "yellow", "broken": "red", "not judged": "yellow"}
+_COLOURS = {"good": "green", "warned": "yellow", "incomplete": "yellow", "broken": "red", "not judged": "yellow"}
 
 
 def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
@@ -64,7 +64,7 @@ def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, don
             size(choice.checkpoint.row.nbytes),
             _verdict(choice.checkpoint),
             Text("goes", style="red") if choice.goes else Text("stays", style="green"),
-            str(choice.why),
+            choice.because,
         )
         for choice in choices
     ]

@@ -19,14 +19,14 @@ from lora_tool.display import printable
     type=click.IntRange(min=0),
     default=1,
     show_default=True,
-    help="Number of last valid checkpoints to keep per run.",
+    help="Number of last complete checkpoints to keep per run.",
 )
 @click.option(
     "--keep-best",
     type=click.IntRange(min=0),
     default=1,
     show_default=True,
-    help="Number of best valid checkpoints to keep per run.",
+    help="Number of best checkpoints to keep per run; the best one always stays.",
 )
 @click.option("--apply", "apply_", is_flag=True, help="Remove them. Without --apply nothing is touched.")
 @click.option(
@@ -39,10 +39,10 @@ from lora_tool.display import printable
 def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
     """Show which checkpoints of the runs under ROOT (by default this folder) can go; --apply removes them.
 
-    Every run keeps its last and its best valid checkpoints, the one that DeepSpeed's, verl's or Megatron's pointer
-    names, all that are newer than the last valid one, and everything if none is valid. A checkpoint is valid if
-    `validate` finds no error in it with the same lora-tool.toml. Finished weights, adapters and models are never
-    touched, nor are links and their targets.
+    Every run keeps its last complete and its best checkpoints, the newest from which training can go on, the one that
+    DeepSpeed's, verl's or Megatron's pointer names, all that are newer than the last complete one, and everything if
+    none is complete. A checkpoint is complete if all of it was saved, and `validate` finds no error in it with the same
+    lora-tool.toml. Finished weights, adapters and models are never touched, nor are links and their targets.
     """
     from lora_tool.cli.configuration import configuration
     from lora_tool.execution.folder import remove, require_room
@@ -70,6 +70,8 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
                 "path": str(choice.checkpoint.root),
                 "goes": choice.goes,
                 "why": str(choice.why),
+                "incomplete": choice.checkpoint.row.incomplete,
+                "unresumable": choice.checkpoint.row.unresumable,
                 "step": choice.checkpoint.row.step,
                 "nbytes": choice.checkpoint.row.nbytes,
                 "verdict": choice.checkpoint.row.verdict,

@@ -15,7 +15,20 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Rises when a field is renamed, removed or changes its meaning; new fields do not raise it."""
-_COLUMNS = ("path", "name", "step", "epoch", "loss", "metric", "verdict", "errors", "warnings", "codes")
+_COLUMNS = (
+    "path",
+    "name",
+    "step",
+    "epoch",
+    "loss",
+    "metric",
+    "verdict",
+    "incomplete",
+    "unresumable",
+    "errors",
+    "warnings",
+    "codes",
+)
 
 
 def report_json(report: Report) -> dict[str, Any]:

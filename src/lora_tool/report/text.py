@@ -58,7 +58,7 @@ def _hints(group: Sequence[Finding], hinted: set[tuple[str, str | None]], *, col
 
 
 def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
-    """Yield the table of a run's checkpoints, and which is the best one that is whole."""
+    """Yield the table of a run's checkpoints, and which is the best good one."""
     yield _styled(printable(run.path), bold=True) if color else printable(run.path)
     header = ["checkpoint", "step", "epoch", "loss", printable(run.metric or ""), "size", "verdict"]
     rows = [header]
@@ -84,7 +84,7 @@ def run_cells(row: RunCheckpoint) -> tuple[str, ...]:
 
 
 def _verdict_colour(row: RunCheckpoint) -> str:
-    return "red" if row.errors else "yellow" if row.warnings else "green"
+    return {"good": "green", "broken": "red"}.get(row.verdict, "yellow")
 
 
 def ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:

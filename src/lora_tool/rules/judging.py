@@ -30,7 +30,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_untrained,
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
-from lora_tool.rules.engine.registry import RULES, Need, Rule
+from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked
 from lora_tool.rules.engine.scan import scans_of
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
@@ -175,6 +175,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             num_labels=self.labels,
             task=self.task,
             servers=self.servers,
+            why_no_base=self.why_no_base,
         )
 
     def only(self, code: str) -> Judge:
@@ -191,13 +192,18 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         for rule in self.rules:
             if not self._concerns(rule, subject):
                 continue
-            reason = self._why_not(rule, subject)
-            if reason is None:
-                findings.extend(rule.run(subject, ignored=self.ignored))
+            reasons = [self._why_not(rule, subject)]
+            if reasons == [None]:
+                found = tuple(rule.run(subject, ignored=self.ignored))
+                findings.extend(each for each in found if isinstance(each, Finding))
                 ran.append(rule.code)
-                reason = _why_in_part(rule, subject)
-            if reason is not None:
-                skipped.append(Skipped(code=rule.code, path=path, reason=reason))
+                reasons = [
+                    self._why_in_part(rule, subject),
+                    *(each.reason for each in found if isinstance(each, Unchecked)),
+                ]
+            skipped.extend(
+                Skipped(code=rule.code, path=path, reason=reason) for reason in reasons if reason is not None
+            )
         checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
@@ -238,18 +244,20 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             return reason
         return None
 
+    def _why_in_part(self, rule: Rule, subject: Subject) -> str | None:
+        """Return why a rule that ran could not look at everything; None if it did."""
+        if isinstance(subject, AdapterSubject):
+            if Need.BASE_IN_PART in rule.needs and subject.base is None:
+                return self.why_no_base
+            if Need.SAME_NAMES in rule.needs and subject.why_no_match:
+                return f"{subject.why_no_match}: only what has the same name in both was compared"
+        return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
+
 
 def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
     beside = checkpoint.folder.problems
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)
-
-
-def _why_in_part(rule: Rule, subject: Subject) -> str | None:
-    """Return why a rule that ran could not look at everything; None if it did."""
-    if isinstance(subject, AdapterSubject) and Need.SAME_NAMES in rule.needs and subject.why_no_match:
-        return f"{subject.why_no_match}: only what has the same name in both was compared"
-    return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
 
 
 def _too_large(nbytes: int) -> str | None:

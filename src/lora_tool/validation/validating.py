@@ -31,7 +31,7 @@ from lora_tool.sources import Reference, opened, opened_adapter, opened_model
 from lora_tool.validation.bases import named_base
 
 if TYPE_CHECKING:
-    from lora_tool.rules.training.run_table import Judged
+    from lora_tool.rules.training.saves import Judged
 
 
 class Criteria(Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
-    from lora_tool.rules.training.run_table import FINISHED, Judged, run_table  # for runs alone
+    from lora_tool.rules.training.saves import FINISHED, judged, run_table  # for runs alone
 
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
     rows = [item for item, _ in inner]
@@ -118,13 +118,13 @@ def validate(
         own = judge.folder(RunSubject(checkpoint=checkpoint, inner=whole))
     else:
         own = _judged(checkpoint, judge, several)
-        rows.append(Judged(root=checkpoint.root, name=FINISHED, state=checkpoint.folder.trainer, report=own))
+        rows.append(judged(checkpoint.root, FINISHED, own, checkpoint))
     table = Report(runs=(run_table(checkpoint.root, rows),))
     return joined([own, *(item.report for item, _ in inner), table])
 
 
 def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> tuple[Judged, Checkpoint | None]:
-    """Return what `validate` says about the checkpoint `path` of a run with this `base`, and it, if it can be opened.
+    """Return what the checkpoint `path` of a run is worth with this `base`, and it, if it can be opened.
 
     Raises `UnknownRule` for `criteria` that mean no rule.
     """
@@ -132,14 +132,23 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
     return _checkpoint_of_run(path, Judge(rules=rules, base=base, deep=criteria.deep, servers=criteria.servers))
 
 
+def unresumable_reason(path: Path) -> str | None:
+    """Return why no training can go on from the checkpoint `path`, None if one can; every value of it is read."""
+    try:
+        base = named_base(open_checkpoint(path))[0]
+    except LoraToolError:  # which is said below
+        base = None
+    return judge_checkpoint(path, Criteria(deep=True), base)[0].unresumable
+
+
 def _checkpoint_of_run(
     path: Path, judge: Judge, adapters: tuple[AdapterDir, ...] = ()
 ) -> tuple[Judged, Checkpoint | None]:
-    from lora_tool.rules.training.run_table import Judged  # for runs alone
+    from lora_tool.rules.training.saves import judged  # for runs alone
 
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link to a place outside the run's folder", judge.rules, code="LT112")
-        return Judged(root=path, name=path.name, state=None, report=report), None
+        return judged(path, path.name, report, None), None
     try:
         found = open_checkpoint(path)
         if isinstance(found, RunDir):  # a link to the run itself would never end
@@ -148,9 +157,8 @@ def _checkpoint_of_run(
     except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
         report = unopened(str(path), f"cannot be opened: {error}", judge.rules)
-        refused = isinstance(error, UnsupportedCheckpoint)
-        return Judged(root=path, name=path.name, state=None, report=report, refused=refused), None
-    return Judged(root=path, name=path.name, state=found.folder.trainer, report=report), found
+        return judged(path, path.name, report, None, refused=isinstance(error, UnsupportedCheckpoint)), None
+    return judged(path, path.name, report, found, deep=judge.deep is True), found
 
 
 def _judged(checkpoint: Checkpoint, judge: Judge, adapters: tuple[AdapterDir, ...]) -> Report:

@@ -26,7 +26,7 @@ _ONE_BY_ONE = "save each adapter in its own folder: model.save_pretrained(FOLDER
 _KEPT_ON_PURPOSE = "no action is needed; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
-@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
+@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY | {Need.BASE_IN_PART}, unmergeable=True)
 def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """A tensor name without PEFT's prefix.
 

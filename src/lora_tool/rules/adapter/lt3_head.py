@@ -141,7 +141,7 @@ def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
     return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
 
 
-@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE, unmergeable=True)
+@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE | {Need.BASE_IN_PART}, unmergeable=True)
 def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """The head's rows do not match the number of labels.
 
@@ -185,7 +185,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
 
-@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
+@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.BASE_IN_PART}, unmergeable=True)
 def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 

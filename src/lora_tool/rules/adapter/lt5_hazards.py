@@ -17,7 +17,7 @@ from lora_tool.formats.files import inside
 from lora_tool.formats.training_record import TrainingRecord, read_training_record
 from lora_tool.hub_names import hub_id_of
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.sources import local_folder, moved_to, resolve, source_of
 
@@ -25,7 +25,7 @@ _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
 
 @rule("LT507", Severity.ERROR, on=AdapterSubject)
-def other_base(subject: AdapterSubject) -> Iterator[Fault]:
+def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     """Not the base that the adapter was trained on.
 
     What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
@@ -49,6 +49,8 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=problem.subject, message=problem.message, path=str(path), severity=Severity.WARNING)
         return
     base = subject.base
+    if base is None and record.base_fingerprint is not None:
+        yield Unchecked(reason=subject.why_no_base)
     if base is None or record.base_fingerprint is None or any(problem.fatal for problem in base.problems):
         return
     from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for trained records only
@@ -60,13 +62,13 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject="base.fingerprint", message=message, path=str(path), hint=hint)
 
 
-@rule("LT520", Severity.WARNING, on=AdapterSubject)
-def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
+@rule("LT520", Severity.WARNING, on=AdapterSubject, needs={Need.NAMES})
+def base_not_named(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     """The adapter names another base.
 
     What it does: Compares the base with the one that `adapter_config.json` names, if that one is on this disk: names,
     dtypes, shapes and samples of all weights, so that a copy, a link or the Hub cache counts as the same model. If it
-    is not on this disk, the two Hub ids are compared.
+    is not on this disk, the two Hub ids are compared; without two, the rule is skipped, unless LT507 can tell.
 
     Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
     them, and the result is garbage that looks fluent.
@@ -74,6 +76,8 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, but `--base` is `Qwen/Qwen2.5-7B`.
 
     What to do: Omit `--base` to use the named model, or correct `base_model_name_or_path`.
+
+    If `--base` is right and the named model cannot be had: `--ignore LT520`.
     """
     base, named = subject.base, subject.config.base_model
     if base is None or not named or any(problem.fatal for problem in base.problems):
@@ -83,14 +87,21 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
         if hub_id is not None and hub_id == given.hub_id and local_folder(named, near) is None:
             return  # without asking the cache, which takes a while
         found = resolve(named, near=near)
-    except CheckpointError:
+    except CheckpointError as error:
         if given.hub_id is not None and hub_id not in (None, given.hub_id):
             message = f"is {named}, but the base is {given.hub_id}"
             yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
-        return  # of a folder that is not here nobody can tell
+        elif not _is_fingerprinted(subject):
+            yield Unchecked(reason=_not_compared(base, error))
+        return
     if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
         return
-    if not _is_same_model(found.path, base):
+    try:
+        same = _is_same_model(found.path, base)
+    except CheckpointError as error:
+        yield Unchecked(reason=_not_compared(base, error))
+        return
+    if not same:
         there = f" ({found.path})" if str(found.path) != named else ""
         message = f"is {named}{there}, but the base is {given.hub_id or base.root}, whose weights differ"
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
@@ -130,14 +141,24 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _is_same_model(named: Path, base: ModelDir) -> bool:
-    """Whether the folder holds the weights of `base`, by samples; so is one that cannot be read, for others to say."""
+    """Whether the folder holds the weights of `base`, by samples. Raises `CheckpointError` where it holds no model."""
     from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for two bases only
 
+    return fingerprint(open_model(named).weights) == fingerprint(base.weights)
+
+
+def _not_compared(base: ModelDir, error: CheckpointError) -> str:
+    """Return why the base was not compared with the one that the adapter names, which has this error."""
+    return f"whether {base.root} is the base that the adapter names was not checked ({error}); if it is: --ignore LT520"
+
+
+def _is_fingerprinted(subject: AdapterSubject) -> bool:
+    """Whether `lora-tool train` recorded the base's fingerprint, so that LT507 compares the base."""
+    path = _record_of(subject)
     try:
-        other = open_model(named)
-    except CheckpointError:
-        return True
-    return fingerprint(other.weights) == fingerprint(base.weights)
+        return path is not None and read_training_record(path).base_fingerprint is not None
+    except (CorruptFile, BadConfig):
+        return False
 
 
 def _record_of(subject: AdapterSubject) -> Path | None:
@@ -219,7 +240,7 @@ _DENSE = re.compile(r"(?P<block>.+\.\d+\.[^.]+)\.(?P<leaf>gate_proj|up_proj|down
 """A projection of a dense feed-forward block: its layer's block, and its own name."""
 
 
-@rule("LT510", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
+@rule("LT510", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG, Need.NAMES}, unmergeable=True)
 def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a dense layer where the base has experts.
 
@@ -257,7 +278,7 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
 _LAYER = re.compile(r".+?\.\d+(?=\.)")
 
 
-@rule("LT511", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT511", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.NAMES})
 def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     """The base already contains the adapter.
 

@@ -41,6 +41,8 @@ class Need(str, enum.Enum):
     that it could not at more is said."""
     NAMES = "names"
     """A base model, whatever its names mean in memory."""
+    BASE_IN_PART = "base in part"
+    """Without a base model the rule looks at what it can, and that it could not at more is said."""
     CLASS = "class"
     """The tensors of the model's class; without them a rule looks at what it can, and that it could not at more is said."""
     VALUES = "values"
@@ -71,6 +73,12 @@ class Fault(Struct, frozen=True, kw_only=True, eq=False):
     """Whether a merge can go on where the rule is ignored, though other faults of an `unmergeable` rule leave nothing."""
 
 
+class Unchecked(Struct, frozen=True, kw_only=True, eq=False):
+    """What a rule yields instead where something that it needs is missing: the rule is then listed as skipped."""
+
+    reason: str
+
+
 class Rule(Struct, frozen=True, kw_only=True, eq=False):
     """One registered rule. Its docstring is its page: the title, then paragraphs that begin as `SECTIONS` say."""
 
@@ -78,7 +86,7 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
     severity: Severity
     on: type[Subject]
     needs: frozenset[Need]
-    check: Callable[[Any], Iterator[Fault]]
+    check: Callable[[Any], Iterator[Fault | Unchecked]]
     unmergeable: bool = False
     """Whether its errors leave a merge nothing to compute, so that ignoring the rule does not help one."""
 
@@ -128,10 +136,15 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
         """The paragraphs of the docstring."""
         return inspect.cleandoc(self.check.__doc__ or page_in_source(self.check)).split("\n\n")
 
-    def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding]:
-        """Yield the rule's findings on a subject of its kind; where it is `ignored`, what a merge cannot go on with."""
+    def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding | Unchecked]:
+        """Yield the rule's findings on a subject of its kind, and what it could not check; where it is `ignored`, what a
+        merge cannot go on with.
+        """
         advice, home = "", ""
         for fault in self.check(subject):
+            if isinstance(fault, Unchecked):
+                yield fault
+                continue
             if ignored and fault.mergeable:
                 continue
             # read off the page and the folder once: a hostile file gives a million findings
@@ -150,6 +163,7 @@ RULES: dict[str, Rule] = {}
 """Every rule by its code. A code is permanent and is never given to another rule."""
 
 S = TypeVar("S", bound=Subject)
+F = TypeVar("F", bound=Fault | Unchecked)
 
 
 def rule(
@@ -160,12 +174,12 @@ def rule(
     needs: Iterable[Need] = (),
     deep: bool = False,
     unmergeable: bool = False,
-) -> Callable[[Callable[[S], Iterator[Fault]]], Callable[[S], Iterator[Fault]]]:
+) -> Callable[[Callable[[S], Iterator[F]]], Callable[[S], Iterator[F]]]:
     """Register a generator of faults as the rule `code`. Raises ValueError for a malformed or used code."""
     if not _CODE.match(code) or code in RULES:
         raise ValueError(f"{code} is not a free rule code")
 
-    def register(check: Callable[[S], Iterator[Fault]]) -> Callable[[S], Iterator[Fault]]:
+    def register(check: Callable[[S], Iterator[F]]) -> Callable[[S], Iterator[F]]:
         wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
         RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, unmergeable=unmergeable)
         return check

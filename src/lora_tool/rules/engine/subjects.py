@@ -250,6 +250,8 @@ class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     task: str | None = None
     servers: frozenset[Server] = frozenset()
     """What the adapter must be fit for (`--for`)."""
+    why_no_base: str = ""
+    """Why there is no base, as a sentence; of no meaning where there is one."""
 
     @property
     def named(self) -> Mapping[str, str]:

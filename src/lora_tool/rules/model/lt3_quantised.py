@@ -12,7 +12,7 @@ from lora_tool.formats.quantised.names import READ_METHODS
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.formats.quantised.schemes import is_compressed
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 
 _ELSEWHERE = "hf_quant_config.json"
@@ -24,7 +24,7 @@ _REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelo
 
 
 @rule("LT322", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.WEIGHTS}))
-def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
+def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
     """Quantised weights that loaders misread.
 
     What it does: Checks that every quantised weight has its scales, in the shapes that format and config give, and that
@@ -42,7 +42,10 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
     """
     model = subject.checkpoint
     config = model.config
-    if config is None or config.quantization not in READ_METHODS or config.custom_code:
+    if config is None or (config.custom_code and not config.quantization):
+        return
+    if config.quantization not in READ_METHODS or config.custom_code:
+        yield Unchecked(reason=f"lora-tool does not read weights quantised by {config.quantization}")
         return
     sign = sign_of(model)
     if sign is not None and not quantisation_table(config) and _ELSEWHERE not in model.folder.files:
@@ -55,8 +58,8 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault]:
     try:
         found = quantised_weights(model)
     except LayoutError as error:
-        if error.is_fault:
-            yield Fault(subject=error.tensor, message=error.why, path=str(error.path))
+        of_file = Fault(subject=error.tensor, message=error.why, path=str(error.path))
+        yield of_file if error.is_fault else Unchecked(reason=f"`{error.tensor}`: {error.why}")
         return
     if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(quantisation_table(config))):
         message = f"says that the weights are quantised ({config.quantization}), but none is"

@@ -9,14 +9,14 @@ from lora_tool.formats import generation_config
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 
 _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
 
 
 @rule("LT320", Severity.WARNING, on=ModelSubject, needs=frozenset({Need.CONFIG}))
-def never_stops(subject: ModelSubject) -> Iterator[Fault]:
+def never_stops(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
     """The model does not stop at the end of a turn.
 
     What it does: Compares the token that ends a turn in the tokenizer's chat template, or its `eos_token` if there is
@@ -41,6 +41,9 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
         or not _was_trained(subject)
         or not any(name.endswith(LANGUAGE_MODELS) for name in config.architectures)
     ):
+        return
+    if not model.folder.tokenizer_files:
+        yield Unchecked(reason="the folder has no tokenizer, which says what ends a turn")
         return
     generation = read_generation_config(model.root)
     ends, end = ends_of(config, generation), turn_end(read_tokenizer(model.root, model.folder.files))

@@ -26,7 +26,7 @@ MORE_ROWS = frozenset({"cpmant", "mllama", "mllama_text_model", "molmo2_text"})
 _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 
-@rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE)
+@rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE | {Need.BASE_IN_PART})
 def token_without_row(subject: Subject) -> Iterator[Fault]:
     """A special token has no row in the embeddings.
 

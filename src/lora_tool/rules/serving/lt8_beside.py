@@ -9,7 +9,7 @@ from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.display import named
 from lora_tool.keys import Part
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS
 from lora_tool.rules.serving.servers import (
@@ -90,7 +90,7 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
             yield fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
 
 
-@rule("LT804", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+@rule("LT804", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.BASE_IN_PART})
 def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens or LoRA on embeddings, which few servers support.
 

@@ -321,7 +321,7 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
             yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)
 
 
-@rule("LT815", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
+@rule("LT815", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.BASE_IN_PART})
 def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA that the server leaves out without an error.
 

@@ -17,6 +17,7 @@ from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import RunSubject, Subject, an_earlier_checkpoint
+from lora_tool.rules.training.saves import incomplete_reason
 
 _NO_GRADIENT = 1e-6
 """Norms of real gradients are above 0.001; DPO on pairs that do not differ gave 6e-8."""
@@ -342,3 +343,26 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
         if earlier != inner.root.name:
             path = str(inner.weights.files[0].path)
             yield Fault(message=f"holds the same weights as {earlier}", path=path)
+
+
+@rule("LT709", Severity.WARNING, on=Subject)
+def save_incomplete(subject: Subject) -> Iterator[Fault]:
+    """A checkpoint that was not saved completely.
+
+    What it does: Looks in a `checkpoint-N` for what the HF Trainer writes after the weights: the optimizer's, the
+    scheduler's and the random states as whole torch files, the tag that `latest` names, and at last
+    `trainer_state.json`. What the other checkpoints of the run do not have either is not missed.
+
+    Why it matters: The run was killed, or the disk was full, while it saved. The weights may load, but no training can
+    go on from it. `prune` does not count it among the last, and it is never the best.
+
+    Example: `checkpoint-60` has `adapter_model.safetensors` and no `trainer_state.json`, which `checkpoint-40` has.
+
+    What to do: Resume from an earlier checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
+    """
+    if isinstance(subject, RunSubject):
+        return
+    reason = incomplete_reason(subject.checkpoint.folder)
+    if reason is not None:
+        hint = an_earlier_checkpoint(subject, "resume from that one")
+        yield Fault(message=reason, path=str(subject.checkpoint.root), hint=hint)

@@ -1,0 +1,227 @@
+"""What a save is worth, for every state that a killed, stripped or damaged one may be in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_tool.inventory import Why, choose, inventory
+from lora_tool.report.runs import RunCheckpoint
+from tests.mutations import FIXTURES
+
+Injury = Callable[[Path], object]
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with three saves; the last is what the tests injure."""
+    for step in (2, 4, 6):
+        folder = shutil.copytree(FIXTURES / "reward-run" / "checkpoint-4", tmp_path / f"checkpoint-{step}")
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": step, "max_steps": 6}))
+        weights = load_file(folder / WEIGHTS)
+        save_file({name: tensor * step for name, tensor in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+    return tmp_path
+
+
+def gone(*names: str) -> Injury:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def cut(name: str) -> Injury:
+    def injure(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+
+    return injure
+
+
+def emptied(name: str) -> Injury:
+    return lambda folder: (folder / name).write_bytes(b"")
+
+
+def killed_after(*kept: str) -> Injury:
+    """What is left where the process dies after it has written `kept`."""
+    return lambda folder: [path.unlink() for path in folder.iterdir() if path.name not in kept]
+
+
+def not_a_number(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file({name: tensor * torch.nan for name, tensor in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def points_nowhere(folder: Path) -> None:
+    (folder / "latest").write_text("global_step6")
+
+
+def fsdp_optimizer_begun(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+    (folder / "optimizer_0").mkdir()
+    (folder / "optimizer_0" / "__0_0.distcp").write_bytes(b"begun")
+
+
+ADAPTER = ("adapter_config.json", WEIGHTS)
+STATES: dict[str, tuple[Injury, str, str]] = {
+    # complete, resumable, loadable, good
+    "whole": (lambda folder: folder, "yes yes yes yes", ""),
+    "killed before the weights": (killed_after("adapter_config.json"), "no no no no", "LT115"),
+    "killed before the config": (killed_after(WEIGHTS), "no no no no", "LT214"),
+    "killed after the weights": (killed_after(*ADAPTER), "no no yes no", "has no trainer_state.json"),
+    "killed after the optimizer": (
+        killed_after(*ADAPTER, "training_args.bin", "optimizer.pt"),
+        "no no yes no",
+        "has no trainer_state.json",
+    ),
+    "without its state": (gone("trainer_state.json"), "no no yes no", "has no trainer_state.json"),
+    "state cut off": (cut("trainer_state.json"), "no no no no", "LT113"),
+    "state empty": (emptied("trainer_state.json"), "no no no no", "LT113"),
+    "weights cut off": (cut(WEIGHTS), "yes no no no", "LT101"),
+    "weights NaN": (not_a_number, "yes no no no", "LT209"),
+    "optimizer cut off": (cut("optimizer.pt"), "no no yes yes", "optimizer.pt is not a complete"),
+    "optimizer empty": (emptied("optimizer.pt"), "no no yes yes", "optimizer.pt is not a complete"),
+    "optimizer gone": (gone("optimizer.pt"), "no no yes yes", "has no optimizer state, but checkpoint-2 has"),
+    "scheduler cut off": (cut("scheduler.pt"), "no no yes yes", "scheduler.pt is not a complete"),
+    "scheduler gone": (gone("scheduler.pt"), "no no yes yes", "has no scheduler.pt"),
+    "random states cut off": (cut("rng_state.pth"), "no no yes yes", "rng_state.pth is not a complete"),
+    "random states gone": (gone("rng_state.pth"), "yes yes yes yes", ""),  # the Trainer goes on without them
+    "tag gone": (points_nowhere, "no no yes yes", "`latest` names global_step6, which is not there"),
+    "FSDP's optimizer begun": (fsdp_optimizer_begun, "no no yes yes", "optimizer_0 has no .metadata"),
+}
+
+
+def rows(run: Path) -> dict[str, RunCheckpoint]:
+    return {item.row.name: item.row for found in inventory(run) for item in found.checkpoints}
+
+
+def judged(run: Path, name: str = "checkpoint-6") -> RunCheckpoint:
+    return rows(run)[name]
+
+
+def worth(row: RunCheckpoint) -> str:
+    is_complete = row.incomplete is None
+    return " ".join("yes" if each else "no" for each in (is_complete, row.resumable, row.loadable, row.good))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_a_save_is_worth_and_prune_keeps_what_can_be_resumed(state: str, run: Path) -> None:
+    injury, expected, reason = STATES[state]
+    injury(run / "checkpoint-6")
+    chosen = {item.checkpoint.root.name: item for item in choose(inventory(run), keep_last=1, keep_best=0)}
+    row = chosen["checkpoint-6"].checkpoint.row
+    assert worth(row) == expected
+    assert reason in (row.unresumable or "")
+    assert not chosen["checkpoint-6"].goes
+    assert chosen["checkpoint-2"].goes
+    assert chosen["checkpoint-4"].goes is row.resumable
+
+
+def test_save_only_model_is_complete_where_no_save_has_an_optimizer(run: Path) -> None:
+    for folder in run.iterdir():
+        gone("optimizer.pt", "scheduler.pt", "rng_state.pth")(folder)
+    row = judged(run)
+    assert worth(row) == "yes no yes yes"
+    assert row.unresumable is not None
+    assert "save_only_model" in row.unresumable
+    why = [item.why for item in choose(inventory(run), keep_last=1, keep_best=1)]
+    assert why == [Why.OLDER, Why.OLDER, Why.BEST]
+
+
+def test_what_no_trainer_saved_does_not_lack_its_state(run: Path) -> None:
+    for folder in run.iterdir():
+        killed_after(*ADAPTER)(folder)
+    row = judged(run)
+    assert worth(row) == "yes no yes yes"
+    for folder in run.iterdir():
+        (folder / "random_states_0.pkl").write_bytes(b"")  # accelerate's own loop
+    assert worth(judged(run)) == "yes yes yes yes"
+
+
+def test_an_interrupted_save_between_others_goes(run: Path) -> None:
+    killed_after(*ADAPTER)(run / "checkpoint-4")
+    found = {item.checkpoint.root.name: item for item in choose(inventory(run), keep_last=1, keep_best=1)}
+    assert found["checkpoint-4"].why is Why.INCOMPLETE
+    assert "it has no trainer_state.json" in found["checkpoint-4"].because
+    assert judged(run).rank == 1
+
+
+def test_the_best_may_have_lost_its_optimizer(run: Path) -> None:
+    for step, loss in ((2, 0.5), (4, 0.2), (6, 0.3)):
+        path = run / f"checkpoint-{step}" / "trainer_state.json"
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps(state | {"log_history": [{"step": step, "eval_loss": loss}]}))
+    gone("optimizer.pt")(run / "checkpoint-4")
+    why = {item.checkpoint.root.name: item.why for item in choose(inventory(run), keep_last=1, keep_best=1)}
+    assert why == {"checkpoint-2": Why.OLDER, "checkpoint-4": Why.BEST, "checkpoint-6": Why.LAST}
+
+
+def test_a_save_in_progress_is_not_good(run: Path) -> None:
+    (run / "checkpoint-6").rename(run / "tmp-checkpoint-6")
+    found = rows(run)
+    row = found["tmp-checkpoint-6"]
+    assert (row.verdict, worth(row)) == ("incomplete", "no no yes no")
+    assert found["checkpoint-4"].rank == 1
+
+
+def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> None:
+    from lora_tool.validation.validating import unresumable_reason
+
+    path = run / "checkpoint-6" / "optimizer.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
+    path.write_bytes(data)
+    assert unresumable_reason(run / "checkpoint-6") == "optimizer.pt is not a complete torch.save file"
+    assert unresumable_reason(run / "checkpoint-4") is None
+
+
+def removed(pattern: str) -> Injury:
+    return lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.glob(pattern)]
+
+
+RANKS: dict[str, tuple[Injury, str]] = {
+    "a rank's optimizer": (removed("*/*rank_1*optim*"), "LT401"),
+    "the weights": (removed("*/mp_rank_00_model*"), "LT401"),
+    "all ranks": (removed("global_step*"), "`latest` names global_step2, which is not there"),
+    "all ranks and the state": (removed("[!a]*"), "has no trainer_state.json"),
+}
+
+
+@pytest.mark.parametrize("lost", RANKS)
+def test_a_run_of_rank_files_keeps_what_it_can_go_on_from(lost: str, tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = shutil.copytree(FIXTURES / "zero" / "stage2-reward", tmp_path / f"checkpoint-{step}")
+        shutil.copy(FIXTURES / "reward-run" / f"checkpoint-{step}" / "trainer_state.json", folder)
+    assert [row.complete and row.resumable for row in rows(tmp_path).values()] == [True, True]
+    injury, reason = RANKS[lost]
+    injury(tmp_path / "checkpoint-4")
+    chosen = {item.checkpoint.root.name: item for item in choose(inventory(tmp_path), keep_last=1, keep_best=0)}
+    assert reason in str(chosen["checkpoint-4"].checkpoint.row.unresumable)
+    assert [item.why is Why.NONE_VALID for item in chosen.values()] == [False, False]
+    assert not any(item.goes for item in chosen.values())
+
+
+@pytest.mark.parametrize(
+    ("injury", "expected"),
+    [
+        (lambda folder: folder, "yes yes yes yes"),
+        (gone("trainer_state.json"), "no no yes no"),
+        (cut("model-00002-of-00002.safetensors"), "yes no no no"),
+        (gone("model.safetensors.index.json"), "yes no no no"),
+    ],
+    ids=["whole", "without its state", "weights cut off", "weights gone"],
+)
+def test_a_save_of_a_whole_model(injury: Injury, expected: str, tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / f"checkpoint-{step}")
+        for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+            shutil.copy(FIXTURES / "reward-run" / f"checkpoint-{step}" / name, folder)
+    injury(tmp_path / "checkpoint-4")
+    assert worth(judged(tmp_path, "checkpoint-4")) == expected
+    going = [item.checkpoint.root.name for item in choose(inventory(tmp_path), keep_last=1, keep_best=1) if item.goes]
+    assert going == (["checkpoint-2"] if expected == "yes yes yes yes" else [])
