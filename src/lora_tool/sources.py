@@ -170,8 +170,7 @@ def _merge_instead(opened: Checkpoint) -> str | None:
     """Return the merge that may have been meant, None where another command comes first."""
     root = shlex.quote(str(opened.root))
     if isinstance(opened, RunDir):
-        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
-        return f"give one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+        return f"give one of its checkpoints; to see which is the best: lora-tool ls {root}"
     if isinstance(opened, ModelDir) and opened.manifest is None:
         return f"lora-tool merge ADAPTER --base {root}"
     return None

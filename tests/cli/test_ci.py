@@ -214,6 +214,25 @@ def test_of_a_run_the_best_whole_checkpoint_is_taken(call: Caller, clone: Path, 
     assert found["open"] == "failed"
 
 
+def test_finished_weights_that_are_not_the_best_are_named_as_such(call: Caller, clone: Path, tmp_path: Path) -> None:
+    run = clone / "reward-run"
+    shutil.copytree(run / "checkpoint-4", run, dirs_exist_ok=True)
+    (run / "trainer_state.json").unlink()
+    log = [{"step": 2, "eval_loss": 0.3}, {"step": 4, "eval_loss": 0.9}]
+    for step, entries in ((2, log[:1]), (4, log)):
+        path = run / f"checkpoint-{step}" / "trainer_state.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"log_history": entries}))
+    _, told = stages(call, run, "-o", tmp_path / "out", "--base", clone / "reward-qwen2" / "base")
+    summary = told["stages"][0]["summary"]
+    better = f"the best is checkpoint-2 (lowest eval_loss, 0.3): lora-tool ci {run / 'checkpoint-2'}"
+    assert f"taking its finished weights; {better}" in summary
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run / name).unlink()
+    refused = call("merge", "--rm", run, "-o", tmp_path / "merged")
+    assert refused.code == 3
+    assert f"lora-tool merge {run / 'checkpoint-2'}" in refused.err
+
+
 def test_rank_files_are_put_together_first(call: Caller, tmp_path: Path) -> None:
     found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
     assert found == PASSED | {"consolidate": "passed", "push": "skipped"}

@@ -16,6 +16,7 @@ from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    RunDir,
     base_around,
     open_checkpoint,
     open_model,
@@ -110,7 +111,7 @@ def merge_inputs(
             decided(f"base: {found.path}, as given")
         model = open_base(found.path) if base is None or isinstance(base, str | os.PathLike) else opened_model(base)
     except NotACheckpoint as error:
-        error.hint = meant_instead(listed, base) or error.hint
+        error.hint = meant_instead(listed, base) or _best_of_run(sources) or error.hint
         raise
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
 
@@ -135,6 +136,19 @@ def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str 
     if len(models) != 1 or not parts or (base is not None and shlex.quote(str(base)) == models[0]):
         return None
     return f"lora-tool merge {' '.join(parts)} --base {models[0]}" + (" -o OUT" if len(parts) > 1 else "")
+
+
+def _best_of_run(sources: Sequence[Source]) -> str | None:
+    """Return the command that merges the best checkpoint of the one run that was given; None where there is none."""
+    if len(sources) != 1:
+        return None
+    opened = open_checkpoint(sources[0].path)
+    if not isinstance(opened, RunDir):
+        return None
+    from lora_tool.validation.validating import validate  # for a run alone, which a merge refuses
+
+    (table,) = validate(opened).runs
+    return table.best and f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(table.best)}"
 
 
 def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:

@@ -35,7 +35,7 @@ from lora_tool.pipeline.mending import curable, has_rank_files
 from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Ranked, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
-from lora_tool.pipeline.summaries import counts_of, ranking_of
+from lora_tool.pipeline.summaries import better_than, counts_of, ranking_of
 from lora_tool.pipeline.writing import Written, farthest, write
 from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
@@ -94,6 +94,8 @@ class Stages:
             self._root, why = self._best(opened)
             opened = open_checkpoint(self._root)
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
+        elif opened.folder.checkpoints:
+            summary += better_than(opened, self._judged(opened, checkpoints=True).runs[0])
         if not isinstance(opened, ModelDir):
             ours = job.options.overwrite or bool(self._cache)
             check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
@@ -130,7 +132,7 @@ class Stages:
         what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
         return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
 
-    def _judged(self, opened: Checkpoint) -> Report:
+    def _judged(self, opened: Checkpoint, *, checkpoints: bool = False) -> Report:
         job, options = self._job, self._job.options
         return validate(
             opened,
@@ -140,8 +142,9 @@ class Stages:
             num_labels=options.num_labels,
             select=options.select,
             ignore=options.ignore,
-            deep=job.deep,
+            deep=None if checkpoints else job.deep,
             servers=job.servers,
+            checkpoints=checkpoints,
         )
 
     def consolidate(self) -> Stage:

@@ -6,7 +6,6 @@ import contextlib
 import shlex
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,15 +21,13 @@ from lora_tool.checkpoint import (
     open_sharded,
 )
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import CheckpointError, FindingsFound, TrainingFailed, UnsupportedCheckpoint
+from lora_tool.errors import CheckpointError, TrainingFailed, UnsupportedCheckpoint
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.report import Finding, Severity
 from lora_tool.train.saving import weight_files
 from lora_tool.train.traps import trap
-from lora_tool.validation.validating import validate
+from lora_tool.validation.validating import unresumable_reason, validate
 
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_STATES = (*_OPTIMIZERS, "scheduler.pt", "scaler.pt")
 _EMPTY = "LT206"
 """Tensors without values, saved under DeepSpeed ZeRO-3."""
 
@@ -84,41 +81,10 @@ def named(path: Path) -> ResumeChoice:
 
 
 def unusable(path: Path) -> str | None:
-    """Return why no run can go on from the checkpoint `path`; None if one can. Every value of it is read."""
-    names = {item.name for item in path.iterdir()}
-    if TRAINER_STATE not in names:
-        return _without_state(path)
-    why = _unusable_weights(path)
-    if why is not None:
-        return why
-    states = (name for name in sorted(names) if name in _STATES or name.startswith("rng_state"))
-    cut = next((name for name in states if not zipfile.is_zipfile(path / name)), None)
-    if cut is not None:
-        return f"{cut} is not a complete torch.save file"
-    if names & set(_OPTIMIZERS) or any(name.startswith(("optimizer_", "pytorch_model_fsdp")) for name in names):
-        return None
-    with contextlib.suppress(CheckpointError):
-        if open_sharded(path).kind.optimizer:
-            return None
-    return "has no optimizer state (save_only_model), so resuming would start with a new optimizer"
-
-
-def _unusable_weights(path: Path) -> str | None:
-    try:
-        opened = open_checkpoint(path)
-        validate(opened, deep=True).raise_for_errors()
-    except (CheckpointError, UnsupportedCheckpoint, FindingsFound) as error:
-        return str(error)
-    if isinstance(opened, ShardedDir) and not opened.kind.resumed_by_trainer:
-        return f"is {opened.kind.with_article}, from which transformers' Trainer cannot resume"
-    return None
-
-
-def _without_state(path: Path) -> str:
-    """Return what a folder without a Trainer's state is instead of a checkpoint to resume from."""
-    opened = _other_kind(path)
+    """Return why transformers' Trainer cannot go on from the checkpoint `path`; None if it can. Every value is read."""
+    opened = None if (path / TRAINER_STATE).is_file() else _other_kind(path)
     if opened is None:
-        return f"has no {TRAINER_STATE}, so it was not saved completely"
+        return unresumable_reason(path)
     kind = opened.kind.with_article
     if isinstance(opened, RunDir):
         return f"is {kind}, not one of its checkpoints"
