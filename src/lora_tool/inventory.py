@@ -270,7 +270,8 @@ class Why(TextEnum):
 
     BEST = "one of the best"
     LAST = "one of the last"
-    RESUMABLE = "the newest from which training can go on"
+    FIRST = "the best; prune always keeps it"
+    RESUMABLE = "the newest from which training can go on; prune always keeps it"
     NONE_VALID = "no checkpoint of the run is complete, but consolidate may still rescue one"
     NEWER = "newer than the last complete one: it may still be being written"
     LINK = "a link"
@@ -315,7 +316,8 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
         own = [item for item in listed if not item.root.is_symlink()]
         complete = [item for item in own if item.row.complete]
         kept = {
-            Why.BEST: _best(own)[: max(1, keep_best)],
+            Why.BEST: _best(own)[:keep_best],
+            Why.FIRST: _best(own)[:1],
             Why.LAST: complete[max(0, len(complete) - keep_last) :],
             Why.RESUMABLE: [item for item in complete if item.row.resumable][-1:],
             Why.NEWER: listed[listed.index(complete[-1]) :] if complete else listed,
@@ -338,6 +340,7 @@ def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_complete: bool) ->
         Why.NONE_VALID: not any_complete,
         Why.BEST: item.root in roots[Why.BEST],
         Why.LAST: item.root in roots[Why.LAST],
+        Why.FIRST: item.root in roots[Why.FIRST],
         Why.RESUMABLE: item.root in roots[Why.RESUMABLE],
         Why.POINTED_AT: item.pointed_at,
         Why.NEWEST: item.newest,

@@ -138,3 +138,28 @@ def test_prune_keeps_what_it_does_not_read(call: Caller, iterations: Path) -> No
     assert (
         why["iter_0000007"] == "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
     )
+
+
+def test_a_run_that_was_killed_while_saving_keeps_what_it_can_go_on_from(
+    call: Caller, run: Path, tmp_path: Path
+) -> None:
+    last = run / "checkpoint-6"
+    last.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):  # what the Trainer writes first
+        shutil.copy(run / "checkpoint-4" / name, last)
+    reason = "has no trainer_state.json, which the Trainer writes last, so it was not saved completely"
+    (listed,) = call("ls", run, "--json").json["runs"]
+    assert [(row["row"]["incomplete"], row["best"]) for row in listed["checkpoints"]] == [
+        (None, False),
+        (None, True),
+        (reason, False),
+    ]
+    assert "incomplete: LT709" in call("ls", run).out
+    judged = call("validate", run)
+    assert judged.code == 0
+    assert f"LT709  {reason}" in judged.out
+    assert f"best complete checkpoint: {run / 'checkpoint-4'}" in judged.out
+    assert call("validate", last, "--strict").code == 1
+    pruned = call("prune", run, "--apply")
+    assert reason in " ".join(pruned.out.split())
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]

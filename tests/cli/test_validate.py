@@ -131,6 +131,7 @@ def test_a_base_that_is_not_here_is_told_and_does_not_fail(call: Caller, adapter
     edit_config(adapter, base_model_name_or_path="somebody/some-model")
     called = call("validate", adapter)
     assert called.code == 0
+    assert "LT520 on" in called.out
     assert "somebody/some-model is neither a folder nor in the Hub cache" in called.out
     assert call("validate", adapter, "--strict").code == 1
 
@@ -428,3 +429,25 @@ def test_several_end_with_a_table_and_the_worst_exit_code(call: Caller, tmp_path
     assert call("validate", broken, good).code == 1
     assert call("validate", good, good, "--quiet").out == ""
     assert len(call("validate", broken, good, "--json").json["subjects"]) == 2
+
+
+@pytest.mark.parametrize("named", ["meta-llama/Llama-3.1-8B-Instruct", "/workspace/llama-base"])
+def test_a_base_that_is_not_here_to_compare_with_is_skipped_and_strict_fails(
+    named: str, call: Caller, tmp_path: Path
+) -> None:
+    shutil.copytree(FIXTURES / "causal-llama", tmp_path / "llama")
+    adapter, base = tmp_path / "llama" / "adapter", tmp_path / "llama" / "base"
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": named}))
+    plain = call("validate", adapter, "--base", base)
+    assert plain.code == 0
+    assert f"skipped LT520 on {adapter}: whether {base} is the base that the adapter names was not checked" in plain.out
+    assert named in plain.out
+    assert "--ignore LT520" in plain.out
+    assert call("validate", adapter, "--base", base, "--strict").code == 1
+    assert call("validate", adapter, "--base", base, "--strict", "--ignore", "LT520").code == 0
+
+
+def test_a_good_adapter_with_its_base_has_nothing_skipped(call: Caller) -> None:
+    called = call("validate", "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter", "--strict", "--json")
+    assert (called.code, called.json["skipped"]) == (0, [])

@@ -67,7 +67,8 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     make_run(tmp_path, {10: 0.5, 20: 0.2, 100: 0.3, 110: 0.4})
     assert chosen(tmp_path, last=1, best=1) == {10: Why.OLDER, 20: Why.BEST, 100: Why.OLDER, 110: Why.LAST}
     assert chosen(tmp_path, last=0, best=2) == {10: Why.OLDER, 20: Why.BEST, 100: Why.BEST, 110: Why.RESUMABLE}
-    assert chosen(tmp_path, last=9, best=0) == dict.fromkeys((10, 20, 100, 110), Why.LAST) | {20: Why.BEST}
+    assert chosen(tmp_path, last=9, best=0) == dict.fromkeys((10, 20, 100, 110), Why.LAST)
+    assert chosen(tmp_path, last=1, best=0) == {10: Why.OLDER, 20: Why.FIRST, 100: Why.OLDER, 110: Why.LAST}
 
 
 def test_a_metric_of_which_more_is_better(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_a_metric_of_which_more_is_better(tmp_path: Path) -> None:
 
 def test_broken_ones_go_unless_they_are_the_newest(tmp_path: Path) -> None:
     make_run(tmp_path, dict.fromkeys((1, 2, 3, 4)), broken=(1, 4))
-    assert chosen(tmp_path, last=1, best=0) == {1: Why.INVALID, 2: Why.OLDER, 3: Why.BEST, 4: Why.NEWER}
+    assert chosen(tmp_path, last=1, best=0) == {1: Why.INVALID, 2: Why.OLDER, 3: Why.LAST, 4: Why.NEWER}
 
 
 def test_an_adapter_of_another_method_is_not_judged(tmp_path: Path) -> None:
@@ -90,6 +91,13 @@ def test_an_adapter_of_another_method_is_not_judged(tmp_path: Path) -> None:
     (found,) = inventory(run)
     assert [item.row.verdict for item in found.checkpoints] == ["not judged", "good", "good"]
     assert chosen(run, last=1, best=0)[2] is Why.REFUSED
+
+
+@pytest.mark.parametrize(("last", "best"), [(0, 0), (0, 1), (1, 0)])
+def test_the_only_complete_one_never_goes(tmp_path: Path, last: int, best: int) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2, 3)), broken=(1, 3))
+    why = {(0, 0): Why.FIRST, (0, 1): Why.BEST, (1, 0): Why.LAST}
+    assert chosen(tmp_path, last=last, best=best)[2] is why[last, best]
 
 
 def test_where_nothing_is_valid_nothing_goes(tmp_path: Path) -> None:
@@ -108,7 +116,7 @@ def test_links_stay(tmp_path: Path) -> None:
     make_run(tmp_path / "real", {5: None})
     run = make_run(tmp_path / "run", {9: None})
     (run / "checkpoint-1").symlink_to(tmp_path / "real" / "checkpoint-5")
-    assert chosen(run, last=1, best=0) == {1: Why.LINK, 9: Why.BEST}
+    assert chosen(run, last=1, best=0) == {1: Why.LINK, 9: Why.LAST}
 
 
 def test_finished_weights_and_models_are_not_for_pruning(tmp_path: Path) -> None:
@@ -161,9 +169,9 @@ def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
         "run/checkpoint-1": Why.OLDER,
         "run/checkpoint-2": Why.POINTED_AT,
         "run/checkpoint-3": Why.POINTED_AT,
-        "run/checkpoint-4": Why.BEST,
+        "run/checkpoint-4": Why.LAST,
         "other/checkpoint-1": Why.LINK,
-        "other/checkpoint-9": Why.BEST,
+        "other/checkpoint-9": Why.LAST,
     }
 
 
@@ -171,7 +179,7 @@ def test_a_link_is_no_valid_checkpoint_of_the_run(tmp_path: Path) -> None:
     make_run(tmp_path / "elsewhere", {5: None})
     run = make_run(tmp_path / "run", {1: None})
     (run / "checkpoint-5").symlink_to(tmp_path / "elsewhere" / "checkpoint-5")
-    assert chosen(run, last=1, best=0) == {1: Why.BEST, 5: Why.LINK}
+    assert chosen(run, last=1, best=0) == {1: Why.LAST, 5: Why.LINK}
 
 
 def test_what_a_killed_removal_left_is_cleaned_up(tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def gone(*names: str) -> Injury:
-    return lambda folder: [(folder / name).unlink() for name in names]
+    def injure(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return injure
 
 
 def cut(name: str) -> Injury:
@@ -49,7 +53,13 @@ def emptied(name: str) -> Injury:
 
 def killed_after(*kept: str) -> Injury:
     """What is left where the process dies after it has written `kept`."""
-    return lambda folder: [path.unlink() for path in folder.iterdir() if path.name not in kept]
+
+    def injure(folder: Path) -> None:
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+
+    return injure
 
 
 def not_a_number(folder: Path) -> None:
@@ -181,7 +191,11 @@ def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> 
 
 
 def removed(pattern: str) -> Injury:
-    return lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.glob(pattern)]
+    def injure(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return injure
 
 
 RANKS: dict[str, tuple[Injury, str]] = {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from lora_tool.checkpoint import AdapterDir
+from lora_tool.formats import trainer_state
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -360,9 +361,10 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
 
     What to do: Resume from an earlier checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
-    if isinstance(subject, RunSubject):
-        return
-    reason = incomplete_reason(subject.checkpoint.folder)
+    folder = subject.checkpoint.folder
+    if isinstance(subject, RunSubject) or (folder.trainer is None and trainer_state.FILE_NAME in folder.files):
+        return  # LT113 names a state that cannot be read
+    reason = incomplete_reason(folder)
     if reason is not None:
         hint = an_earlier_checkpoint(subject, "resume from that one")
         yield Fault(message=reason, path=str(subject.checkpoint.root), hint=hint)

@@ -90,7 +90,7 @@ def judged(
         report=report,
         refused=refused,
         incomplete=incomplete,
-        unresumable=error or incomplete or (opened and _unresumable_reason(opened, deep=deep)),
+        unresumable=error or incomplete or (None if opened is None else _unresumable_reason(opened, deep=deep)),
         unloadable=_first_error(found for found in report.findings if not found.code.startswith(_OF_THE_RUN)) or closed,
         bad=error or interrupted,
     )
