@@ -180,6 +180,14 @@ def test_what_the_trainer_calls_best_names_metric_and_direction(run: Path) -> No
     assert (found.metric, found.why_best) == ("eval_score", "lowest eval_score, 3")
 
 
+@pytest.mark.parametrize("named", [{"best_global_step": 2}, {"best_model_checkpoint": "/elsewhere/run/checkpoint-2"}])
+def test_of_two_that_are_equal_the_one_is_best_that_the_trainer_names(named: dict[str, Any], run: Path) -> None:
+    entries = [{"step": 2, "eval_loss": 0.4}, {"step": 4, "eval_loss": 0.4}]
+    for at, name in enumerate(("checkpoint-2", "checkpoint-4"), 1):
+        logged(run / name, *entries[:at], best_metric=0.4, **named)
+    assert best(run) == "checkpoint-2"
+
+
 def test_finished_weights_are_a_row_of_their_run(run: Path) -> None:
     for path in (run / "checkpoint-4").iterdir():
         shutil.copy(path, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
 
 FILE_NAME = "trainer_state.json"
+_STEP = re.compile(r"checkpoint-(\d{1,15})/?\Z")
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
@@ -51,7 +53,6 @@ def read_trainer_state(path: Path) -> TrainerState:
     )
     losses = [entry["loss"] for entry in log if "loss" in entry]
     max_steps = raw.get("max_steps")
-    best_step = raw.get("best_global_step")
     return TrainerState(
         path=path,
         global_step=fields.integer("global_step", 0),
@@ -59,11 +60,20 @@ def read_trainer_state(path: Path) -> TrainerState:
         last_loss=losses[-1] if losses else None,
         max_steps=max_steps if type(max_steps) is int and max_steps > 0 else None,
         best_metric=_logged(raw.get("best_metric")),
-        best_step=best_step if type(best_step) is int else None,
+        best_step=_best_step(raw),
         stopped=_control(raw).get("should_training_stop") is True,
         log=log,
         problems=tuple(fields.problems),
     )
+
+
+def _best_step(raw: Mapping[str, Any]) -> int | None:
+    """Return the step of the best checkpoint, which older versions of transformers name by its folder alone."""
+    step, folder = raw.get("best_global_step"), raw.get("best_model_checkpoint")
+    if type(step) is int:
+        return step
+    named = _STEP.search(folder) if isinstance(folder, str) else None
+    return int(named[1]) if named else None
 
 
 def _logged(value: object) -> float | None:

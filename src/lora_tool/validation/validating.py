@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -26,12 +25,10 @@ from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server
 from lora_tool.rules.judging import Judge, unopened
+from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
 from lora_tool.validation.bases import named_base
-
-if TYPE_CHECKING:
-    from lora_tool.rules.training.saves import Judged
 
 
 class Criteria(Struct, frozen=True, kw_only=True):
@@ -109,8 +106,6 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
-    from lora_tool.rules.training.saves import FINISHED, judged, run_table  # for runs alone
-
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
     rows = [item for item, _ in inner]
     if isinstance(checkpoint, RunDir):
@@ -144,8 +139,6 @@ def unresumable_reason(path: Path) -> str | None:
 def _checkpoint_of_run(
     path: Path, judge: Judge, adapters: tuple[AdapterDir, ...] = ()
 ) -> tuple[Judged, Checkpoint | None]:
-    from lora_tool.rules.training.saves import judged  # for runs alone
-
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link to a place outside the run's folder", judge.rules, code="LT112")
         return judged(path, path.name, report, None), None

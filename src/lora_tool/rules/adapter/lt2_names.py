@@ -15,7 +15,7 @@ from lora_tool.display import size
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.absent_modules import is_decoder
 
@@ -27,7 +27,7 @@ _KEPT_ON_PURPOSE = "no action is needed; save_pretrained(…, save_embedding_lay
 
 
 @rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY | {Need.BASE_IN_PART}, unmergeable=True)
-def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
+def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     """A tensor name without PEFT's prefix.
 
     What it does: Checks that each tensor is named `base_model.model.<module>…`, without the prefixes of torch.compile,
@@ -59,13 +59,14 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     yield from _lost_path(subject, hint)
 
 
-def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
+def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked]:
     """Say that paths are those of the base model alone, in an adapter for a class with a head."""
     base = subject.base
     if base is None or base.config is None:
         return
     modules = module_names(base.config, base.tensors, subject.config)
     if modules is None:
+        yield Unchecked(reason="lora-tool does not know the modules of the base's class, whose names could be compared")
         return
     readings = Readings(subject.view, modules, prefixed=True)
     fitting = readings.fitting() if readings.headed else []

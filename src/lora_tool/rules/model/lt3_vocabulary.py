@@ -14,7 +14,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import tokens_in_use
 from lora_tool.keys import Part
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
 
@@ -88,7 +88,7 @@ def embedding_rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 
 
 @rule("LT310", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
-def not_whole(subject: ModelSubject) -> Iterator[Fault]:
+def not_whole(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
     """Weights that do not match the config.
 
     What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, for encoder and decoder
@@ -103,13 +103,19 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     What to do: Copy the config and the weights again, from one place.
     """
     config = subject.plain.config
-    if config is None or config.quantization:
-        return
+    if config is not None and config.quantization:
+        yield Unchecked(reason=f"lora-tool does not read weights quantised by {config.quantization}")
+    elif config is not None and config.custom_code and architecture_of(config.model_type or "") is None:
+        yield Unchecked(reason="the model has its own code, which alone says how many layers and rows it has")
+    elif config is not None:
+        yield from _other_than_the_config(subject, config)
+
+
+def _other_than_the_config(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
     path = str(config.path)
-    known = architecture_of(config.model_type or "") is not None or not config.custom_code
-    if known and config.model_type not in _FEWER_LAYERS:
+    if config.model_type not in _FEWER_LAYERS:
         yield from _lost_layers(subject, config)
-    found = vocabulary_without_rows(subject) if known and config.model_type not in MORE_ROWS else None
+    found = None if config.model_type in MORE_ROWS else vocabulary_without_rows(subject)
     if found is not None:
         name, count = found
         message = f"is {config.vocab_size:,}, but `{name}` has {count:,} rows"

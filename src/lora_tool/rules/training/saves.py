@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -139,7 +138,7 @@ def _broken_state(folder: Folder, *, deep: bool) -> str | None:
             return f"{name} has no .metadata, which is written last"
     tag = read_pointer(folder.root / _DEEPSPEED_POINTER) if _DEEPSPEED_POINTER in folder.files else None
     if tag is not None and tag not in folder.folders:
-        return f"`{_DEEPSPEED_POINTER}` names {tag}, which is not there"
+        return f"`{_DEEPSPEED_POINTER}` {f'names {tag}, which is not there' if tag else 'is empty'}"
     if folder.trainer is not None and _has_own_optimizer(folder) and _SCHEDULER not in folder.files:
         return f"has no {_SCHEDULER}, without which the Trainer loads no optimizer state either"
     return None
@@ -180,6 +179,8 @@ def _has_optimizer_of_ranks(folder: Folder) -> bool:
 
 def _is_whole(path: Path, *, deep: bool) -> bool:
     """Return whether a torch file has its directory, which is at its end; `deep` compares every checksum, too."""
+    import zipfile  # for the saves of runs alone
+
     try:
         with zipfile.ZipFile(path) as file:
             return not deep or file.testzip() is None
