@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from lora_tool.report.findings import Severity as Severity
     from lora_tool.report.model import Report as Report
     from lora_tool.rules.engine.subjects import Server as Server
-    from lora_tool.sharded.value_check import ValueCheck as ValueCheck
+    from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
     from lora_tool.tensors import DType as DType
     from lora_tool.validation.validating import Criteria as Criteria
     from lora_tool.validation.validating import validate as validate
@@ -126,7 +126,7 @@ _HOMES = {
     "report.findings": "Finding Severity",
     "report.model": "Report",
     "rules.engine.subjects": "Server",
-    "sharded.value_check": "ValueCheck",
+    "rules.training.value_check": "ValueCheck",
     "tensors": "DType",
     "validation.validating": "Criteria validate",
     "verification.checking": "Level",

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import KINDS, Claim, Folder, ShardedDir, ShardedKind, open_checkpoint, open_sharded
+from lora_tool.checkpoint.registry import sharded_kinds
 from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.contents import pushable, select
-from lora_tool.report import Finding, Severity
+from lora_tool.rules.training.value_check import value_check
+from lora_tool.sharded.file_facts import AbsentFile
 from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.training_state import training_state
+from lora_tool.sharded.training_state import READERS, training_state
 from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
 from tests.checkpoint_edits import Raw, Tensors, read, write
 from tests.cli.calling import FIXTURES, Caller
@@ -43,6 +45,10 @@ def _open(folder: Folder) -> ShardedDir:
 
 class SlicedState(TrainingState, frozen=True, kw_only=True):
     slices: tuple[dict[str, StoredTensor], ...]
+    lost: tuple[Path, ...]
+
+    def absent_files(self) -> Iterator[AbsentFile]:
+        return (AbsentFile(path, "and slices.json says that there is one") for path in self.lost)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         return {name: self._joined(name) for name in self.entries if name in wanted}
@@ -60,23 +66,14 @@ def sliced_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: b
     told = json.loads((checkpoint.root / "slices.json").read_text())
     paths = [checkpoint.root / f"slice_{rank}.safetensors" for rank in range(told["ranks"])]
     there = [path for path in paths if path.exists()]
-    lost = ", ".join(path.name for path in paths if path not in there)
-    missing = Finding(
-        code="LT401",
-        severity=Severity.ERROR,
-        path=str(checkpoint.root),
-        subject=None,
-        message=f"{lost} is missing",
-        hint=None,
-    )
     return SlicedState(
         root=checkpoint.root,
         folder=checkpoint.root,
         title=f"sliced checkpoint {checkpoint.root}, {len(paths)} ranks",
         entries={name: StateEntry(role=Role.TRAINED, shape=tuple(shape)) for name, shape in told["shapes"].items()},
-        faults=(missing,) if lost else (),
         stamps={path: FileStamp.of(path) for path in there},
         slices=tuple(dict(scan_file(path).tensors) for path in there),
+        lost=tuple(path for path in paths if path not in there),
     )
 
 
@@ -87,7 +84,6 @@ SLICED = ShardedKind(
     weights=("slice_*.safetensors",),
     others=("slices.json",),
     folders=("slices_of_step*",),
-    state=f"{__name__}:sliced_state",
     recognise=_recognise,
     open=_open,
 )
@@ -99,8 +95,10 @@ SLICED = ShardedKind(
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     KINDS.append(SLICED)
+    READERS[SLICED.name] = lambda: sliced_state
     yield
     KINDS.remove(SLICED)
+    del READERS[SLICED.name]
 
 
 @pytest.fixture
@@ -155,7 +153,7 @@ def test_its_faults_are_findings_and_refuse(run: Path, call: Caller, tmp_path: P
     slice_.unlink()
     for called in (call("validate", run), call("consolidate", run, "-o", tmp_path / "out")):
         assert (called.code, "LT401" in called.out + called.err) == (1, True)
-        assert "slice_1.safetensors is missing" in called.out + called.err
+        assert "slice_1.safetensors" in called.out + called.err
 
 
 def test_its_adapter_is_the_one_that_was_trained(run: Path, call: Caller, tmp_path: Path) -> None:
@@ -218,6 +216,10 @@ MADE = {
 """Kinds that tests/oracle/test_trainer_checkpoints.py makes, and judges so."""
 
 
+def test_each_kind_of_pieces_has_a_reader() -> None:
+    assert {kind.name for kind in sharded_kinds()} <= READERS.keys()
+
+
 def test_each_kind_has_a_sample() -> None:
     assert {*SAMPLES, *MADE, SLICED.name} == {kind.name for kind in KINDS}
 
@@ -239,5 +241,4 @@ def require_plain_data(opened: ShardedDir) -> None:
     copy = pickle.loads(pickle.dumps(state))
     assert copy == state
     assert copy.assemble(state.entries) == state.assemble(state.entries)
-    assert state.faults == training_state(opened, or_newest=True).faults
-    assert pickle.loads(pickle.dumps(state.value_check(state.assemble(state.entries)))).run(lambda _: None) == []
+    assert pickle.loads(pickle.dumps(value_check(state, state.assemble(state.entries)))).run(lambda _: None) == []

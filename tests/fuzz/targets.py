@@ -15,18 +15,18 @@ from safetensors import safe_open
 
 from lora_tool.checkpoint import ZERO, ShardedDir
 from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint.verl import VERL
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, PlanError
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.dcp import assemble_dcp, read_dcp
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import read_model_config
-from lora_tool.formats.rank_files import assemble_ranks, read_rank_files
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
-from lora_tool.sharded.rank_checks import rank_faults
-from lora_tool.sharded.zero_state import zero_state
+from lora_tool.rules.training.consolidating import judge_files
+from lora_tool.rules.training.sharded_subject import sharded_subject
 from tests.fuzz.choices import Choices
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import injure
@@ -143,22 +143,24 @@ def torch_pickle(data: bytes) -> None:
             archive.writestr("archive/data.pkl", data)
             archive.writestr("archive/data/0", bytes(64))
     with contextlib.suppress(CheckpointError, PlanError):
-        state = zero_state(ShardedDir(kind=ZERO, folder=read_folder(_place()), rank_files={".": ()}))
-        state.assemble(state.entries)
+        subject = sharded_subject(ShardedDir(kind=ZERO, folder=read_folder(_place()), rank_files={".": ()}))
+        judge_files(subject)
+        subject.state.assemble(subject.state.entries)
 
 
 def rank_pickle(data: bytes) -> None:
     """Read the bytes as the pickle of two ranks' DTensors or ShardedTensors."""
-    paths = {rank: _place() / f"model_world_size_2_rank_{rank}.pt" for rank in range(2)}
-    for path in paths.values():
+    paths = [_place() / f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+    for path in paths:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("archive/data.pkl", data)
             for key, nbytes in _STORAGES.items():
                 archive.writestr(f"archive/data/{key}", bytes(nbytes))
     with contextlib.suppress(CheckpointError, PlanError):
-        found = read_rank_files(_place(), paths)
-        list(rank_faults(found, ranks=2, there=paths, alone=False))
-        assemble_ranks(found, found.tensors)
+        names = tuple(path.name for path in paths)
+        subject = sharded_subject(ShardedDir(kind=VERL, folder=read_folder(_place()), rank_files={".": names}))
+        judge_files(subject)
+        subject.state.assemble(subject.state.entries)
 
 
 _STORAGES = {"0": 72, "1": 16, "2": 48, "3": 16, "4": 72}

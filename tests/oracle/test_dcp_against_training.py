@@ -26,7 +26,7 @@ from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.sharded.dcp_state import copied_files
-from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.report.refusing import refuse_errors
 from lora_tool.validation.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -120,7 +120,7 @@ def test_a_file_copied_over_another_ranks(
         file = read_torch_file(tmp_path / f"__{rank}_0.distcp")
         pieces.append(StoredChunk(file.stored(file.value, "w"), file.record(file.value)))
     found = list(copied_files({"w": tuple(pieces)}))
-    assert [(finding.code, Path(finding.path).name) for finding in found] == [("LT405", "__1_0.distcp")] * copies
+    assert [(path.name, other.name) for path, other in found] == [("__1_0.distcp", "__0_0.distcp")] * copies
 
 
 def test_swapped_files_are_seen_where_shapes_differ(full: Path) -> None:

@@ -22,8 +22,9 @@ from lora_tool.errors import Defect, FindingsFound, NotACheckpoint, Problem, Uns
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
-from lora_tool.sharded.faults import unreadable_files
-from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.report.refusing import refuse_errors
+from lora_tool.rules.training.consolidating import judge_files
+from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write
 
@@ -475,9 +476,10 @@ def test_a_checkpoint_without_the_adapter_is_no_model(tmp_path: Path, saved: lis
         plan(folder)
 
 
-def test_a_rank_file_that_may_not_be_read_is_no_damage() -> None:
+def test_a_rank_file_that_may_not_be_read_is_no_damage(stage3: Path) -> None:
     problem = Problem(defect=Defect.NOT_A_FILE, path="a b.pt", message=f"cannot be opened: {os.strerror(errno.EACCES)}")
-    (found,) = unreadable_files([problem])
+    subject = sharded_subject(open_sharded(stage3.parent))
+    (found,) = judge_files(replace(subject, state=replace(subject.state, problems=(problem,))))
     assert (found.code, found.hint) == ("LT402", "chmod u+r 'a b.pt'")
 
 

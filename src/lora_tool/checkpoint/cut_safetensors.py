@@ -15,7 +15,6 @@ CUT_SAFETENSORS: ShardedKind = ShardedKind(
     sign="shard-00001-model-00001-of-00001.safetensors",
     landmarks=("shard-00001-model-00001-of-00001.safetensors",),
     weights=("shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors",),
-    state="lora_tool.sharded.cut_state:cut_state",
     recognise=partial(lies_here, CUT_FILE),
     open=lambda folder: open_here(CUT_SAFETENSORS, CUT_FILE, folder),
 )

@@ -50,7 +50,6 @@ ZERO = ShardedKind(
     folders=("global_step*",),
     steps=_TAG,
     resumed_by_trainer=True,
-    state="lora_tool.sharded.zero_state:zero_state",
     recognise=_recognise,
     open=_open,
 )

@@ -45,7 +45,6 @@ DCP = ShardedKind(
     folders=("pytorch_model_fsdp*", "optimizer_[0-9]*"),
     common_steps=STEP,
     resumed_by_trainer=True,
-    state="lora_tool.sharded.megatron_state:torch_dist_state",
     recognise=_recognise,
     open=_open,
 )

@@ -20,7 +20,6 @@ FSDP_RANKS: ShardedKind = ShardedKind(
     landmarks=("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"),
     weights=("pytorch_model_fsdp_*rank[0-9]*.bin",),
     optimizer=("optimizer_*rank[0-9]*.bin",),
-    state="lora_tool.sharded.rank_state:fsdp_ranks_state",
     recognise=partial(lies_here, RANK_FILE),
     open=lambda folder: open_here(FSDP_RANKS, RANK_FILE, folder),
 )
@@ -32,7 +31,6 @@ FSDP_FULL: ShardedKind = ShardedKind(
     weights=("pytorch_model_fsdp.bin", "pytorch_model_fsdp_[0-9].bin"),
     optimizer=("optimizer.bin",),
     resumed_by_trainer=True,
-    state="lora_tool.sharded.rank_state:fsdp_full_state",
     recognise=partial(lies_here, FULL_FILE),
     open=lambda folder: open_here(FSDP_FULL, FULL_FILE, folder),
 )

@@ -83,11 +83,6 @@ class ShardedKind(Kind, frozen=True, kw_only=True):
     """The same for names that other folders have, too: one of them is a save only where pieces lie in it."""
     resumed_by_trainer: bool = False
     """Whether transformers' Trainer, and so `train`, can resume from it."""
-    state: str
-    """The function that reads its training state, as `module:function`: imported only when needed, being slow to import.
-
-    The function takes what `lora_tool.sharded.training_state.training_state` takes and returns a `TrainingState`.
-    """
 
     @property
     def patterns(self) -> tuple[str, ...]:

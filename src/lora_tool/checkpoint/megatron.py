@@ -118,7 +118,6 @@ MEGATRON = ShardedKind(
     others=("common.pt", "run_config.yaml", _METADATA, POINTER, _TRAIN_STATE, "train_state.pt"),
     steps=_ITERATION,
     common_steps=_STEP,
-    state="lora_tool.sharded.megatron_state:iteration_state",
     recognise=_recognise,
     open=_open,
 )

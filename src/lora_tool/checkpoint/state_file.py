@@ -46,7 +46,6 @@ STATE_FILE = ShardedKind(
     sign="state.pt",
     landmarks=(),
     weights=(),
-    state="lora_tool.sharded.rank_state:state_file_state",
     recognise=_recognise,
     open=_open,
 )

@@ -29,7 +29,6 @@ UNMERGED_MODEL: ShardedKind = ShardedKind(
     sign="pytorch_model.bin with LoRA",
     landmarks=(),
     weights=(),
-    state="lora_tool.sharded.whole_state:whole_state",
     recognise=_by_names_of_tensors,
     open=lambda folder: open_here(UNMERGED_MODEL, _WEIGHTS, folder),
 )

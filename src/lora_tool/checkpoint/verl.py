@@ -71,7 +71,6 @@ VERL = ShardedKind(
     others=("extra_state_world_size_*_rank_*.pt", _CONFIG, "lora_train_meta.json", POINTER),
     folders=("global_step_[0-9]*",),
     steps=_STEP,
-    state="lora_tool.sharded.rank_state:verl_state",
     recognise=_recognise,
     open=_open,
 )

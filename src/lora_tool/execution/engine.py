@@ -35,7 +35,7 @@ from lora_tool.plan.core.manifest import manifest_bytes
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
-from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.report.refusing import refuse_errors
 
 if TYPE_CHECKING:
     from lora_tool.cluster.ray_cluster import RayCluster

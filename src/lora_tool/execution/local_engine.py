@@ -28,7 +28,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
-from lora_tool.sharded.value_check import ValuePart
+from lora_tool.rules.training.value_check import ValuePart
 
 Written = Callable[[Shard, Sequence[Step]], None]
 _LOOK_BYTES = 256 << 20

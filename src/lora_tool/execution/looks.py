@@ -10,7 +10,7 @@ from lora_tool.execution.journal import Journal
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
-from lora_tool.sharded.value_check import ValuePart
+from lora_tool.rules.training.value_check import ValuePart
 
 
 class RecordedLook(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from lora_tool.execution.work import Work
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress
-from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.report.refusing import refuse_errors
 
 
 class ShareWritten(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
-from lora_tool.sharded.value_check import ValuePart
+from lora_tool.rules.training.value_check import ValuePart
 
 
 class Work(Struct, frozen=True, kw_only=True):

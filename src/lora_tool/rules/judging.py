@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_sharded
 from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
@@ -48,7 +48,7 @@ from lora_tool.rules.model import (  # noqa: F401
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base, same_names
-from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
+from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
 DEEP_BYTES = 256 << 20
@@ -70,6 +70,14 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
         subjects=(Checked(path=path, kind="unknown folder", rules=(code,)),),
         findings=(finding,) if broken in tuple(rules) else (),
     )
+
+
+def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Report:
+    """Return what is wrong with the files of a folder that have these problems."""
+    rules = tuple(RULES[code] for code in sorted(RULES) if code.startswith("LT1") or code == "LT214")
+    found = Judge(rules=rules).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
+    paths = {problem.path for problem in problems}
+    return replace(found, findings=tuple(finding for finding in found.findings if finding.path in paths))
 
 
 class Judge(Struct, frozen=True, kw_only=True, eq=False):
@@ -194,13 +202,19 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 continue
             reasons = [self._why_not(rule, subject)]
             if reasons == [None]:
-                found = tuple(rule.run(subject, ignored=self.ignored))
-                findings.extend(each for each in found if isinstance(each, Finding))
-                ran.append(rule.code)
-                reasons = [
-                    self._why_in_part(rule, subject),
-                    *(each.reason for each in found if isinstance(each, Unchecked)),
-                ]
+                try:
+                    found = tuple(rule.run(subject, ignored=self.ignored))
+                except CheckpointError as error:  # of rank files, whose readers raise while a rule compares them
+                    if not isinstance(subject, ShardedSubject):
+                        raise
+                    reasons = [str(error)]
+                else:
+                    findings.extend(each for each in found if isinstance(each, Finding))
+                    ran.append(rule.code)
+                    reasons = [
+                        self._why_in_part(rule, subject),
+                        *(each.reason for each in found if isinstance(each, Unchecked)),
+                    ]
             skipped.extend(
                 Skipped(code=rule.code, path=path, reason=reason) for reason in reasons if reason is not None
             )

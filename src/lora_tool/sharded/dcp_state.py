@@ -17,17 +17,8 @@ from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.state_dicts import OTHER_KEYS
 from lora_tool.formats.torch_zip import Record
-from lora_tool.report import Finding
-from lora_tool.sharded.faults import (
-    COPY,
-    adapter_left_out,
-    base_layers_left_out,
-    fault,
-    frozen_left_out,
-    unreadable_files,
-)
-from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import stale_latest
+from lora_tool.sharded.file_facts import AbsentFile, SavedTags
+from lora_tool.sharded.state import TrainingState, base_layers_left_out
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 _OTHER_FOLDER = re.compile(rf"(?:{'|'.join(sorted(OTHER_KEYS))})(?![a-z])")
@@ -42,6 +33,25 @@ class DcpState(TrainingState, frozen=True, kw_only=True):
     found: DcpFolder
     others: tuple[Path, ...] = ()
     """Folders beside it that hold no weights, but what training goes on from."""
+
+    def absent_files(self) -> Iterator[AbsentFile]:
+        """See `TrainingState`."""
+        folder = self.found.folder
+        for name in self.found.missing:
+            yield AbsentFile(folder / name, "and .metadata says that it holds weights")
+        for name in lost_metadata(self.found):
+            yield AbsentFile(folder / name, "so that nothing says what its rank saved")
+
+    def copies(self) -> Iterator[tuple[Path, Path]]:
+        """See `TrainingState`."""
+        return copied_files(self.found.pieces)
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """See `TrainingState`."""
+        if not lost_metadata(self.found):
+            for name, tensor in self.found.tensors.items():
+                if gap := uncovered(tensor):
+                    yield self.found.folder / self.found.metadata[0], name, gap
 
     def optimised(self) -> frozenset[str]:
         """See `TrainingState`; the optimizer may lie in a folder of its own."""
@@ -87,16 +97,15 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         found = read_dcp(folder, module)
     except CorruptFile as error:
         found = DcpFolder(folder=folder, tensors={}, problems=(error.problem,))
-    lost = base_layers_left_out(found.tensors)
-    older = stale_latest(checkpoint.root, None, several, pointer=None)
     return DcpState(
         root=checkpoint.root,
         folder=folder,
         title=f"FSDP checkpoint {folder}, {len(found.filenames)} files",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
-        without_values=lost,
-        faults=(*_faults(found), *frozen_left_out(folder, lost), *older),
+        without_values=base_layers_left_out(found.tensors),
+        problems=found.problems,
+        tags=SavedTags(root=checkpoint.root, names=tuple(several), latest=None, pointer=None),
         found=found,
         others=tuple(checkpoint.root / name for name in checkpoint.rank_files if _OTHER_FOLDER.match(name)),
         stamps=stamps(found),
@@ -104,26 +113,8 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     )
 
 
-def _faults(found: DcpFolder) -> Iterator[Finding]:
-    """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408."""
-    for name in found.missing:
-        yield fault("LT401", found.folder / name, "is missing, and .metadata says that it holds weights", hint=COPY)
-    lost = lost_metadata(found)
-    for name in lost:
-        yield fault("LT401", found.folder / name, "is missing, so that nothing says what its rank saved", hint=COPY)
-    yield from unreadable_files(found.problems)
-    yield from copied_files(found.pieces)
-    if not found.problems:
-        yield from adapter_left_out(found.folder, found.tensors)
-    for name, tensor in found.tensors.items():
-        gap = None if lost else uncovered(tensor)
-        if gap:
-            hint = "save it again, or use another step"
-            yield fault("LT408", found.folder / found.metadata[0], gap, subject=name, hint=hint)
-
-
-def copied_files(pieces: Pieces) -> Iterator[Finding]:
-    """LT405: yield files all of whose pieces another file has, too, at the same places; those of a constant do not count.
+def copied_files(pieces: Pieces) -> Iterator[tuple[Path, Path]]:
+    """Yield files all of whose pieces another file has, too, at the same places, with that file; constants do not count.
 
     The other may have more of them: in files of one layout the first rank's has what was not cut, at its end. Files of
     safetensors say themselves where their pieces lie, and are not compared.
@@ -137,15 +128,15 @@ def copied_files(pieces: Pieces) -> Iterator[Finding]:
             content = name, piece.stored.spans[0].offset, piece.record.crc
             held[piece.record.path][content] = piece.stored
             having[content].append(piece.record.path)
-    told: set[Path] = set()
+    copies: set[Path] = set()
     for path, inside in sorted(held.items(), key=itemgetter(0), reverse=True):  # of two that are equal the later one
         # one piece that varies is nearly always enough: only copies have the same
         one = next((content for content, stored in inside.items() if _varies(stored)), None)
         for other in having[one] if one else ():
             lacking = (stored for content, stored in inside.items() if content not in held[other])
-            if other != path and other not in told and not any(map(_varies, lacking)):
-                told.add(path)
-                yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
+            if other != path and other not in copies and not any(map(_varies, lacking)):
+                copies.add(path)
+                yield path, other
                 break
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with the values of a checkpoint: each byte that will be used is read once, in blocks.
+"""Reading the values of a checkpoint: each byte that will be used is read once, in blocks.
 
 The zip directory holds a CRC32 of every record, which no other tool compares. Padding is leftover memory and is read
 for the CRC alone.
@@ -18,8 +18,7 @@ from msgspec import Struct
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
-from lora_tool.report import Finding
-from lora_tool.sharded.faults import another_save, fault
+from lora_tool.sharded.value_facts import AllZero, Damaged, NotFinite, ValueFact
 from lora_tool.tensors import DType, Span
 
 try:
@@ -58,7 +57,7 @@ class ValuePiece(NamedTuple):
 
 
 class FileValues(Struct, frozen=True, kw_only=True):
-    """The check of the values in one file, a `ValuePart`."""
+    """Reads the values in one file, a `ValueReader`."""
 
     path: Path
     records: tuple[Record | Span, ...]
@@ -76,14 +75,14 @@ class FileValues(Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         return sum(record.nbytes for record in self.records)
 
-    def run(self, advance: Progress) -> list[Finding]:
-        """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
+    def run(self, advance: Progress) -> list[ValueFact]:
+        """Return the records with another CRC32, the tensors that are not finite, and whether all is zero."""
         values = _Values(sorted(self.pieces), self.masters)
-        return [*_file_faults(self.path, self.records, values, advance), *values.faults(self.path)]
+        return [*_damaged(self.path, self.records, values, advance), *values.facts(self.path)]
 
 
-def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
-    """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
+def _damaged(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Damaged]:
+    """Yield the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
         for record in sorted(records, key=attrgetter("offset")):
             crc = 0
@@ -92,11 +91,7 @@ def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, 
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)
             if isinstance(record, Record) and crc != record.crc:
-                message = (
-                    f"its CRC32 is {crc:08x}, but the archive says {record.crc:08x}: the file was damaged after saving"
-                )
-                hint = f"copy the file again from where it was saved, or {another_save(path)}"
-                yield fault("LT411", path, message, subject=record.name, hint=hint)
+                yield Damaged(path=path, record=record.name, crc=crc, saved_crc=record.crc)
 
 
 def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int, bytearray, int]]:
@@ -142,18 +137,13 @@ class _Values:
             if not self._written and piece.name in self._matrices:
                 self._seen, self._written = True, _has_values(block, first, last)
 
-    def faults(self, path: Path) -> Iterator[Finding]:
-        """Yield LT412 and LT413 for what was seen."""
+    def facts(self, path: Path) -> Iterator[ValueFact]:
+        """Yield the tensors that are not finite, and whether everything was zero."""
         for name in self._not_finite:
-            hint = f"the run had diverged; {another_save(path, earlier=True)}"
-            yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
-        zero = None
-        if self._trained and not self._nonzero:
-            zero = "every trained weight of this rank is zero: the rank never wrote them"
-        elif self._seen and not self._written:
-            zero = "every weight in it is zero: the rank never wrote them"
-        if zero is not None:
-            yield fault("LT413", path, zero, hint=f"copy the file again from the original, or {another_save(path)}")
+            yield NotFinite(path=path, name=name)
+        trained = self._trained and not self._nonzero
+        if trained or (self._seen and not self._written):
+            yield AllZero(path=path, trained=trained)
 
 
 def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:

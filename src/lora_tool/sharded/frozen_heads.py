@@ -21,8 +21,6 @@ from lora_tool.formats.files import read_json
 from lora_tool.formats.lora_recipes import recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part, has_lora_factor
-from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import fault
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.wrapped_names import wrapper_of
 from lora_tool.sources import resolve
@@ -73,6 +71,25 @@ def unwrapped_name(name: str) -> str:
     return module[1:]
 
 
+class LostHead(Struct, frozen=True, kw_only=True):
+    """A head whose weights are neither in the checkpoint nor in the base model."""
+
+    module: str
+    why: str
+    """What shows that the module has it, and that its weights are gone."""
+    base: str | None
+    """The name of the base model, as far as it is known."""
+    base_is_here: bool
+
+
+class UnsavedModule(Struct, frozen=True, kw_only=True):
+    """A module that was trained whole, of which nothing was saved."""
+
+    module: str
+    is_head: bool
+    """Whether it is certainly the model's head: `modules_to_save` may name modules that no model has."""
+
+
 class Heads(Struct, frozen=True, kw_only=True):
     """The frozen random heads of a PEFT module: where they are, and which are lost."""
 
@@ -80,8 +97,8 @@ class Heads(Struct, frozen=True, kw_only=True):
     """Name in the adapter → name in the training module."""
     whole_modules: tuple[str, ...]
     """Modules among them without LoRA: PEFT loads them only if `modules_to_save` names them."""
-    faults: tuple[Finding, ...]
-    """LT415, for each head that is nowhere."""
+    lost: tuple[LostHead, ...]
+    unsaved: tuple[UnsavedModule, ...]
 
 
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
@@ -128,7 +145,7 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
     plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and is_new_head(key.module)} - trained
     base = _base_tensors(config)
     names: dict[str, str] = {}
-    faults: list[Finding] = []
+    lost: list[LostHead] = []
     for module in sorted(adapted | plain):
         part = Part.BASE_LAYER if module in adapted else Part.PLAIN
         held = {
@@ -142,23 +159,22 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
             names |= held
         else:
             what = "LoRA was put on it" if module in adapted else "it was frozen"
-            faults.append(_lost(state, config, module, f"{what}, but the checkpoint does not hold its weights"))
-    not_saved = list(_not_saved(state, config, parsed))
+            lost.append(_lost(config, module, f"{what}, but the checkpoint does not hold its weights"))
+    unsaved = tuple(_unsaved(state, config, parsed))
     in_base = base is not None and any(is_new_head(name.rpartition(".")[0]) for name in base)
     has_head = adapted or plain or in_base or any(map(is_new_head, trained))
-    if config is not None and not has_head and not not_saved and (kind := _classifier(config)):
-        faults.append(_lost(state, config, "score", f"{config.path} says {kind}, but the checkpoint has no head"))
+    if config is not None and not has_head and not unsaved and (kind := _classifier(config)):
+        lost.append(_lost(config, "score", f"{config.path} says {kind}, but the checkpoint has no head"))
     whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
-    return Heads(names=names, whole_modules=whole, faults=(*faults, *not_saved))
+    return Heads(names=names, whole_modules=whole, lost=tuple(lost), unsaved=unsaved)
 
 
-def _not_saved(
+def _unsaved(
     state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]
-) -> Iterator[Finding]:
-    """LT415: yield each module that was trained whole where LoRA alone was saved, as by verl's `save_lora_only`.
+) -> Iterator[UnsavedModule]:
+    """Yield each module that was trained whole where LoRA alone was saved, as by verl's `save_lora_only`.
 
-    PEFT names both `classifier` and `score` for a classifier, which has one of them; of a name that no module had,
-    nothing is lost, so other modules are a warning.
+    PEFT names both `classifier` and `score` for a classifier, which has one of them.
     """
     others = (Part.SAVED_MODULE, Part.PLAIN, Part.BASE_LAYER)
     whole = any(name in state.entries and key.part in others for name, key in parsed.items())
@@ -167,10 +183,7 @@ def _not_saved(
     heads = [name for name in config.modules_to_save if is_new_head(name)]
     named = [name for name in config.modules_to_save if name not in heads]
     for module in [*named, *heads[-1:]]:
-        message = "was trained whole (`modules_to_save`), but the checkpoint holds none of its tensors"
-        hint = "look for a step whose checkpoint holds it; verl leaves it out under `save_lora_only`"
-        severity = Severity.ERROR if module in heads and _classifier(config) else Severity.WARNING
-        yield fault("LT415", state.folder, message, subject=module, hint=hint, severity=severity)
+        yield UnsavedModule(module=module, is_head=module in heads and _classifier(config) is not None)
 
 
 def _classifier(config: AdapterConfig) -> str | None:
@@ -210,15 +223,9 @@ def _fits(
     return own is None or own == weight.shape
 
 
-def _lost(state: TrainingState, config: AdapterConfig | None, module: str, why: str) -> Finding:
-    named = config.base_model if config else None
-    elsewhere = "no base model is known"
-    if named:
-        missing = "is not on this disk" if _base_tensors(config) is None else "has none of that shape"
-        elsewhere = f"the base model {named} {missing}"
-    message = f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong"
-    hint = "look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save"
-    return fault("LT415", state.folder, message, subject=module, hint=hint)
+def _lost(config: AdapterConfig | None, module: str, why: str) -> LostHead:
+    base = config.base_model if config else None
+    return LostHead(module=module, why=why, base=base, base_is_here=_base_tensors(config) is not None)
 
 
 def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:

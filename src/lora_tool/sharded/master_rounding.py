@@ -1,4 +1,4 @@
-"""LT414: float32 masters against the weights that were saved together with them, which must be these, rounded.
+"""Float32 masters against the weights that were saved together with them, which must be these, rounded.
 
 Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
 every rank's part is compared: it proves order, step and run of the ranks, which names and counters cannot.
@@ -22,8 +22,7 @@ from lora_tool.formats.stored import read_part
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ZeroStage
 from lora_tool.progress import Progress
-from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import another_save, fault
+from lora_tool.sharded.value_facts import NotRounded, ValueFact
 from lora_tool.tensors import DType, StoredTensor, TensorTable
 
 _SAMPLE = 1 << 14
@@ -31,13 +30,13 @@ _SAMPLE = 1 << 14
 
 
 class MasterRounding(Struct, frozen=True, kw_only=True):
-    """The check of masters against their copies, by the masters' names: a `ValuePart`."""
+    """Compares masters with their copies, by the masters' names: a `ValueReader`."""
 
     masters: TensorTable
     copies: TensorTable
     """Of some of them, of the same shape, each in one piece."""
-    severity: Severity
-    """The severity of a difference: a file that may have been written at another time proves less."""
+    same_step: bool
+    """Whether masters and copies are known to be of one save."""
     by_zenflow: bool = False
     """Whether masters may be behind their copies."""
 
@@ -49,11 +48,11 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         return 0
 
-    def run(self, _: Progress) -> list[Finding]:
-        """Return LT414 for trained tensors whose masters do not round to the weights saved with them."""
-        return list(self._faults())
+    def run(self, _: Progress) -> list[ValueFact]:
+        """Return the trained tensors whose masters do not round to the weights saved with them."""
+        return list(self._differing())
 
-    def _faults(self) -> Iterator[Finding]:
+    def _differing(self) -> Iterator[NotRounded]:
         from lora_tool.sharded.rounding import rounds_to  # numpy, only where it is needed
 
         for name, copy in self.copies.items():
@@ -62,26 +61,23 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
                 count, size = min(_SAMPLE, span.nbytes // 4), copy.dtype.bits // 8
                 held = read_part(copy, at * size, count * size)
                 if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
-                    why, hint = self._why(copy, span.path)
-                    message = f"does not round to the {copy.dtype} weights in {copy.path}: {why}"
-                    yield fault("LT414", span.path, message, subject=name, hint=hint, severity=self.severity)
+                    yield NotRounded(
+                        path=span.path,
+                        name=name,
+                        copy=copy.path,
+                        dtype=copy.dtype,
+                        same_step=self.same_step,
+                        by_zenflow=self.by_zenflow,
+                    )
                     break
                 at += span.nbytes // 4
-
-    def _why(self, copy: StoredTensor, path: Path) -> tuple[str, str]:
-        """Return why a master in the file `path` differs from its `copy`, and what to do."""
-        if self.by_zenflow:
-            way = f"copy {copy.path} alone into an empty folder as state.pt, and consolidate that"
-            why = "ZenFlow updates some of those without their masters"
-            return why, f"for the weights that training went on from, {way}"
-        return "it is from another run or step", f"copy this rank's file again, or {another_save(path)}"
 
 
 def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:
     """Return the check of the float32 masters among `trained` tensors that have copies in the checkpoint or beside it."""
     masters = {name: tensor for name, tensor in trained.items() if tensor.dtype is DType.F32}
     copies: TensorTable = {}
-    severity = Severity.ERROR
+    same_step = True
     if tag.stage in (1, 2) and tag.first is not None:
         held = tag.first.module
         copies = {
@@ -91,8 +87,7 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
         }
     elif tag.stage == ZeroStage.WEIGHTS:
         copies, same_step = _gathered_beside(root, tag, masters)
-        severity = Severity.ERROR if same_step else Severity.WARNING
-    return MasterRounding(masters=masters, copies=copies, severity=severity, by_zenflow=_is_of_zenflow(tag))
+    return MasterRounding(masters=masters, copies=copies, same_step=same_step, by_zenflow=_is_of_zenflow(tag))
 
 
 def _is_of_zenflow(tag: ZeroTag) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,11 +16,11 @@ from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.keys import PREFIX
 from lora_tool.sharded.dcp_state import DcpState, dcp_state
-from lora_tool.sharded.faults import base_layers_left_out
+from lora_tool.sharded.file_facts import AbsentFile
 from lora_tool.sharded.megatron_model import model_of
 from lora_tool.sharded.megatron_names import Place, is_megatron, places
-from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag, stale_latest
+from lora_tool.sharded.state import TrainingState, base_layers_left_out
+from lora_tool.sharded.tags import choose_tag, saved_tags
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 
 _NESTS = frozenset({"weights", "policy", "value", "model"})
@@ -31,15 +31,29 @@ _EXPORTED = ("huggingface/adapter", "huggingface")
 _ADAPTER_OF_RANKS = "adapter_checkpoint"
 """Where verl once put the LoRA of each rank, beside the pieces of the optimizer."""
 
-_OF_NAMES = ("LT410", "LT416")
-"""What is said of a PEFT model by its names, which these are not."""
-
 
 class MegatronState(TrainingState, frozen=True, kw_only=True):
     """The LoRA in Megatron's chunks, by PEFT's names; `stored` is the state as Megatron names it."""
 
     stored: DcpState
     places: Mapping[str, Place]
+
+    def absent_files(self) -> Iterator[AbsentFile]:
+        """See `TrainingState`."""
+        return self.stored.absent_files()
+
+    def copies(self) -> Iterator[tuple[Path, Path]]:
+        """See `TrainingState`."""
+        return self.stored.copies()
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """See `TrainingState`."""
+        return self.stored.gaps()
+
+    @property
+    def has_module_names(self) -> bool:
+        """False: Megatron's names were translated."""
+        return False
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """Return tensors of the adapter, each as the rows of Megatron's that are its. Raises as `DcpState.assemble`."""
@@ -69,14 +83,11 @@ def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     """
     name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="iterations")
     state = torch_dist_state(checkpoint, tag=name)
-    older = (
-        stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files, pointer=POINTER) if tag is None else ()
-    )
     if not isinstance(state, MegatronState):
         if is_folder(beside := state.folder.absolute().parent / _ADAPTER_OF_RANKS):
             refuse_files(read_folder(beside), adapter=True)
         state = replace(state, title=state.title.replace("FSDP", "Megatron", 1))
-    return replace(state, faults=(*state.faults, *older))
+    return replace(state, tags=saved_tags(checkpoint, pointer=POINTER) if tag is None else state.tags)
 
 
 def torch_dist_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
@@ -104,7 +115,8 @@ def megatron_state(stored: DcpState) -> MegatronState:
         entries=entries,
         beside=(*stored.beside, *others),
         without_values=(*base_layers_left_out(entries), *_without_lora(entries, tuple(model.linear_modules()))),
-        faults=tuple(finding for finding in stored.faults if finding.code not in _OF_NAMES),
+        problems=stored.problems,
+        tags=stored.tags,
         stamps=stored.stamps,
         facts={**stored.facts, "format": "Megatron torch_dist"},
         stored=stored,

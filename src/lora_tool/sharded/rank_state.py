@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -18,20 +18,73 @@ from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
 from lora_tool.formats.torch_zip import Record
-from lora_tool.report import Finding
-from lora_tool.sharded.faults import base_layers_left_out, fault, frozen_left_out
+from lora_tool.sharded import rank_facts
+from lora_tool.sharded.file_facts import FileFacts, NumberedFiles, Replica, UngatheredFile
 from lora_tool.sharded.flat_slices import flat_shapes
 from lora_tool.sharded.model_sizes import size_near
-from lora_tool.sharded.rank_checks import rank_faults
-from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag, is_critic, require_tag_here, stale_latest
-from lora_tool.tensors import Span, StoredTensor, TensorTable
+from lora_tool.sharded.state import TrainingState, base_layers_left_out
+from lora_tool.sharded.tags import choose_tag, is_critic, require_tag_here, saved_tags
+from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
 
 
 class RankState(TrainingState, frozen=True, kw_only=True):
     """The state of a module in one file for each rank."""
 
     found: RankFolder
+    ranks: int
+    """How many processes saved."""
+    there: frozenset[int]
+    """Those whose files exist, readable or not."""
+    alone: bool = False
+    """Whether the one file should hold everything."""
+    extra: tuple[tuple[Path, int], ...] = ()
+    """Files of another run in the folder, each with its number of ranks."""
+
+    def numbered_files(self) -> Iterator[NumberedFiles]:
+        """See `TrainingState`; under HSDP other ranks may hold all that a missing file held."""
+        if not self.alone:
+            found = self.found
+            spare = bool(found.files) and not rank_facts.is_flat(found) and not rank_facts.gaps_in(found)
+            yield NumberedFiles(folder=found.folder, numbers=range(self.ranks), there=self.there, spare=spare)
+
+    def ungathered_files(self) -> Iterator[UngatheredFile]:
+        """See `TrainingState`."""
+        if self._is_ungathered:
+            for file in self.found.files.values():
+                yield UngatheredFile(file.path, file.saved_by or 0, self.ranks)
+
+    def files(self) -> Iterator[FileFacts]:
+        """See `TrainingState`."""
+        yield from rank_facts.file_facts(self.found, ranks=self.ranks, alone=self.alone)
+        for path, ranks in self.extra:
+            yield FileFacts(path=path, ranks=ranks, all_ranks=self.ranks, is_extra=True)
+
+    def contents(self) -> Iterator[tuple[Path, Hashable]]:
+        """See `TrainingState`."""
+        return rank_facts.contents(self.found)
+
+    def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
+        """See `TrainingState`."""
+        return rank_facts.types(self.found)
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `TrainingState`."""
+        return rank_facts.replicas(self.found)
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """See `TrainingState`."""
+        if self.lists_all_names and not self._is_ungathered:
+            for name, gap in rank_facts.gaps_in(self.found).items():
+                yield self.found.folder, name, gap
+
+    @property
+    def lists_all_names(self) -> bool:
+        """Whether no rank's file is missing or broken."""
+        return not self.problems and (self.alone or self.there.issuperset(range(self.ranks)))
+
+    @property
+    def _is_ungathered(self) -> bool:
+        return self.alone and self.ranks > 1 and bool(rank_facts.gaps_in(self.found))
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `assemble_ranks`."""
@@ -51,20 +104,13 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     sizes = Counter(int(match["ranks"]) for match in matches.values())
     ranks = ranks_of(read_folder(folder)) or sizes.most_common(1)[0][0]
     paths = {int(match["rank"]): folder / file for file, match in matches.items() if int(match["ranks"]) == ranks}
-    others = [file for file, match in matches.items() if int(match["ranks"]) != ranks]
-    mixed = (
-        fault(
-            "LT403",
-            folder / file,
-            f"is from a run of {matches[file]['ranks']} ranks, but the checkpoint has {ranks}",
-            hint="two runs were saved into one folder: move the files of one of them away",
-        )
-        for file in others
+    extra = tuple(
+        (folder / file, int(match["ranks"])) for file, match in matches.items() if int(match["ranks"]) != ranks
     )
     steps = [tag for tag in checkpoint.rank_files if not is_critic(tag)]
-    older = stale_latest(checkpoint.root, checkpoint.latest, steps, pointer=POINTER) if tag is None else ()
+    saved = saved_tags(checkpoint, names=steps, pointer=POINTER) if tag is None else None
     title = f"verl checkpoint {folder}, {ranks} ranks"
-    return _state(checkpoint, name, paths, ranks=ranks, title=title, faults=(*mixed, *older))
+    return replace(_state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved)
 
 
 def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
@@ -107,7 +153,6 @@ def _state(
     title: str,
     alone: bool = False,
     module: str | None = None,
-    faults: Iterable[Finding] = (),
 ) -> RankState:
     folder = _inside(checkpoint, tag)
     found = read_rank_files(folder, paths, module)
@@ -116,17 +161,18 @@ def _state(
     shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}
     found = replace(found, tensors={**found.tensors, **shaped})
     ranks = ranks or _ranks(found.ranks, files=max(paths) + 1)
-    lost = base_layers_left_out(found.tensors)
-    found_faults = rank_faults(found, ranks=ranks, there=paths.keys(), alone=alone)
     return RankState(
         root=checkpoint.root,
         folder=folder,
         title=title,
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
-        without_values=lost,
+        without_values=base_layers_left_out(found.tensors),
         shapeless=frozenset(flat.keys() - known.keys()),
-        faults=(*faults, *found_faults, *frozen_left_out(folder, lost)),
+        problems=found.problems,
         found=found,
+        ranks=ranks,
+        there=frozenset(paths),
+        alone=alone,
         stamps={file.path: file.file.stamp for file in found.files.values()},
         facts={
             "format": str(checkpoint.kind),

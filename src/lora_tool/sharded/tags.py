@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import NotACheckpoint
 from lora_tool.progress import decided
-from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import fault
-
-_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/.+)?\Z")
+from lora_tool.sharded.file_facts import SavedTags
 
 
 def choose_tag(
@@ -58,24 +52,13 @@ def require_tag_here(checkpoint: ShardedDir, tag: str | None) -> None:
         )
 
 
-def stale_latest(
-    root: Path, latest: str | None, tags: Collection[str], *, pointer: str | None = "latest"
-) -> Iterator[Finding]:
-    """LT409: yield a finding if the file `pointer`, which says `latest`, does not name the newest tag that is there.
-
-    `pointer` is None for programs that write no such file.
-    """
-    steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
-    newest = max(steps, key=steps.__getitem__, default=None)
-    choose = f"lora-tool consolidate {shlex.quote(str(root))} --tag"
-    if latest is None and len(tags) > 1:
-        several = f"several tags and no file `{pointer}`" if pointer else "several steps"
-        message = f"the folder has {several}: {', '.join(tags)}"
-        yield fault("LT409", root, message, hint=f"choose one: {choose} T", severity=Severity.WARNING)
-    elif latest is not None and latest not in tags:
-        named = f"names {latest}, which does not exist" if latest else "is empty"
-        message = f"`{pointer}` {named}; the folder has: {', '.join(tags)}"
-        yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that exists: {choose} T")
-    elif latest in steps and newest is not None and steps[newest] > steps[latest]:
-        message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
-        yield fault("LT409", root, message, hint=f"to use {newest}: {choose} {newest}", severity=Severity.WARNING)
+def saved_tags(
+    checkpoint: ShardedDir, *, names: Collection[str] | None = None, pointer: str | None = "latest"
+) -> SavedTags:
+    """Return the saves in a checkpoint, or those with the given `names`, and the one that its file `pointer` names."""
+    return SavedTags(
+        root=checkpoint.root,
+        names=tuple(checkpoint.rank_files if names is None else names),
+        latest=checkpoint.latest,
+        pointer=pointer,
+    )

@@ -8,8 +8,7 @@ from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.models import weights_in
 from lora_tool.display import counted
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out, unreadable_files
-from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.state import TrainingState, base_layers_left_out
 from lora_tool.sharded.tags import require_tag_here
 from lora_tool.tensors import StoredTensor, TensorTable
 
@@ -28,15 +27,13 @@ def whole_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bo
     """Return the state in the files of a model; see `training_state`."""
     require_tag_here(checkpoint, tag)
     folder, weights = checkpoint.root, weights_in(checkpoint.folder)
-    lost = base_layers_left_out(weights.tensors)
-    broken = unreadable_files(problem for problem in weights.problems if problem.fatal)
     return WholeState(
         root=folder,
         folder=folder,
         title=f"{checkpoint.kind} {folder}, {counted(len(weights.files), 'file')}",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in weights.tensors.items()},
-        without_values=lost,
-        faults=(*broken, *frozen_left_out(folder, lost)),
+        without_values=base_layers_left_out(weights.tensors),
+        problems=tuple(problem for problem in weights.problems if problem.fatal),
         tensors=weights.tensors,
         stamps={stamp.path: stamp for stamp in weights.stamps},
         facts={"format": str(checkpoint.kind), "tag": ".", "files": len(weights.files)},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import abc
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,31 +16,98 @@ from lora_tool.formats.partitions import Role, StateEntry, assemble, entries, un
 from lora_tool.formats.pieces import assembled
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_slices
-from lora_tool.formats.zero_files import USE_DEEPSPEED
-from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
+from lora_tool.formats.zero_files import USE_DEEPSPEED, ZeroStage
+from lora_tool.keys import has_lora_factor
+from lora_tool.sharded import zero_facts
+from lora_tool.sharded.file_facts import AbsentFile, Amount, FileFacts, NumberedFiles
 from lora_tool.sharded.master_rounding import master_rounding
-from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.tags import choose_tag, stale_latest
-from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.zero_checks import frozen_unknown, tag_faults
+from lora_tool.sharded.state import TrainingState, base_layers_left_out
+from lora_tool.sharded.tags import choose_tag, saved_tags
+from lora_tool.sharded.value_facts import ValueReader
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorSpec, TensorTable
 
 
-class ZeroState(TrainingState, frozen=True, kw_only=True):
+class DeepSpeedState(TrainingState, frozen=True, kw_only=True):
+    """A state in files of DeepSpeed, which say much about each other."""
+
+    @property
+    @abc.abstractmethod
+    def slices_of_tag(self) -> tuple[ZeroTag, ...]:
+        """The rank files, one `ZeroTag` for each rank of tensor parallelism."""
+
+    def numbered_files(self) -> Iterator[NumberedFiles]:
+        """See `TrainingState`."""
+        return zero_facts.numbered_files(self.slices_of_tag)
+
+    def absent_files(self) -> Iterator[AbsentFile]:
+        """See `TrainingState`."""
+        return (absent for tag in self.slices_of_tag for absent in zero_facts.absent_masters(tag))
+
+    def files(self) -> Iterator[FileFacts]:
+        """See `TrainingState`."""
+        return zero_facts.file_facts(self.slices_of_tag)
+
+    def contents(self) -> Iterator[tuple[Path, Hashable]]:
+        """See `TrainingState`."""
+        return (content for tag in self.slices_of_tag for content in zero_facts.contents(tag))
+
+    def strangers(self) -> Iterator[tuple[Path, str]]:
+        """See `TrainingState`."""
+        return (stranger for tag in self.slices_of_tag for stranger in zero_facts.strangers(tag))
+
+    def amounts(self) -> Iterator[Amount]:
+        """See `TrainingState`."""
+        return (amount for tag in self.slices_of_tag for amount in zero_facts.amounts(tag))
+
+    @property
+    def names_path(self) -> Path:
+        """The first rank's model file."""
+        first = self._first_tag.first
+        return first.path if first else self.folder
+
+    @property
+    def hides_frozen(self) -> bool:
+        """See `TrainingState`.
+
+        Stages 2 and 3 write tables of frozen parameters, if only empty ones, unless told `exclude_frozen_parameters`.
+        With LoRA the names of the adapted layers tell what is missing.
+        """
+        tag = self._first_tag
+        first = tag.first
+        if first is None or tag.stage < ZeroStage.GRADIENTS or first.frozen_shapes is not None:
+            return False
+        return not any(map(has_lora_factor, first.module))
+
+    @property
+    def lists_all_names(self) -> bool:
+        """Whether a model file can be read: each has all names."""
+        return self._first_tag.first is not None
+
+    @property
+    def _first_tag(self) -> ZeroTag:
+        """The first of them of which a model file can be read."""
+        return next((tag for tag in self.slices_of_tag if tag.first), self.slices_of_tag[0])
+
+
+class ZeroState(DeepSpeedState, frozen=True, kw_only=True):
     """The state in one tag of rank files."""
 
     tag: ZeroTag
+
+    @property
+    def slices_of_tag(self) -> tuple[ZeroTag, ...]:
+        return (self.tag,)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `partitions.assemble`."""
         return assemble(self.tag, self.entries, wanted)
 
-    def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the check of the values of `tensors`, and of the weights that were saved with the masters."""
-        of_files = TrainingState.value_check(self, tensors)
+    def value_readers(self, tensors: TensorTable) -> tuple[ValueReader, ...]:
+        """Return the readers of the values of `tensors`, and of the weights that were saved with the masters."""
+        of_files = TrainingState.value_readers(self, tensors)
         trained = {name: tensor for name, tensor in tensors.items() if self.entries[name].role is Role.TRAINED}
         rounding = master_rounding(self.root, self.tag, trained)
-        return replace(of_files, parts=(*of_files.parts, rounding)) if rounding.copies else of_files
+        return (*of_files, rounding) if rounding.copies else of_files
 
     def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return the archive members that hold the tensors."""
@@ -56,10 +124,14 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         return frozenset(record for record in records if record.path in used)
 
 
-class SlicedState(TrainingState, frozen=True, kw_only=True):
+class SlicedState(DeepSpeedState, frozen=True, kw_only=True):
     """The state in one tag of rank files under tensor parallelism: each rank's slice is a state of its own."""
 
     slices: tuple[ZeroState, ...]
+
+    @property
+    def slices_of_tag(self) -> tuple[ZeroTag, ...]:
+        return tuple(state.tag for state in self.slices)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `affine_maps`; a parameter that was not cut is taken from the first rank."""
@@ -93,17 +165,10 @@ class SlicedState(TrainingState, frozen=True, kw_only=True):
         except ValueError as error:
             raise IncompleteCheckpoint(f"{self.folder}: `{name}` {list(cut.shape)}: {error}") from error
 
-    def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the look at the values of `tensors` in every slice."""
-        return _together(state.value_check(state.assemble(frozenset(tensors))) for state in self.slices)
-
-
-def _together(checks: Iterable[ValueCheck]) -> ValueCheck:
-    """Return the checks as one."""
-    every = list(checks)
-    return ValueCheck(
-        nbytes=sum(check.nbytes for check in every), parts=tuple(part for check in every for part in check.parts)
-    )
+    def value_readers(self, tensors: TensorTable) -> tuple[ValueReader, ...]:
+        """Return the readers of the values of `tensors` in every slice."""
+        wanted = frozenset(tensors)
+        return tuple(reader for state in self.slices for reader in state.value_readers(state.assemble(wanted)))
 
 
 def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
@@ -111,13 +176,13 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     name = choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     tags = read_slices(folder, name)
-    older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
-    faults = (*tag_faults(tags), *older)
     slices = tuple(_state_of(checkpoint, found) for found in tags)
+    problems = tuple(problem for found in tags for problem in found.problems)
+    saved = saved_tags(checkpoint) if tag is None else None
     first = next((state for state in slices if state.entries), slices[0])
     states = first.tag.first
     if states is None or (states.slices == 1 and len(slices) == 1):
-        return replace(first, faults=(*faults, *first.faults))
+        return replace(first, problems=problems, tags=saved)
     cuts = {name: cut.shape for name, cut in states.cuts.items()}
     return SlicedState(
         root=first.root,
@@ -126,7 +191,8 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         entries={name: replace(entry, shape=cuts.get(name, entry.shape)) for name, entry in first.entries.items()},
         shared=first.shared,
         without_values=first.without_values,
-        faults=(*faults, *first.faults),
+        problems=problems,
+        tags=saved,
         slices=slices,
         stamps=_all_stamps(slices),
         facts={**first.facts, "tensor_parallel": states.slices, "serialization_ids": _all_ids(slices)},
@@ -142,11 +208,10 @@ def _all_ids(states: Iterable[ZeroState]) -> dict[str, str | None]:
 
 
 def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
-    """Return the state in the files of one slice, with what is wrong with the names in it alone."""
+    """Return the state in the files of one slice."""
     folder = found.folder
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
-    left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
     files = [states.file for states in found.files]
     files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
@@ -157,7 +222,6 @@ def _state_of(checkpoint: ShardedDir, found: ZeroTag) -> ZeroState:
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
-        faults=(*left_out, *(adapter_left_out(folder, known) if first else ())),
         tag=found,
         stamps={file.path: file.stamp for file in files},
         facts={

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 from msgspec import Struct, field
 
 from lora_tool import keys
-from lora_tool.adapter.half_pairs import half_pairs_among
 from lora_tool.checkpoint import VALUE_HEAD
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -21,8 +20,6 @@ from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, trained_adapter
 from lora_tool.plan.core.steps import SideFile
-from lora_tool.report import Finding
-from lora_tool.sharded.faults import fault
 from lora_tool.sharded.frozen_heads import (
     Heads,
     heads_of,
@@ -49,7 +46,8 @@ class Selection(Struct, frozen=True, kw_only=True):
     leftovers: tuple[tuple[str, str], ...] = ()
     """Names that stay behind, each with the reason."""
     side_files: tuple[SideFile, ...] = ()
-    faults: tuple[Finding, ...] = ()
+    heads: Heads | None = None
+    """The heads of an adapter's model that `save_pretrained` would not save."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -98,7 +96,7 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
         beside=beside,
         leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *beside.values())), outside)),
         side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
-        faults=(*heads.faults, *_halves(state, names)),
+        heads=heads,
         notes=(
             *(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued),
             *(
@@ -110,13 +108,6 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
         ),
         warnings=found.warnings,
     )
-
-
-def _halves(state: TrainingState, names: Mapping[str, str]) -> Iterator[Finding]:
-    """LT201: yield each factor of the adapter whose other half is not in the checkpoint."""
-    parsed = {saved: keys.parse(name) for name, saved in names.items()}
-    for half in half_pairs_among(parsed):
-        yield fault("LT201", state.folder, half.message, subject=half.name, hint=half.hint)
 
 
 def _no_place(name: str, why: str) -> UnsupportedCheckpoint:

@@ -16,7 +16,7 @@ from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
-from lora_tool.display import and_more, counted
+from lora_tool.display import counted
 from lora_tool.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.formats import model_config
 from lora_tool.formats.partitions import Role, StateEntry
@@ -28,11 +28,13 @@ from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import decided
-from lora_tool.report import Finding, Severity
+from lora_tool.report import Severity
+from lora_tool.report.refusing import refuse_errors
+from lora_tool.rules.training.consolidating import check_of_values, judge_adapter, judge_files
+from lora_tool.rules.training.sharded_subject import ShardedSubject
 from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
-from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.sharded.wrapped_names import wrapper_of
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec, float_type
 
@@ -40,7 +42,6 @@ _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))
 """Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
 _MEGATRON = re.compile(r"(\A|\.)decoder\.layers\.(\d+\.)?(self_attention|mlp)\.(experts\.)*linear_(qkv|proj|fc[12])\.")
 """Names of Megatron's modules."""
-_VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
 
 @enum.unique
@@ -83,17 +84,19 @@ def plan_consolidate(
     cast = None if dtype is None else float_type(dtype)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
-    of_checkpoint = refuse_errors(state.faults, ignored)
     lora = has_lora(state.entries)
     target = _target(What(what), lora=lora)
+    subject = ShardedSubject(checkpoint=opened, state=state, as_model=target is What.MODEL and not lora)
+    of_checkpoint = refuse_errors(judge_files(subject), ignored)
     given = Path(adapter_config) if adapter_config else None
     found = _config_of(opened, state, given, lora_alpha) if target is What.ADAPTER and lora else None
     selection = _choose(target, state, found, cast)
-    findings = (*of_checkpoint, *refuse_errors(selection.faults, ignored))
+    chosen = replace(subject, chosen=tuple(selection.names.values()), chosen_heads=selection.heads)
+    of_adapter = judge_adapter(chosen) if found else ()
+    findings = (*of_checkpoint, *refuse_errors(of_adapter, ignored))
     _require_shapes(state, selection)
     tensors = state.assemble(frozenset((*selection.names.values(), *selection.beside.values())))
-    unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
-    values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
+    values = check_of_values(state, tensors, ignored)
     shards = _shards(target, tuple(_steps(selection.names, tensors, state.entries, cast)), max_shard_bytes)
     head = tuple(_steps(selection.beside, tensors, state.entries, cast))
     side_files = (*selection.side_files, *sharding.index_files(shards))
@@ -167,16 +170,10 @@ def _config_of(
 def _refuse_broken_config(checkpoint: ShardedDir, problems: tuple[Problem, ...]) -> None:
     """Raise `FindingsFound` where `validate` calls one of the problems an error."""
     if problems:
-        from lora_tool.rules.engine.registry import chosen  # slow to import, for few folders
-        from lora_tool.rules.engine.subjects import Subject
-        from lora_tool.rules.judging import Judge
+        from lora_tool.rules.judging import broken_files  # slow to import, for few folders
 
-        found = Judge(rules=chosen(("LT1", "LT214"))).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
-        paths = {problem.path for problem in problems}
-        broken = tuple(finding for finding in found.findings if finding.path in paths)
-        replace(found, findings=broken).raise_at(
-            Severity.ERROR, hint="give the config of this run: `adapter_config=FILE`"
-        )
+        found = broken_files(checkpoint, problems)
+        found.raise_at(Severity.ERROR, hint="give the config of this run: `adapter_config=FILE`")
 
 
 def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:
@@ -202,7 +199,6 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         names=_plain_names(state.entries),
         leftovers=dropped,
         side_files=files,
-        faults=tuple(_lacking(state)),
         warnings=warnings,
     )
 
@@ -234,20 +230,6 @@ def _require_shapes(state: TrainingState, selection: Selection) -> None:
         if any((folder / model_config.FILE_NAME).is_file() for folder in state.near):
             hint = 'no file tells their shapes; an adapter may do without them: `what="adapter"`'
         raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
-
-
-def _lacking(state: TrainingState) -> Iterator[Finding]:
-    """LT410: yield an error if a model would lack tensors that its module has."""
-    lost = state.without_values
-    if lost:
-        yield Finding(
-            code="LT410",
-            severity=Severity.ERROR,
-            path=str(state.folder),
-            subject=lost[0],
-            message=f"the model would lack it{and_more(len(lost) - 1)}: frozen parameters were not saved",
-            hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes the tensors that exist',
-        )
 
 
 def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:

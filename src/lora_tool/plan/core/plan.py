@@ -16,7 +16,7 @@ from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 from lora_tool.rules.merged.expected import Expected
-from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.rules.training.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 
 

@@ -149,14 +149,18 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
                 continue
             # read off the page and the folder once: a hostile file gives a million findings
             advice, home = advice or self._hint_about(subject), home or subject.home
-            yield Finding(
-                code=self.code,
-                severity=fault.severity or self.severity,
-                path=fault.path or home,
-                subject=fault.subject,
-                message=fault.message,
-                hint=fault.hint or advice or None,
-            )
+            yield self.finding(fault, home=home, advice=advice)
+
+    def finding(self, fault: Fault, *, home: str = "", advice: str = "") -> Finding:
+        """Return the finding of a fault; one without a path is in `home`, one without a hint has `advice`."""
+        return Finding(
+            code=self.code,
+            severity=fault.severity or self.severity,
+            path=fault.path or home,
+            subject=fault.subject,
+            message=fault.message,
+            hint=fault.hint or advice or None,
+        )
 
 
 RULES: dict[str, Rule] = {}

@@ -1,15 +1,32 @@
-"""LT401 to LT410, LT416: the files of checkpoints in pieces, judged by names, shapes and counters.
+"""LT401 to LT405 and LT409: the files of checkpoints in pieces, judged by their names, numbers and checksums.
 
 No weight is read. `lora-tool consolidate` refuses on the same findings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lora_tool.display import counted, some
+from lora_tool.errors import Defect
+from lora_tool.formats import model_config
+from lora_tool.formats.files import way_to_open
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.training.advice import COPY, another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
+
+if TYPE_CHECKING:
+    from lora_tool.sharded.file_facts import KnownRows
+    from lora_tool.sharded.state import TrainingState
+
+_NO_NAME = "archive"
+"""The folder in files that DeepSpeed's other writers made, whatever they called the file."""
+_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/.+)?\Z")
 
 
 @rule("LT401", Severity.ERROR, on=ShardedSubject)
@@ -27,7 +44,46 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Copy them from the other machines of the run: every node writes the files of its own ranks.
     """
-    yield from subject.structure("LT401")
+    state = subject.state
+    yield from _lost_numbers(state)
+    yield from (Fault(path=str(path), message=f"is missing, {why}", hint=COPY) for path, why in state.absent_files())
+    for path, rank, ranks in state.ungathered_files():
+        message = (
+            f"holds what rank {rank} of {ranks} had of each tensor: the ranks' parts were not gathered before saving"
+        )
+        hint = "the parts of the other ranks were never saved: use an adapter beside it, or another step"
+        yield Fault(path=str(path), message=message, hint=hint)
+    rows = state.known_rows()
+    if rows is not None:
+        yield from _lost_ends(state, tuple(rows))
+
+
+def _lost_numbers(state: TrainingState) -> Iterator[Fault]:
+    """Yield the files that are missing by their numbers."""
+    for files in state.numbered_files():
+        lost = [number for number in files.numbers if number not in files.there]
+        if lost:
+            one, several = f"{files.one} of {files.of} {lost[0]} is", f"{files.several} of {files.of}s {some(lost)} are"
+            all_ = f"{counted(len(files.numbers), files.of)}: {files.numbers[0]}-{files.numbers[-1]}"
+            rest = "; the other ranks hold all of its content" if files.spare else ""
+            yield Fault(
+                path=str(files.folder),
+                message=f"the {one if len(lost) == 1 else several} missing ({all_}){files.within}{rest}",
+                hint=COPY,
+                severity=Severity.WARNING if files.spare else None,
+            )
+
+
+def _lost_ends(state: TrainingState, rows: Sequence[KnownRows]) -> Iterator[Fault]:
+    """Yield a fault if the last files are missing, which only the model's config can tell."""
+    short = next((row for row in rows if row.held < row.wanted), None)
+    if short is not None:
+        message = f"ends after {short.held:,} of {short.wanted:,} rows: the files of the last ranks are missing"
+        yield Fault(path=str(state.folder), message=message, subject=short.name, hint=COPY)
+    elif not rows:
+        message = "does not say how many ranks saved it, so lora-tool cannot tell whether the last files are missing"
+        hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
+        yield Fault(path=str(state.folder), message=message, hint=hint, severity=Severity.INFO)
 
 
 @rule("LT402", Severity.ERROR, on=ShardedSubject)
@@ -43,7 +99,12 @@ def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy it again from where it was written, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    yield from subject.structure("LT402")
+    for problem in subject.state.problems:
+        hint = f"copy it again, or {another_save(Path(problem.path))}"
+        if problem.defect is Defect.PICKLE and not problem.path.endswith(".metadata"):
+            hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"
+        way = way_to_open(problem.path, problem.message)
+        yield Fault(path=problem.path, message=problem.message, subject=problem.subject, hint=way or hint)
 
 
 @rule("LT403", Severity.ERROR, on=ShardedSubject)
@@ -58,7 +119,19 @@ def world_size(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Tell the two saves apart by the modification times of their files, and keep the files of one.
     """
-    yield from subject.structure("LT403")
+    for file in subject.state.files():
+        if file.rank is not None and file.rank >= file.all_ranks:
+            message = f"is from {file.unit} {file.rank}, but the run had {counted(file.all_ranks, file.unit)}"
+            hint = "a run with more ranks was saved into the same folder: move its files away"
+        elif file.ranks in (None, file.all_ranks):
+            continue
+        elif file.is_extra:
+            message = f"is from a run of {file.ranks} ranks, but the checkpoint has {file.all_ranks}"
+            hint = "two runs were saved into one folder: move the files of one of them away"
+        else:
+            message = f"says that the run had {file.ranks} ranks, but the other files say {file.all_ranks}"
+            hint = "it is from another run: copy this run's file again"
+        yield Fault(path=str(file.path), message=message, hint=hint)
 
 
 @rule("LT404", Severity.ERROR, on=ShardedSubject)
@@ -73,7 +146,16 @@ def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Rename the file back, or copy the files again.
     """
-    yield from subject.structure("LT404")
+    for file in subject.state.files():
+        if file.archive not in (None, file.path.stem, _NO_NAME):
+            name = f"{file.archive}{file.path.suffix}"
+            message = f"was written as {name}: rank files were swapped, copied or renamed"
+            yield Fault(path=str(file.path), message=message, hint=f"give it its name back: {name}")
+        elif file.rank is not None and file.saved_by not in (None, file.rank) and file.rank < file.all_ranks:
+            message = f"was saved by rank {file.saved_by}: rank files were swapped or copied"
+            yield Fault(
+                path=str(file.path), message=message, hint="give the files their names back, or copy them again"
+            )
 
 
 @rule("LT405", Severity.ERROR, on=ShardedSubject)
@@ -88,56 +170,8 @@ def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Copy the right file again.
     """
-    yield from subject.structure("LT405")
-
-
-@rule("LT406", Severity.ERROR, on=ShardedSubject)
-def other_step(subject: ShardedSubject) -> Iterator[Fault]:
-    """A rank file from another step.
-
-    What it does: Compares the step counters of all rank files.
-
-    Why it matters: Weights assembled from two steps were never trained; zero_to_fp32 silently assembles them.
-
-    Example: Saving was interrupted: two ranks hold step 200, the other two still step 100.
-
-    What to do: Use another save: `lora-tool consolidate CKPT --tag T`, or another `checkpoint-N`.
-    """
-    yield from subject.structure("LT406")
-
-
-@rule("LT407", Severity.ERROR, on=ShardedSubject)
-def other_run(subject: ShardedSubject) -> Iterator[Fault]:
-    """A rank file from another run.
-
-    What it does: Compares the DeepSpeed config and the parameters that each rank file lists, and under HSDP the values
-    of ranks that should hold the same.
-
-    Why it matters: Parts of two models of the same shape fit together but make nonsense.
-
-    Example: Somebody mixed the files of two runs while collecting them from several machines.
-
-    What to do: Copy the files again, all from one run.
-    """
-    yield from subject.structure("LT407")
-
-
-@rule("LT408", Severity.ERROR, on=ShardedSubject)
-def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
-    """Partitions with a wrong number of elements.
-
-    What it does: Adds up the elements of every parameter group and compares them with its shapes, allowing for padding.
-    It checks every rank's piece of a frozen parameter in the same way, and in an FSDP checkpoint the rows of every
-    tensor.
-
-    Why it matters: If they differ, every parameter after the difference is read from the wrong place.
-
-    Example: A group of 3 parameters needs 1,024 elements, but its partitions hold 1,536.
-
-    What to do: Use another save of the run. If DeepSpeed resumes from the checkpoint without an error, please report it
-    as a bug.
-    """
-    yield from subject.structure("LT408")
+    for path, other in subject.state.copies():
+        yield Fault(path=str(path), message=f"has the same content as {other.name}, of another rank", hint=COPY)
 
 
 @rule("LT409", Severity.WARNING, on=ShardedSubject)
@@ -152,37 +186,21 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Use the newer tag if it is complete: `lora-tool consolidate CKPT --tag T`.
     """
-    yield from subject.structure("LT409")
-
-
-@rule("LT410", Severity.INFO, on=ShardedSubject)
-def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
-    """Frozen weights that are not in the checkpoint.
-
-    What it does: Compares the parameters of the training module with those whose values were saved.
-
-    Why it matters: With LoRA the frozen base exists elsewhere. But a new score head under LoRA is frozen, too, and its
-    random values exist only here: if they are not saved, the rewards are lost.
-
-    Example: The HF Trainer saves PEFT models with `exclude_frozen_parameters=True`.
-
-    What to do: Put a new head into `modules_to_save`, so that PEFT trains and saves it.
-    """
-    yield from subject.structure("LT410")
-
-
-@rule("LT416", Severity.ERROR, on=ShardedSubject)
-def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
-    """A checkpoint without its adapter.
-
-    What it does: Looks for LoRA among the tensors of a PEFT model, and for any tensor at all.
-
-    Why it matters: The checkpoint lacks the trained weights, and resuming from it starts with a new adapter. PEFT 0.21
-    under FSDP1 does not recognise the adapter's tensors: saving succeeds, but the folder holds nothing, or only the
-    head.
-
-    Example: `pytorch_model_fsdp_0` of a LoRA run holds only `base_model.model.score.weight`.
-
-    What to do: Stop the run. Train with FSDP2 (`fsdp_version: 2`), or with PEFT 0.20.
-    """
-    yield from subject.structure("LT416")
+    tags = subject.state.tags
+    if tags is None:
+        return
+    steps = {name: int(match[1]) for name in tags.names if (match := _TAG.match(name))}
+    newest = max(steps, key=steps.__getitem__, default=None)
+    choose = f"lora-tool consolidate {shlex.quote(str(tags.root))} --tag"
+    latest, pointer, listed = tags.latest, tags.pointer, ", ".join(tags.names)
+    if latest is None and len(tags.names) > 1:
+        several = f"several tags and no file `{pointer}`" if pointer else "several steps"
+        yield Fault(path=str(tags.root), message=f"the folder has {several}: {listed}", hint=f"choose one: {choose} T")
+    elif latest is not None and latest not in tags.names:
+        named = f"names {latest}, which does not exist" if latest else "is empty"
+        hint = f"copy that tag too, or choose one that exists: {choose} T"
+        message = f"`{pointer}` {named}; the folder has: {listed}"
+        yield Fault(path=str(tags.root), message=message, hint=hint, severity=Severity.ERROR)
+    elif latest in steps and newest is not None and steps[newest] > steps[latest]:
+        message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
+        yield Fault(path=str(tags.root), message=message, hint=f"to use {newest}: {choose} {newest}")

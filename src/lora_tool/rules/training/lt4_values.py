@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.errors import LoraToolError
-from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.training.sharded_subject import ShardedSubject, as_fault
+from lora_tool.report import Finding, Severity
+from lora_tool.rules.engine.registry import RULES, Fault, rule
+from lora_tool.rules.training.advice import another_save
+from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.value_check import ValueFacts
 
 
 @rule("LT411", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -25,7 +25,18 @@ def damaged(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    yield from subject.values("LT411")
+    from lora_tool.sharded.value_facts import Damaged, Unreadable  # for few folders
+
+    for found in subject.values(Damaged):
+        crcs = f"its CRC32 is {found.crc:08x}, but the archive says {found.saved_crc:08x}"
+        yield Fault(
+            path=str(found.path),
+            message=f"{crcs}: the file was damaged after saving",
+            subject=found.record,
+            hint=f"copy the file again from where it was saved, or {another_save(found.path)}",
+        )
+    for broken in subject.values(Unreadable):
+        yield Fault(path=str(broken.path), message=broken.why)
 
 
 @rule("LT412", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -40,7 +51,11 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Use an earlier save: `lora-tool consolidate CKPT --tag T`, or an earlier `checkpoint-N`.
     """
-    yield from subject.values("LT412")
+    from lora_tool.sharded.value_facts import NotFinite  # for few folders
+
+    for found in subject.values(NotFinite):
+        hint = f"the run had diverged; {another_save(found.path, earlier=True)}"
+        yield Fault(path=str(found.path), message="holds NaN or infinity", subject=found.name, hint=hint)
 
 
 @rule("LT413", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -57,7 +72,12 @@ def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    yield from subject.values("LT413")
+    from lora_tool.sharded.value_facts import AllZero  # for few folders
+
+    for found in subject.values(AllZero):
+        what = "every trained weight of this rank" if found.trained else "every weight in it"
+        hint = f"copy the file again from the original, or {another_save(found.path)}"
+        yield Fault(path=str(found.path), message=f"{what} is zero: the rank never wrote them", hint=hint)
 
 
 @rule("LT414", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -80,7 +100,22 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
 
     ZenFlow updates some of the 16-bit weights without their masters. The finding then says how to take these weights.
     """
-    yield from subject.values("LT414")
+    from lora_tool.sharded.value_facts import NotRounded  # for few folders
+
+    for found in subject.values(NotRounded):
+        why = "it is from another run or step"
+        hint = f"copy this rank's file again, or {another_save(found.path)}"
+        if found.by_zenflow:
+            why = "ZenFlow updates some of those without their masters"
+            way = f"copy {found.copy} alone into an empty folder as state.pt, and consolidate that"
+            hint = f"for the weights that training went on from, {way}"
+        yield Fault(
+            path=str(found.path),
+            message=f"does not round to the {found.dtype} weights in {found.copy}: {why}",
+            subject=found.name,
+            hint=hint,
+            severity=None if found.same_step else Severity.WARNING,
+        )
 
 
 @rule("LT415", Severity.ERROR, on=ShardedSubject)
@@ -97,17 +132,31 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Use a tag that was saved with its frozen parameters. Next time, put the head into `modules_to_save`.
     """
-    state = subject.state
-    from lora_tool.sharded.frozen_heads import has_lora, heads_of, parsed_keys  # slow to import, for few folders
+    heads, path = subject.heads, str(subject.state.folder)
+    if heads is None:
+        return
+    for head in heads.lost:
+        elsewhere = "no base model is known"
+        if head.base:
+            missing = "has none of that shape" if head.base_is_here else "is not on this disk"
+            elsewhere = f"the base model {head.base} {missing}"
+        yield Fault(
+            path=path,
+            message=f"the head is lost: {head.why}, and {elsewhere}. Every reward would be wrong",
+            subject=head.module,
+            hint="look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save",
+        )
+    for unsaved in heads.unsaved:
+        yield Fault(
+            path=path,
+            message="was trained whole (`modules_to_save`), but the checkpoint holds none of its tensors",
+            subject=unsaved.module,
+            hint="look for a step whose checkpoint holds it; verl leaves it out under `save_lora_only`",
+            severity=None if unsaved.is_head else Severity.WARNING,
+        )
 
-    if has_lora(state.entries):
-        yield from map(as_fault, heads_of(state, _config(subject), parsed_keys(state)).faults)
 
-
-def _config(subject: ShardedSubject) -> AdapterConfig | None:
-    from lora_tool.sharded.frozen_heads import near_adapter_config
-
-    try:
-        return near_adapter_config(subject.state.near)
-    except LoraToolError:
-        return None
+def judge_values(values: ValueFacts) -> list[Finding]:
+    """Return what the rules about values find in what was read."""
+    rules = (rule_ for rule_ in RULES.values() if rule_.on is ShardedSubject and rule_.deep)
+    return [rule_.finding(fault) for rule_ in rules for fault in rule_.check(values)]

@@ -3,95 +3,122 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-from msgspec import field
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
 from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import CheckpointError, Problem
+from lora_tool.errors import CheckpointError, LoraToolError, Problem
 from lora_tool.progress import Watch
-from lora_tool.report import Finding, Severity
-from lora_tool.rules.engine.registry import Fault
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import LoraSubject
+from lora_tool.rules.training.value_check import ValueFacts, run_parts
 from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
+    from lora_tool.sharded.frozen_heads import Heads
     from lora_tool.sharded.state import TrainingState
+    from lora_tool.sharded.value_facts import ValueFact
 
-_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT405", "LT407", "LT408"})
+F = TypeVar("F")
+
+_VALUES_NEED = ("LT401", "LT402", "LT403", "LT405", "LT407", "LT408")
+"""Rules whose errors leave no values to judge."""
 
 
-class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
+class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True):
     """The state that would be used: of several tags the one that `latest` names, else the newest."""
 
     checkpoint: ShardedDir
     state: TrainingState
-    looks: list[tuple[Finding, ...]] = field(default_factory=list)
-    """What a look at the values has found; empty before it."""
     watch: Watch | None = None
-    """Told of a look at the values."""
+    """Called with the bytes of the values that are read."""
+    chosen: Collection[str] | None = None
+    """The names of the state's tensors that are to be written as an adapter; None where nothing was chosen."""
+    chosen_heads: Heads | None = None
+    """The heads by the config that the adapter will have; None: by the config near the checkpoint."""
+    as_model: bool = False
+    """Whether the state is to be written as a model, which needs its frozen tensors."""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """See `Subject`; and what is wrong with the config that lies near, or with the files that would make one."""
+        """See `Subject`; and what is wrong with the config near it, or with the files that would make one."""
         from lora_tool.sharded.frozen_heads import config_problems  # slow to import, for few folders
 
         return (*self.checkpoint.problems, *config_problems(self.state))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a look at the values reads, about."""
+        """Bytes that reading the values takes, about."""
         return self.state.nbytes
 
-    @property
+    @cached_property
     def why_no_values(self) -> str | None:
         """Why the values cannot be judged, None if they can."""
-        broken = {fault.code for fault in self.state.faults if fault.severity is Severity.ERROR} & _BROKEN
+        found = (finding for code in _VALUES_NEED for finding in RULES[code].run(self))
+        broken = any(finding.severity is Severity.ERROR for finding in found)
         return "the rank files are incomplete; that is reported above" if broken else None
 
-    def structure(self, code: str) -> Iterator[Fault]:
-        """Yield what its files have wrong by the rule `code`."""
-        yield from (as_fault(found) for found in self.state.faults if found.code == code)
+    @property
+    def why_in_part(self) -> str | None:
+        """Why not all tensors can be judged by their names and shapes, None if they can."""
+        if self.state.lists_all_names and not any(True for _ in self.state.absent_files()):
+            return None
+        return "rank files are missing or cannot be read; that is reported above"
 
-    def values(self, code: str) -> Iterator[Fault]:
-        """Yield what its values have wrong by the rule `code`; they are read at the first call."""
-        if not self.looks:
-            self.looks.append(tuple(self._look()))
-        yield from (as_fault(found) for found in self.looks[0] if found.code == code)
+    def values(self, kind: type[F]) -> Iterator[F]:
+        """Yield the facts of one kind that the values show; all are read at the first call."""
+        return self._values.values(kind)
+
+    @cached_property
+    def heads(self) -> Heads | None:
+        """The heads that `save_pretrained` would not save; None where there is no LoRA."""
+        from lora_tool.sharded.frozen_heads import (  # slow to import, for few folders
+            has_lora,
+            heads_of,
+            near_adapter_config,
+            parsed_keys,
+        )
+
+        if self.chosen_heads is not None or not has_lora(self.state.entries):
+            return self.chosen_heads
+        try:
+            config = near_adapter_config(self.state.near)
+        except LoraToolError:
+            config = None
+        return heads_of(self.state, config, parsed_keys(self.state))
 
     def half_pairs(self) -> Iterator[HalfPair]:
         """See `LoraSubject`; where files are missing or broken, what they hold is not known."""
         from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # slow to import, for few folders
 
-        if has_lora(self.state.entries) and not self.why_no_values:
+        if self.chosen is not None:
+            parsed = parsed_keys(self.state)
+            yield from half_pairs_among({name: parsed[name] for name in self.chosen})
+        elif has_lora(self.state.entries) and not self.why_no_values:
             yield from half_pairs_among(parsed_keys(self.state))
 
-    def _look(self) -> list[Finding]:
+    @cached_property
+    def _values(self) -> ValueFacts:
+        from lora_tool.sharded.value_facts import Unreadable  # slow to import, for few folders
+
+        facts: list[ValueFact]
         try:
-            check = self.state.value_check(self.state.assemble(self.state.entries))
-            with (self.watch or _unwatched)(check.nbytes) as advance:
-                return check.run(advance)
-        except CheckpointError as error:  # damage inside of a file whose outside is good
-            path = str(self.state.folder)
-            return [
-                Finding(code="LT411", severity=Severity.ERROR, path=path, subject=None, message=str(error), hint=None)
-            ]
+            readers = self.state.value_readers(self.state.assemble(self.state.entries))
+            with (self.watch or _unwatched)(sum(reader.nbytes for reader in readers)) as advance:
+                facts = run_parts(readers, advance)
+        except CheckpointError as error:
+            facts = [Unreadable(path=self.state.folder, why=str(error))]
+        return ValueFacts(facts=tuple(facts))
 
 
 def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> ShardedSubject:
-    """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises what `training_state` raises."""
+    """Return the subject for a checkpoint; `watch` is called with what is read. Raises what `training_state` raises."""
     # a `latest` that is missing or names nothing is LT409's to report
     return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint, or_newest=True), watch=watch)
 
 
 def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
     return contextlib.nullcontext(lambda _: None)
-
-
-def as_fault(found: Finding) -> Fault:
-    """Return a finding of the checks as what a rule yields."""
-    return Fault(
-        message=found.message, subject=found.subject, path=found.path, hint=found.hint, severity=found.severity
-    )

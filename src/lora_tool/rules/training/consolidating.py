@@ -1,0 +1,32 @@
+"""The judge of a consolidation: the rules about rank files, and about what is written from them."""
+
+from __future__ import annotations
+
+from lora_tool.report.findings import Finding
+from lora_tool.rules.adapter import lt2_layers  # noqa: F401 - importing a family registers its rules
+from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values  # noqa: F401
+from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.value_check import ValueCheck, value_check
+from lora_tool.sharded.state import TrainingState
+from lora_tool.tensors import TensorTable
+
+_OF_ADAPTERS = ("LT201", "LT415")
+
+
+def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
+    """Return what is wrong with the rank files, no value read."""
+    rules = (rule for rule in RULES.values() if rule.on is ShardedSubject and not rule.deep)
+    return tuple(finding for rule in rules if rule.code not in _OF_ADAPTERS for finding in rule.run(subject))
+
+
+def judge_adapter(subject: ShardedSubject) -> tuple[Finding, ...]:
+    """Return what is wrong with the adapter whose tensors and heads were chosen."""
+    return tuple(finding for code in _OF_ADAPTERS for finding in RULES[code].run(subject))
+
+
+def check_of_values(state: TrainingState, tensors: TensorTable, ignored: tuple[str, ...]) -> ValueCheck | None:
+    """Return the check of the values of `tensors`; None where `ignored`, beginnings of codes, are all of its rules."""
+    codes = (rule.code for rule in RULES.values() if rule.on is ShardedSubject and rule.deep)
+    unchecked = bool(ignored) and all(code.startswith(ignored) for code in codes)
+    return None if unchecked else value_check(state, tensors, ignored=ignored)
