@@ -25,7 +25,7 @@ from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
-from lora_tool.rules.training.consolidating import judge_files
+from lora_tool.rules.consolidating import judge_files
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from tests.fuzz.choices import Choices
 from tests.fuzz.commands import must_hold, run

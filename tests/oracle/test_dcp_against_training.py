@@ -25,8 +25,8 @@ from lora_tool.formats.dcp import StoredChunk
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
-from lora_tool.sharded.dcp_state import copied_files
 from lora_tool.report.refusing import refuse_errors
+from lora_tool.sharded.dcp_state import copied_files
 from lora_tool.validation.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -23,7 +23,7 @@ from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
 from lora_tool.report.refusing import refuse_errors
-from lora_tool.rules.training.consolidating import judge_files
+from lora_tool.rules.consolidating import judge_files
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write

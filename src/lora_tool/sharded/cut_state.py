@@ -76,7 +76,7 @@ class CutState(TrainingState, frozen=True, kw_only=True):
         return assemble_cut(self.model, wanted)
 
 
-def cut_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+def cut_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in the files of all ranks; see `training_state`."""
     require_tag_here(checkpoint, tag)
     folder, names = checkpoint.root, checkpoint.rank_files["."]

@@ -113,7 +113,7 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     return replace(_state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved)
 
 
-def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in the rank files that accelerate wrote; see `training_state`."""
     require_tag_here(checkpoint, tag)
     matches = {file: match for file in checkpoint.rank_files["."] if (match := RANK_FILE.match(file))}
@@ -123,7 +123,7 @@ def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newes
     return _state(checkpoint, ".", paths, ranks=None, title=title)
 
 
-def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in the one file that accelerate wrote; see `training_state`."""
     require_tag_here(checkpoint, tag)
     matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
@@ -132,7 +132,7 @@ def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}", alone=True)
 
 
-def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`.
 
     `tag` is the wanted module of a file that holds several.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
 from lora_tool.progress import Progress
 from lora_tool.tensors import DType
+
+F = TypeVar("F")
 
 
 class Damaged(Struct, frozen=True, kw_only=True, tag=True):
@@ -75,3 +78,13 @@ class ValueReader(Protocol):
 
     def run(self, advance: Progress) -> list[ValueFact]:
         """Return what the values show. `advance` is called with the bytes that were read, and may raise to stop it."""
+
+
+class ValueFacts(Struct, frozen=True, kw_only=True):
+    """What reading values has shown, for the rules about values."""
+
+    facts: tuple[ValueFact, ...]
+
+    def values(self, kind: type[F]) -> Iterator[F]:
+        """Yield the facts of one kind."""
+        return (fact for fact in self.facts if isinstance(fact, kind))

@@ -23,7 +23,7 @@ class WholeState(TrainingState, frozen=True, kw_only=True):
         return {name: tensor for name, tensor in self.tensors.items() if name in wanted}
 
 
-def whole_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+def whole_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in the files of a model; see `training_state`."""
     require_tag_here(checkpoint, tag)
     folder, weights = checkpoint.root, weights_in(checkpoint.folder)

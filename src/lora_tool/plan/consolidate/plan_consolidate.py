@@ -30,7 +30,7 @@ from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.progress import decided
 from lora_tool.report import Severity
 from lora_tool.report.refusing import refuse_errors
-from lora_tool.rules.training.consolidating import check_of_values, judge_adapter, judge_files
+from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_files
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
@@ -82,14 +82,15 @@ def plan_consolidate(
     """
     ignored = _rules(codes(ignore))
     cast = None if dtype is None else float_type(dtype)
-    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
-    state = training_state(opened, tag=tag)
+    if not isinstance(checkpoint, ShardedDir):
+        checkpoint = open_sharded(checkpoint)
+    state = training_state(checkpoint, tag=tag)
     lora = has_lora(state.entries)
     target = _target(What(what), lora=lora)
-    subject = ShardedSubject(checkpoint=opened, state=state, as_model=target is What.MODEL and not lora)
+    subject = ShardedSubject(checkpoint=checkpoint, state=state, as_model=target is What.MODEL and not lora)
     of_checkpoint = refuse_errors(judge_files(subject), ignored)
     given = Path(adapter_config) if adapter_config else None
-    found = _config_of(opened, state, given, lora_alpha) if target is What.ADAPTER and lora else None
+    found = _config_of(checkpoint, state, given, lora_alpha) if target is What.ADAPTER and lora else None
     selection = _choose(target, state, found, cast)
     chosen = replace(subject, chosen=tuple(selection.names.values()), chosen_heads=selection.heads)
     of_adapter = judge_adapter(chosen) if found else ()

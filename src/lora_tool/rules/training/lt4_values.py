@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import RULES, Fault, rule
 from lora_tool.rules.training.advice import another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
-from lora_tool.rules.training.value_check import ValueFacts
+
+if TYPE_CHECKING:
+    from lora_tool.sharded.value_facts import ValueFacts
 
 
 @rule("LT411", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -158,5 +161,6 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
 
 def judge_values(values: ValueFacts) -> list[Finding]:
     """Return what the rules about values find in what was read."""
-    rules = (rule_ for rule_ in RULES.values() if rule_.on is ShardedSubject and rule_.deep)
-    return [rule_.finding(fault) for rule_ in rules for fault in rule_.check(values)]
+    found = (RULES[code] for code in sorted(RULES))
+    rules = (each for each in found if each.on is ShardedSubject and each.deep)
+    return [each.finding(fault) for each in rules for fault in each.check(values)]

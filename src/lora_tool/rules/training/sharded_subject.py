@@ -14,13 +14,13 @@ from lora_tool.progress import Watch
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import LoraSubject
-from lora_tool.rules.training.value_check import ValueFacts, run_parts
+from lora_tool.sharded.reading_values import run_parts
 from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
     from lora_tool.sharded.frozen_heads import Heads
     from lora_tool.sharded.state import TrainingState
-    from lora_tool.sharded.value_facts import ValueFact
+    from lora_tool.sharded.value_facts import ValueFact, ValueFacts
 
 F = TypeVar("F")
 
@@ -102,7 +102,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @cached_property
     def _values(self) -> ValueFacts:
-        from lora_tool.sharded.value_facts import Unreadable  # slow to import, for few folders
+        from lora_tool.sharded.value_facts import Unreadable, ValueFacts  # slow to import, for few folders
 
         facts: list[ValueFact]
         try:

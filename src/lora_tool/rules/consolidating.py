@@ -16,8 +16,9 @@ _OF_ADAPTERS = ("LT201", "LT415")
 
 def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
     """Return what is wrong with the rank files, no value read."""
-    rules = (rule for rule in RULES.values() if rule.on is ShardedSubject and not rule.deep)
-    return tuple(finding for rule in rules if rule.code not in _OF_ADAPTERS for finding in rule.run(subject))
+    rules = (RULES[code] for code in sorted(RULES) if code not in _OF_ADAPTERS)
+    of_files = (rule for rule in rules if rule.on is ShardedSubject and not rule.deep)
+    return tuple(finding for rule in of_files for finding in rule.run(subject))
 
 
 def judge_adapter(subject: ShardedSubject) -> tuple[Finding, ...]:
