@@ -19,6 +19,7 @@ from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.keys import Part, without_numbers, without_wrapped
+from lora_tool.records import kept
 from lora_tool.tensors import StoredTensor
 
 FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
@@ -185,15 +186,9 @@ class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
         return (item for item in self.whole if item.part in parts)
 
 
+@kept
 def view_of(adapter: AdapterDir) -> AdapterView:
     """Return the view of an opened adapter, whether or not it is sound: made once, and the same for everybody."""
-    if not adapter.views:
-        adapter.views.append(_viewed(adapter))
-    view: AdapterView = adapter.views[0]
-    return view
-
-
-def _viewed(adapter: AdapterDir) -> AdapterView:
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     tensors = adapter.tensors
     paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}

@@ -7,9 +7,7 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -122,11 +120,6 @@ class ModelDir(_WithWeights, frozen=True, kw_only=True, dict=True):
     config: ModelConfig | None
     manifest: Manifest | None = None
 
-    @cached_property
-    def read(self) -> dict[str, Any]:
-        """Return the layouts of its quantised weights, once they have been read."""
-        return {}
-
     @property
     def whole_config(self) -> ModelConfig:
         """The config, for a model that the rules have found whole."""
@@ -147,16 +140,6 @@ class AdapterDir(_WithWeights, frozen=True, kw_only=True, dict=True):
     config: AdapterConfig | None
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-
-    @cached_property
-    def scans(self) -> list[Any]:
-        """Its `rules.engine.scan.Scans`, once somebody has asked for it: the rules read each adapter only once."""
-        return []
-
-    @cached_property
-    def views(self) -> list[Any]:
-        """Its `adapter.view.AdapterView`, once somebody has asked for it: of a hundred thousand tensors it takes a while."""
-        return []
 
 
 class ShardedDir(_Opened, frozen=True, kw_only=True):

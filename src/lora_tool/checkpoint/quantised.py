@@ -14,12 +14,10 @@ from lora_tool.formats.quantised.encodings import dequantised, parts
 from lora_tool.formats.quantised.layouts import QuantisedWeights, is_sign, read_quantised
 from lora_tool.formats.quantised.names import give_full_precision, require_read
 from lora_tool.formats.quantised.parts import LayoutError
+from lora_tool.records import kept
 from lora_tool.tensors import StoredTensor
 
 _TABLE = "quantization_config"
-_MATRICES = "matrices"
-_PLAIN = "plain"
-_SIGN = "sign"
 
 
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
@@ -29,17 +27,20 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is not
     read, or weights that are not stored as it says.
     """
-    if _PLAIN in model.read:
-        known: ModelDir = model.read[_PLAIN]
-        return known
     config = model.whole_config
     require_read(config, hub_id)
     if not quantisation_table(config) and sign_of(model) is None:
         return model
     try:
-        found = quantised_weights(model)
+        return _plain(model)
     except LayoutError as error:
         raise UnsupportedAdapter(str(error), hint=give_full_precision(hub_id, config, model.root)) from error
+
+
+@kept
+def _plain(model: ModelDir) -> ModelDir:
+    """Return a quantised model with a matrix for each weight. Raises `LayoutError`."""
+    found = quantised_weights(model)
     by_place = {encoding.codes.name: dequantised(encoding) for encoding in found.weights.values()}
     of_weights = {part.name for encoding in found.weights.values() for part in parts(encoding)}
     beside = {*of_weights, *found.calibrated}
@@ -49,28 +50,23 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
             tensors[by_place[name].name] = by_place[name]
         elif name not in beside:
             tensors[name] = tensor
-    plain = replace(model, config=_plain_config(config), weights=replace(model.weights, tensors=tensors))
-    model.read[_PLAIN] = plain
-    return plain
+    weights = replace(model.weights, tensors=tensors)
+    return replace(model, config=_plain_config(model.whole_config), weights=weights)
 
 
+@kept
 def sign_of(model: ModelDir) -> StoredTensor | None:
     """Return the first tensor that shows that the model is quantised, whatever its config says."""
-    if _SIGN not in model.read:
-        model.read[_SIGN] = next(filter(is_sign, model.tensors.values()), None)
-    found: StoredTensor | None = model.read[_SIGN]
-    return found
+    return next(filter(is_sign, model.tensors.values()), None)
 
 
+@kept
 def as_matrices(model: ModelDir) -> ModelDir:
     """Return the model as `in_full_precision` does, and as it is stored where its weights are not read."""
-    if _MATRICES not in model.read:
-        try:
-            model.read[_MATRICES] = model if model.config is None else in_full_precision(model)
-        except (UnsupportedAdapter, OSError):
-            model.read[_MATRICES] = model
-    found: ModelDir = model.read[_MATRICES]
-    return found
+    try:
+        return model if model.config is None else in_full_precision(model)
+    except (UnsupportedAdapter, OSError):
+        return model
 
 
 def _plain_config(config: ModelConfig) -> ModelConfig:
@@ -91,15 +87,13 @@ def _with_table(raw: Mapping[str, Any], table: Mapping[str, Any] | None) -> dict
     return kept | inner | ({_TABLE: dict(table)} if _TABLE in raw and table is not None else {})
 
 
+@kept
 def quantised_weights(model: ModelDir) -> QuantisedWeights:
     """Return the quantised weights of a model. Raises `LayoutError` for what is not stored as its format says."""
     table = {} if model.config is None else quantisation_table(model.config)
     if not table and sign_of(model) is None:
         return QuantisedWeights(weights={}, calibrated=())
-    if _TABLE not in model.read:
-        model.read[_TABLE] = read_quantised(model.tensors, table, metadata_in_files(model))
-    found: QuantisedWeights = model.read[_TABLE]
-    return found
+    return read_quantised(model.tensors, table, metadata_in_files(model))
 
 
 def metadata_in_files(model: ModelDir) -> Mapping[str, str]:

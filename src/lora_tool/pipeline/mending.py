@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_sharded
 from lora_tool.errors import CheckpointError
 from lora_tool.report.findings import Finding
+from lora_tool.rules.consolidating import is_about_rank_files
 
 
 def has_rank_files(opened: Checkpoint) -> bool:
@@ -21,4 +22,4 @@ def has_rank_files(opened: Checkpoint) -> bool:
 
 def curable(findings: Iterable[Finding]) -> bool:
     """Return whether rank files can mend what was found: everything but faults of their own."""
-    return all(not finding.code.startswith("LT4") for finding in findings)
+    return all(not is_about_rank_files(finding) for finding in findings)

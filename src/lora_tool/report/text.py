@@ -18,7 +18,8 @@ SHOWN = 3
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}
 _SEVERITY_WIDTH = max(len(severity.value) for severity in Severity)
-_INDENT = " " * (2 + _SEVERITY_WIDTH + 2 + len("LT000") + 2)
+_CODE_WIDTH = 5
+_INDENT = " " * (2 + _SEVERITY_WIDTH + 2 + _CODE_WIDTH + 2)
 
 
 def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: int = SHOWN) -> Iterator[str]:

@@ -31,3 +31,8 @@ def check_of_values(state: TrainingState, tensors: TensorTable, ignored: tuple[s
     codes = (rule.code for rule in RULES.values() if rule.on is ShardedSubject and rule.deep)
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in codes)
     return None if unchecked else value_check(state, tensors, ignored=ignored)
+
+
+def is_about_rank_files(finding: Finding) -> bool:
+    """Return whether the finding is a fault of rank files themselves."""
+    return finding.code.startswith("LT4")

@@ -56,6 +56,11 @@ DEEP_BYTES = 256 << 20
 
 NO_BASE = "no base model was given (use --base)"
 
+OF_LOADING = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
+"""The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
+WEIGHTS_BESIDE = "LT222"
+"""The rule that reports weights in other files than the adapter's."""
+
 _OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
@@ -239,8 +244,9 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     def _why_not(self, rule: Rule, subject: Subject) -> str | None:
         """Return why the rule would say nothing true about the subject; None if it can run."""
         checkpoint = subject.checkpoint
-        if isinstance(subject, ShardedSubject) and rule.deep:
-            return subject.why_no_values or (_too_large(subject.nbytes) if self.deep is None else None)
+        if isinstance(subject, ShardedSubject) and Need.WEIGHTS in rule.needs:
+            too_large = _too_large(subject.nbytes) if rule.deep and self.deep is None else None
+            return subject.why_no_values or too_large
         if isinstance(checkpoint, AdapterDir | ModelDir):
             if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
                 return "the weights cannot be read; that is reported above"

@@ -29,12 +29,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.report import Report, Severity
 from lora_tool.rules.engine.registry import chosen
-from lora_tool.rules.judging import NO_BASE, Judge
-
-_JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
-"""The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
-_BESIDE = "LT222"
-"""The rule that reports weights beside the adapter."""
+from lora_tool.rules.judging import NO_BASE, OF_LOADING, WEIGHTS_BESIDE, Judge
 
 
 def plan_convert(
@@ -70,8 +65,8 @@ def plan_convert(
     head = value_head_of(adapter) if reward else None
     if head is not None:
         named = with_score(named, head, adapter, base)
-        ignored = (*ignored, _BESIDE)
-    report = _judged(adapter, named, Judge(rules=chosen(_JUDGED, ignored), base=base, why_no_base=why_no_base))
+        ignored = (*ignored, WEIGHTS_BESIDE)
+    report = _judged(adapter, named, Judge(rules=chosen(OF_LOADING, ignored), base=base, why_no_base=why_no_base))
     report.raise_at(Severity.ERROR)
     steps = tuple(_steps(named))
     side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))

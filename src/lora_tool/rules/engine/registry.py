@@ -45,6 +45,9 @@ class Need(str, enum.Enum):
     """Without a base model the rule looks at what it can, and that it could not at more is said."""
     CLASS = "class"
     """The tensors of the model's class; without them a rule looks at what it can, and that it could not at more is said."""
+    ALL_NAMES = "all names"
+    """Every file that lists tensors of a checkpoint in pieces; without one a rule looks at the others, and the report says
+    so."""
     VALUES = "values"
     """The weights themselves are read, not only their headers."""
     SERVER = "server"

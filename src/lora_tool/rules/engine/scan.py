@@ -21,6 +21,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import LoraToolError
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
+from lora_tool.records import kept
 from lora_tool.rules.engine.scan_model import (
     LAYOUTS,
     NOT_FINITE,
@@ -75,12 +76,10 @@ class Scans(Struct):
         return scan_all(tensors, opened, progress=self.progress)
 
 
-def scans_of(adapter: AdapterDir) -> Scans:
-    """Return the adapter's scans, which it keeps."""
-    if not adapter.scans:
-        adapter.scans.append(Scans())
-    scans: Scans = adapter.scans[0]
-    return scans
+@kept
+def scans_of(_: AdapterDir) -> Scans:
+    """Return the adapter's scans, which it keeps: the rules read each adapter only once."""
+    return Scans()
 
 
 def _kernel() -> Kernel | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lora_tool.display import and_more, counted
 from lora_tool.keys import PREFIX, has_lora_factor
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.training.advice import another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
@@ -90,7 +90,7 @@ def _foreign(path: Path, message: str, name: str | None = None) -> Fault:
     return Fault(path=str(path), message=message, subject=name, hint=hint)
 
 
-@rule("LT408", Severity.ERROR, on=ShardedSubject)
+@rule("LT408", Severity.ERROR, on=ShardedSubject, needs=[Need.ALL_NAMES])
 def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
     """Partitions with a wrong number of elements.
 
@@ -121,7 +121,7 @@ def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
         yield Fault(path=str(path), message=gap, subject=name, hint=hint)
 
 
-@rule("LT410", Severity.INFO, on=ShardedSubject)
+@rule("LT410", Severity.INFO, on=ShardedSubject, needs=[Need.ALL_NAMES])
 def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
@@ -154,7 +154,7 @@ def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
         yield Fault(path=path, message=message, hint=hint, severity=Severity.WARNING)
 
 
-@rule("LT416", Severity.ERROR, on=ShardedSubject)
+@rule("LT416", Severity.ERROR, on=ShardedSubject, needs=[Need.ALL_NAMES])
 def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
     """A checkpoint without its adapter.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,6 +26,8 @@ F = TypeVar("F")
 
 _VALUES_NEED = ("LT401", "LT402", "LT403", "LT405", "LT407", "LT408")
 """Rules whose errors leave no values to judge."""
+_NAMES_NEED = ("LT401", "LT402")
+"""Rules whose errors hide tensors."""
 
 
 class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True):
@@ -57,16 +59,17 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
     @cached_property
     def why_no_values(self) -> str | None:
         """Why the values cannot be judged, None if they can."""
-        found = (finding for code in _VALUES_NEED for finding in RULES[code].run(self))
-        broken = any(finding.severity is Severity.ERROR for finding in found)
-        return "the rank files are incomplete; that is reported above" if broken else None
+        return "the rank files are incomplete; that is reported above" if self._has_errors(_VALUES_NEED) else None
 
-    @property
+    @cached_property
     def why_in_part(self) -> str | None:
-        """Why not all tensors can be judged by their names and shapes, None if they can."""
-        if self.state.lists_all_names and not any(True for _ in self.state.absent_files()):
-            return None
-        return "rank files are missing or cannot be read; that is reported above"
+        """Why names and shapes show only a part of the tensors, None if they show all."""
+        broken = self._has_errors(_NAMES_NEED)
+        return "rank files are missing or cannot be read; that is reported above" if broken else None
+
+    def _has_errors(self, codes: Iterable[str]) -> bool:
+        found = (finding for code in codes for finding in RULES[code].run(self))
+        return any(finding.severity is Severity.ERROR for finding in found)
 
     def values(self, kind: type[F]) -> Iterator[F]:
         """Yield the facts of one kind that the values show; all are read at the first call."""
@@ -91,14 +94,13 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
         return heads_of(self.state, config, parsed_keys(self.state))
 
     def half_pairs(self) -> Iterator[HalfPair]:
-        """See `LoraSubject`; where files are missing or broken, what they hold is not known."""
+        """See `LoraSubject`."""
         from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # slow to import, for few folders
 
-        if self.chosen is not None:
+        if has_lora(self.state.entries):
             parsed = parsed_keys(self.state)
-            yield from half_pairs_among({name: parsed[name] for name in self.chosen})
-        elif has_lora(self.state.entries) and not self.why_no_values:
-            yield from half_pairs_among(parsed_keys(self.state))
+            names = parsed if self.chosen is None else self.chosen
+            yield from half_pairs_among({name: parsed[name] for name in names})
 
     @cached_property
     def _values(self) -> ValueFacts:
