@@ -125,12 +125,12 @@ def test_rank_files_are_joined_without_numpy(tmp_path: Path) -> None:
     assert loaded(CALL.format(arguments=["consolidate", ranks, "-o", str(tmp_path / "out")])) <= {"click"}
 
 
-def test_a_plan_is_printed_without_what_computes_and_rank_files_without_rules(tmp_path: Path) -> None:
+def test_a_plan_is_printed_without_what_computes_and_rank_files_without_other_rules(tmp_path: Path) -> None:
     merging = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out"), "--dry-run"]))
     assert not merging & {"lora_tool.execution.engine", "concurrent.futures"}
     ranks = str(ROOT / "fixtures" / "zero" / "stage3-full")
     joining = modules(CALL.format(arguments=["consolidate", ranks, "-o", str(tmp_path / "out"), "--dry-run"]))
-    assert not joining & {"lora_tool.execution.engine", "lora_tool.rules.engine.registry", "concurrent.futures"}
+    assert not joining & {"lora_tool.execution.engine", "lora_tool.rules.judging", "concurrent.futures"}
 
 
 @pytest.mark.parametrize("words", ["merge --dry-run", "push --dry-run", "ls"])
