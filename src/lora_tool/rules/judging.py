@@ -265,7 +265,9 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return None
 
     def _why_in_part(self, rule: Rule, subject: Subject) -> str | None:
-        """Return why a rule that ran could not look at everything; None if it did."""
+        """Return why a rule that ran could not see everything; None if it did."""
+        if isinstance(subject, ShardedSubject):
+            return subject.why_in_part if Need.ALL_NAMES in rule.needs else None
         if isinstance(subject, AdapterSubject):
             if Need.BASE_IN_PART in rule.needs and subject.base is None:
                 return self.why_no_base
