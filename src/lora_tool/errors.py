@@ -28,6 +28,7 @@
     │   └── HubUnreachable         network, overload or rate limit: a retry may succeed
     ├── WrongValue                 an argument has a value that is not allowed
     │   └── UnknownRule            no rule has the code that was given
+    ├── BrokenPlugin               an entry point of another distribution does not load
     └── MissingDependency          an extra is not installed
 
 A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
@@ -210,6 +211,10 @@ class FindingsFound(LoraToolError):
     def __init__(self, message: str, *, hint: str | None = None, report: Any = None) -> None:  # noqa: ANN401 - a `Report`
         super().__init__(message, hint=hint)
         self.report = report
+
+
+class BrokenPlugin(LoraToolError):
+    """What another distribution adds does not load; the message names the distribution."""
 
 
 class HubError(LoraToolError):

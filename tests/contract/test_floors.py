@@ -25,7 +25,7 @@ FLOORS: dict[str, float] = {
         ),
         0,
     ),
-    **dict.fromkeys(("choices", "options"), 0.1),
+    **dict.fromkeys(("choices", "options", "doors"), 0.1),
     "tensors": 0.2,
     "actions": 0.2,
     "hub_names": 0.2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import importlib
 import io
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 import click
 
+from lora_tool import doors
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import leave_stdout, show_error, warn
 from lora_tool.display import printable
@@ -48,7 +50,18 @@ COMMANDS = {
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
 
+
+@functools.cache
+def all_commands() -> dict[str, str]:
+    """Return the line of every command, those of other distributions last; warn once of one that does not load."""
+    others = doors.load_all(doors.COMMANDS, click.Command, warn)
+    lines = {name: other.get_short_help_str(limit=_LINE) for name, other in others.items()}
+    return COMMANDS | {name: line for name, line in lines.items() if name not in COMMANDS}
+
+
 _STDERR = 2
+_LINE = 100
+"""Characters of a command's line in the list of all."""
 ENVIRONMENT = "LORA_TOOL"
 """What the names of environment variables begin with: `LORA_TOOL_MERGE_DTYPE` is `--dtype` of `merge`."""
 
@@ -76,14 +89,12 @@ class LazyGroup(click.Group):
     context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(COMMANDS)
+        return list(all_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
+        command = _imported(cmd_name)
+        if command is None:
             return None
-        _require_machine()
-        module = importlib.import_module(f"lora_tool.cli.{cmd_name}")
-        command: click.Command = module.command
         command.context_class = Context
         if command.help is None and command.callback is not None:  # python -OO
             from lora_tool.rules.engine.registry import page_in_source
@@ -108,7 +119,7 @@ class LazyGroup(click.Group):
         except click.UsageError as error:
             from lora_tool.choices import closest  # for mistakes alone
 
-            meant = closest(args[0], COMMANDS)
+            meant = closest(args[0], {**COMMANDS, **doors.entry_points(doors.COMMANDS)})
             if meant is None:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {meant!r}?", ctx) from error
@@ -119,9 +130,22 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(all_commands().items()))
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS.items()])
+
+
+def _imported(name: str) -> click.Command | None:
+    """Return the command, of this package or of another distribution; None if there is none."""
+    if name in COMMANDS:
+        _require_machine()
+        command: click.Command = importlib.import_module(f"lora_tool.cli.{name}").command
+        return command
+    point = doors.entry_points(doors.COMMANDS).get(name)
+    if point is None:
+        return None
+    _require_machine()
+    return doors.load(point, click.Command)
 
 
 def _variable(command: str, option: click.Option) -> str:
