@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.main import COMMANDS, cli
+from lora_tool.cli.main import all_commands, cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -29,7 +29,7 @@ def command_table() -> str:
     """Return every command with its arguments and the line that `lora-tool --help` has for it."""
     context = click.Context(cli, info_name="lora-tool")
     lines = ["| command | what it does |", "|---|---|"]
-    for name, line in COMMANDS.items():
+    for name, line in all_commands().items():
         command = cli.get_command(context, name)
         assert command is not None
         usage = command.collect_usage_pieces(click.Context(command, info_name=name, parent=context))

@@ -1,4 +1,4 @@
-"""Generate the pages on rules, guards, exit codes, commands, schemas and the Python API from the program."""
+"""Generate the pages on rules, exit codes, commands, schemas and the Python API from the program."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from importlib import resources
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
+import click
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 import lora_tool
 import lora_tool.validation.validating
 from lora_tool.cli.exit_codes import MEANINGS
-from lora_tool.cli.main import COMMANDS
+from lora_tool.cli.main import all_commands, cli
 from lora_tool.rules.engine.registry import RULES, Rule
-from lora_tool.train.traps import ERRORS, PAGES
 
 if TYPE_CHECKING:
-    import click
     from sphinx.application import Sphinx
 
 FAMILIES = {
@@ -50,12 +49,6 @@ def _rule(rule: Rule) -> Iterator[str]:
         yield f"**{heading}.** {_plain(text)}\n"
 
 
-def guards() -> Iterator[str]:
-    """Yield what is said of every guard of `train`, errors first."""
-    for code, page in sorted(PAGES.items(), key=lambda item: (item[0] not in ERRORS, item[0])):
-        yield f"## {code}\n\n*{'error' if code in ERRORS else 'warning'}*\n\n{_plain(page)}\n"
-
-
 def exit_codes() -> Iterator[str]:
     """Yield the table of exit codes."""
     yield "| exit code | means |\n|---|---|"
@@ -64,8 +57,10 @@ def exit_codes() -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     """Yield a section for each command: its help, its options, its example."""
-    for name in COMMANDS:
-        yield f"```{{eval-rst}}\n.. click:: lora_tool.cli.{name}:command\n   :prog: lora-tool {name}\n```\n"
+    for name in all_commands():
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        yield f"```{{eval-rst}}\n.. click:: {command.callback.__module__}:command\n   :prog: lora-tool {name}\n```\n"
 
 
 def schemas() -> Iterator[str]:
@@ -127,7 +122,6 @@ def _plain(text: str) -> str:
 
 READ_OFF = {
     "rules": rules,
-    "guards": guards,
     "exit-codes": exit_codes,
     "commands": commands,
     "schemas": schemas,

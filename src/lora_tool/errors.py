@@ -17,10 +17,6 @@
     │   ├── OutOfSpace
     │   └── SourceChanged          an input changed while it was read
     ├── VerificationFailed         the written output is wrong
-    ├── TrainingError              a training run
-    │   ├── BadRunConfig           its configuration is wrong
-    │   ├── TrainingStopped        a guard stopped it, or refused to begin
-    │   └── TrainingFailed         it could not run
     ├── FindingsFound              raised by ``Report.raise_for_errors``
     ├── HubError                   the Hub did not do what was asked
     │   ├── HubRefused             permission is missing, or the request is not accepted
@@ -187,22 +183,6 @@ class SourceChanged(ExecutionError):
 
 class VerificationFailed(LoraToolError):
     """The written output is wrong. A command deletes it; a push leaves it on the Hub."""
-
-
-class TrainingError(LoraToolError):
-    """Something about a training run."""
-
-
-class BadRunConfig(TrainingError):
-    """The configuration of a run cannot be read, or has an option that TRL, accelerate and lora-tool do not know."""
-
-
-class TrainingStopped(TrainingError):
-    """A guard refused a run or stopped it, or its result is bad."""
-
-
-class TrainingFailed(TrainingError):
-    """The run could not begin or continue: TRL, accelerate or the machine failed."""
 
 
 class FindingsFound(LoraToolError):

@@ -140,9 +140,7 @@ def test_prune_keeps_what_it_does_not_read(call: Caller, iterations: Path) -> No
     )
 
 
-def test_a_run_that_was_killed_while_saving_keeps_what_it_can_go_on_from(
-    call: Caller, run: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_was_killed_while_saving_keeps_what_it_can_go_on_from(call: Caller, run: Path) -> None:
     last = run / "checkpoint-6"
     last.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):  # what the Trainer writes first

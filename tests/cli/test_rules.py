@@ -3,10 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.train.traps import CODES, ERRORS
 from tests.cli.calling import Caller
 
 
@@ -49,18 +46,6 @@ def test_json(call: Caller) -> None:
     assert rule["severity"] == "error"
     assert list(rule["page"]) == ["What it does", "Why it matters", "Example", "What to do"]
     assert len(call("rules", "--json").json["rules"]) == len(RULES)
-
-
-@pytest.mark.parametrize("code", sorted(CODES))
-def test_every_guard_has_a_page(code: str, call: Caller) -> None:
-    called = call("rules", code)
-    assert called.code == 0
-    assert called.out.startswith(f"{code}\n\n{'error' if code in ERRORS else 'warning'}\n\n")
-    assert len(called.out.split("\n\n")[2]) > 40
-
-
-def test_a_misspelled_guard_names_the_closest(call: Caller) -> None:
-    assert "did you mean task-type?" in call("rules", "tasktype").err
 
 
 def test_a_reader_that_leaves_is_no_failure_of_reading() -> None:

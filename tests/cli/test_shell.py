@@ -20,7 +20,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
-from lora_tool.cli.main import COMMANDS, cli
+from lora_tool.cli.main import all_commands, cli
 from lora_tool.version import __version__
 from tests.cli.calling import REPOSITORY, Caller
 
@@ -85,13 +85,11 @@ _PATHS = (
 )
 
 
-@pytest.mark.parametrize("words", [*_PATHS, "verify --adapter", "rules", "validate --ignore", "guard --ignore"])
+@pytest.mark.parametrize("words", [*_PATHS, "verify --adapter", "rules", "validate --ignore"])
 def test_paths_and_codes_are_completed(words: str) -> None:
     begun, expected = ("fix", {"dir,fix"}) if words in _PATHS or "--adapter" in words else ("LT20", {"plain,LT206"})
     if "--ignore" in words:
         begun, expected = f"LT101,{begun}", {"plain,LT101,LT206"}
-    if "guard" in words:
-        begun, expected = "task", {"plain,task-type"}
     shell = BashComplete(cli, {}, "lora-tool", "_LORA_TOOL_COMPLETE")
     offered = {shell.format_completion(item) for item in shell.get_completions(words.split(), begun)}
     assert expected <= offered
@@ -188,7 +186,7 @@ def test_zsh_offers_words(call: Caller, program: Path) -> None:
 
 def test_every_option_has_the_variable_of_its_name() -> None:
     context = click.Context(cli, info_name="lora-tool")
-    for name in COMMANDS:
+    for name in all_commands():
         command = cli.get_command(context, name)
         assert command is not None
         for param in command.params:
@@ -216,7 +214,7 @@ def test_a_variable_that_sets_no_option_is_named(call: Caller, monkeypatch: pyte
     assert told == [f"warning: {what}, did you mean LORA_TOOL_MERGE_NUM_LABELS?"]
 
 
-@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize("name", list(all_commands()))
 def test_the_example_is_one_line(call: Caller, name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None

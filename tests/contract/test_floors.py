@@ -59,7 +59,7 @@ FLOORS: dict[str, float] = {
     "validation": 4.5,
     "inventory": 4.6,
     **dict.fromkeys(("execution", "verification"), 5),
-    **dict.fromkeys(("hub", "train", "pictures"), 6),
+    **dict.fromkeys(("hub", "pictures"), 6),
     "pipeline": 6.5,
     "cli": 7,
     "__main__": 8,
@@ -75,8 +75,11 @@ NEVER = {
 SHARED = {"rules.engine": ("execution.native.library",)}
 """The kernel's scan reads values, and computes nothing with them."""
 LONGEST = 400
+PLUGINS = ("lora_tool_train",)
+"""Packages that enter by entry points: they import what has no underscore, and nothing of ours names them."""
 
 FILES = sorted((SOURCE / "lora_tool").rglob("*.py"))
+OF_PLUGINS = sorted(path for name in PLUGINS for path in (SOURCE / name).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -108,6 +111,8 @@ def faults(path: Path, module: str) -> list[str]:
         other = room(rest) if top == "lora_tool" else top
         if top == "lora_tool" and other != here and FLOORS[other] >= FLOORS[here]:
             found.append(f"{path}:{line}: {here} (floor {FLOORS[here]}) imports {other} (floor {FLOORS[other]})")
+        if top in PLUGINS:
+            found.append(f"{path}:{line}: {here} imports {name}, which enters by an entry point")
         if other in SHARED.get(here, ()):
             continue
         if {top, rest.partition(".")[0]} & set(NEVER.get(here.partition(".")[0], ())):
@@ -137,6 +142,22 @@ def test_arrows_run_one_way_inside_a_room_too() -> None:
     assert circle(graph) == []
 
 
+def test_plugins_import_what_is_public() -> None:
+    assert OF_PLUGINS
+    private = [
+        f"{path}:{line}: {name}"
+        for path in OF_PLUGINS
+        for line, name in imports(path)
+        if name.startswith("lora_tool.") and re.search(r"\._", name)
+    ]
+    assert private == []
+
+
+def test_nothing_names_a_plugin() -> None:
+    named = [path for path in FILES if re.search(rf"\b({'|'.join(PLUGINS)})\b(?!\.json)", path.read_text())]
+    assert named == []
+
+
 def test_every_room_has_a_floor() -> None:
     assert {room(module_of(path)) for path in FILES} - {""} <= FLOORS.keys()
 
@@ -149,14 +170,19 @@ def test_the_map_names_every_room() -> None:
 
 def test_an_import_upwards_and_a_circle_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
-    path.write_text("def f():\n    from lora_tool.execution import engine\n    import torch\n")
-    (upwards, never, torch) = faults(path, "rules.shared.bad")
+    path.write_text(
+        "def f():\n    from lora_tool.execution import engine\n    import torch\n    import lora_tool_train\n"
+    )
+    (upwards, never, torch, plugin) = faults(path, "rules.shared.bad")
     assert ":2: rules.shared (floor 3.3) imports execution (floor 5)" in upwards
     assert ":2: rules.shared imports lora_tool.execution.engine" in never
     assert ":3: rules.shared imports torch" in torch
+    assert ":4: rules.shared imports lora_tool_train, which enters by an entry point" in plugin
     assert set(circle({"a": {"b"}, "b": {"a"}})) == {"a", "b"}
 
 
 def test_no_file_is_long() -> None:
-    long = {module_of(path): lines for path in FILES if (lines := len(path.read_text().splitlines())) > LONGEST}
+    long = {
+        path.name: lines for path in (*FILES, *OF_PLUGINS) if (lines := len(path.read_text().splitlines())) > LONGEST
+    }
     assert long == {}

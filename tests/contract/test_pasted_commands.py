@@ -5,15 +5,16 @@ shell, as a folder's name may have spaces.
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.cli.main import COMMANDS
+import click
 
-SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
-_BEGINS = re.compile(rf"\blora-tool ({'|'.join(COMMANDS)})\b|\b(cp|rm -r) ")
+from lora_tool.cli.main import all_commands, cli
+
+SOURCE = Path(__file__).parents[2] / "src"
+_BEGINS = re.compile(rf"\blora-tool ({'|'.join(all_commands())})\b|\b(cp|rm -r) ")
 _NO_PATHS = {
     "code",  # of a rule
     "listed",  # the beginning of a code
@@ -25,7 +26,6 @@ _NO_PATHS = {
     "more",
     "reward",  # "--rm " or nothing
     "result",  # of `ci`, in words
-    "' twenty short steps' if cpu else ''",
     "' '.join(parts)",  # quoted where they were gathered
     "models[0]",
 }
@@ -71,7 +71,7 @@ def test_what_is_put_into_a_command_is_quoted() -> None:
 
 _FORWARDING = {"train", "guard"}
 """Commands that also take the options of the programs that they run."""
-_TYPED = re.compile(rf"lora-tool (?P<command>{'|'.join(COMMANDS)})\b(?P<words>[^`;:,()\n]*)")
+_TYPED = re.compile(rf"lora-tool (?P<command>{'|'.join(all_commands())})\b(?P<words>[^`;:,()\n]*)")
 
 
 def _strings(tree: ast.Module) -> Iterator[str]:
@@ -89,7 +89,8 @@ def test_every_option_that_a_command_is_given_exists() -> None:
         text = file.read_text()
         for string in _strings(ast.parse(text)) if _BEGINS.search(text) else ():
             for typed in _TYPED.finditer(string):
-                command = importlib.import_module(f"lora_tool.cli.{typed['command']}").command
+                command = cli.get_command(click.Context(cli), typed["command"])
+                assert command is not None
                 known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
                 asked = {word.partition("=")[0] for word in typed["words"].split() if re.match(r"--?[a-z]", word)}
                 if typed["command"] not in _FORWARDING and not asked <= {*known, "--help"}:

@@ -14,7 +14,7 @@ import pytest
 
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.cli.configuration import configuration
-from lora_tool.cli.main import COMMANDS, cli
+from lora_tool.cli.main import all_commands, cli
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, rewritten, transcripts
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -83,7 +83,7 @@ def test_every_option_that_is_shown_exists(page: str) -> None:
         if name not in ("train", "guard"):  # which hand options on to TRL
             assert {word for word in words if word.startswith("-")} <= options(name), line
     named = set(re.findall(r"`(--[a-z][a-z-]*)", text)) - {"--max-lora-rank"}  # vLLM's
-    assert named <= {"--help"}.union(*map(options, COMMANDS))
+    assert named <= {"--help"}.union(*map(options, all_commands()))
 
 
 def test_the_configuration_is_one(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_tables_are_the_programs_own(page: str) -> None:
 
 
 def test_every_command_has_an_example_that_runs() -> None:
-    for name in COMMANDS:
+    for name in all_commands():
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
         assert (command.epilog or "").startswith("Example: lora-tool "), name

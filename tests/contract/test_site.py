@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import lora_tool
-from lora_tool.cli.main import COMMANDS
+from lora_tool.cli.main import all_commands
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.train.traps import PAGES as GUARDS
 from lora_tool.validation.validating import validate
+from lora_tool_train.traps import CODES as GUARDS
 from tests.made_once import made_once
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT
 
@@ -60,7 +60,7 @@ def test_reference_has_everything(site: Path) -> None:
     assert {code.lower() for code in RULES} <= rules
     assert set(GUARDS) <= Page(site / "reference" / "guards.html").anchors
     commands = (site / "reference" / "commands.html").read_text()
-    assert all(f"lora-tool {name}" in commands for name in COMMANDS)
+    assert all(f"lora-tool {name}" in commands for name in all_commands())
     python = Page(site / "reference" / "python.html").anchors
     assert {f"lora_tool.{name}" for name in lora_tool.__all__ if name != "__version__"} <= python
 

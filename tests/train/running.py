@@ -1,27 +1,31 @@
-"""Training tiny models through the worker, in this process: what costs is importing TRL, not the steps."""
+"""Training tiny models with TRL in this process: importing TRL takes the time, not the steps."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers as hf
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from lora_tool.errors import TrainingStopped
-from lora_tool.train.checks import static_findings, with_settings
-from lora_tool.train.config import RunConfig, read_run_config
-from lora_tool.train.job import TrainingJob, TrainingOutcome, TrainingStatus
-from lora_tool.train.methods import METHODS
-from lora_tool.train.worker import TrainingProcess
+from lora_tool_train import experimental, guard, launch
+from lora_tool_train.config import trl_parser
+from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, read_outcomes, write_job
+from lora_tool_train.logbook import this_process
+from lora_tool_train.methods import METHODS
+from tests.cli.calling import Caller
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 QWEN2 = FIXTURES / "reward-qwen2" / "base"
@@ -100,64 +104,89 @@ def tiny_base(to: Path, config: hf.PretrainedConfig, tokenizer: Path = LLAMA) ->
 
 
 class Trainings:
-    """Runs cases below one folder. Each call is one run of the worker in this process."""
+    """Runs cases below one folder: the command `train`, with TRL's script run in this process instead of a worker."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, call: Caller) -> None:
         self.folder = folder
+        self.call = call
         self.count = 0
-        self.run: TrainingProcess | None = None
 
-    def config(self, method: str, block: Mapping[str, Any] | None = None, /, **options: Any) -> RunConfig:
+    def __call__(
+        self, method: str, guard: Mapping[str, Any] | None = None, /, *, words: Any = (), **options: Any
+    ) -> Trained:
         self.count += 1
         place = self.folder / f"run-{self.count}"
         place.mkdir(parents=True)
         rows = options.pop("rows", None)
         if rows is not None:
             options["dataset_name"] = str(write_rows(place / "data", rows))
-        table = {**COMMON, "output_dir": str(place / "out"), **options}
-        path = place / "run.yaml"
+        table = {**COMMON, "output_dir": str(self.output), **options}
         given = {name: value for name, value in table.items() if value is not ...}
-        path.write_text(yaml.safe_dump({**given, **({"lora_tool": dict(block)} if block else {})}), encoding="utf-8")
-        return read_run_config(METHODS[method], path, [])
-
-    def __call__(
-        self,
-        method: str,
-        block: Mapping[str, Any] | None = None,
-        /,
-        *,
-        dry: Any = False,
-        resume: Any = None,
-        **options: Any,
-    ) -> TrainingOutcome:
-        run, _ = with_settings(self.config(method, block, **options))
-        found = static_findings(run)
-        if any(item.severity.value == "error" for item in found):
-            return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
-        fresh_state()
-        reported = tuple(item.code for item in found)
-        resumed = None if resume is None else str(resume)
-        job = TrainingJob(
-            method=run.method, options=run.options, guard=run.guard, dry_run=dry, reported=reported, resume=resumed
-        )
-        self.run = TrainingProcess(job, main_process=True)
-        try:
-            outcome = self.run.whole()
-        except TrainingStopped as stop:
-            outcome = self.run.failed(stop)
-        return replace(outcome, findings=(*found, *outcome.findings))
+        block = {"lora_tool": {"guard": dict(guard)}} if guard else {}
+        (place / "run.yaml").write_text(yaml.safe_dump({**given, **block}), encoding="utf-8")
+        with mock.patch.object(launch, "run_guarded", run_here):
+            done = self.call("train", method, "--config", place / "run.yaml", "--json", *words)
+        report = done.out[done.out.index('{\n  "schema_version"') :]  # TRL's script has printed in this process, too
+        return Trained(done.code, done.err, json.loads(report))
 
     @property
     def output(self) -> Path:
         return self.folder / f"run-{self.count}" / "out"
 
 
-def fresh_state() -> None:
-    """Let the next trainer choose its precision and device anew."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+class Trained(NamedTuple):
+    code: int
+    err: str
+    report: Any
+
+    @property
+    def status(self) -> str:
+        return str(self.report["status"])
+
+    @property
+    def error(self) -> str:
+        return str(self.report["error"])
+
+    @property
+    def hint(self) -> str:
+        return str(self.report["hint"])
+
+    def codes(self, severity: str | None = None) -> set[str]:
+        return {item["code"] for item in self.report["findings"] if severity in (None, item["severity"])}
+
+
+def run_here(words: Sequence[str], job: TrainingJob, **_: Any) -> tuple[int, list[TrainingOutcome]]:
+    """Run TRL's script as a guarded process does, in this process."""
+    module, *arguments = " ".join(words).rpartition(" -m ")[2].split()
+    with tempfile.TemporaryDirectory() as name, attached(Path(name), job):
+        try:
+            if module == "lora_tool_train.experimental":
+                method = METHODS[arguments.pop(0)]
+                experimental.run(method, trl_parser(method).parse_args_and_config(arguments))
+            else:
+                trl = importlib.import_module(module)
+                trl.main(*trl.make_parser().parse_args_and_config(arguments))
+        except Exception as error:  # noqa: BLE001 - what Python's excepthook gets
+            code = 1
+            this_process().ended_by(error)
+        else:
+            code = 0
+        guard.write_done()
+        return code, read_outcomes(Path(name))
+
+
+@contextmanager
+def attached(folder: Path, job: TrainingJob) -> Iterator[None]:
+    """Attach the guard as a guarded process has it; the parent reads `folder`."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # the next trainer chooses its precision and device anew
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def codes(outcome: TrainingOutcome, severity: str | None = None) -> set[str]:
-    return {item.code for item in outcome.findings if severity in (None, item.severity.value)}
+    write_job(job, folder)
+    this_process.cache_clear()
+    hf.trainer.DEFAULT_CALLBACKS.append(guard.Guard)
+    try:
+        with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
+            yield
+    finally:
+        hf.trainer.DEFAULT_CALLBACKS.remove(guard.Guard)
+        this_process.cache_clear()

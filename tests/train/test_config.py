@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.errors import BadRunConfig
-from lora_tool.train.checks import static_findings, with_settings
-from lora_tool.train.config import RunConfig, read_run_config, trl_arguments
-from lora_tool.train.job import TrainingJob, read_job, write_job
-from lora_tool.train.methods import METHODS
+from lora_tool_train.checks import require_inputs, static_findings, with_task_type
+from lora_tool_train.config import RunConfig, read_run_config, trl_parser
+from lora_tool_train.errors import BadRunConfig
+from lora_tool_train.init_command import first_run
+from lora_tool_train.methods import METHODS
+from lora_tool_train.remains import ResumeChoice
+from lora_tool_train.train_command import launch_command
 
 REWARD = METHODS["reward"]
 
@@ -28,10 +30,9 @@ def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
 
     parser = launch_command_parser()
     flags = {action.option_strings[0] for action in parser._actions if action.nargs == 0}
-    flags -= {"-h", "--help", "-m", "--module", "--no_python"}
+    flags -= {"-h", "--help", "-m", "--module", "--no_python", "--debug"}  # the last is TRL's, too
     assert flags >= {"--cpu", "--multi_gpu", "--use_deepspeed", "--use_fsdp"}
-    lines = "".join(f"    {flag[2:].replace('-', '_')}: true\n" for flag in sorted(flags))
-    run = read(tmp_path, f"lora_tool:\n  launch:\n{lines}")
+    run = read(tmp_path, "".join(f"{flag[2:].replace('-', '_')}: true\n" for flag in sorted(flags)))
     assert {word.replace("-", "_") for word in run.launch} == {word.replace("-", "_") for word in flags}
 
 
@@ -45,9 +46,7 @@ def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
         ("lora_tool: {gaurd: {}}", (), "gaurd", "guard"),
         ("lora_tool: {guard: {windw: 3}}", (), "windw", "window"),
         ("learning-rat: 1", (), "learning_rat", "learning_rate"),
-        ("lora_tool: {after: {merg: {}}}", (), "merg", "merge"),
-        ("lora_tool: {guard: {ignore: [colums]}}", (), "colums", "columns"),
-        ("lora_tool: {launch: {multi_gpus: true}}", (), "multi_gpus", "multi_gpu"),
+        ("lora_tool: {guard: {ignore: [no-margn]}}", (), "no-margn", "no-margin"),
     ],
 )
 def test_a_typo_is_named_with_what_was_meant(
@@ -66,7 +65,6 @@ def test_a_typo_is_named_with_what_was_meant(
         ("use_peft: maybe", "use_peft.*maybe"),
         ("lora_tool: {guard: {mode: maybe}}", "none of stop, warn, off"),
         ("lora_tool: {guard: {window: 0}}", "window`: expected int of at least 1"),
-        ("lora_tool: {after: {push: {private: true}}}", "needs `repo`"),
         ("lora_tool: [1]", "expected table"),
         ("accelerate_config: zero9", "zero9"),
         ("multi_gpu: perhaps", "expected true or false"),
@@ -99,12 +97,9 @@ def test_yaml_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_accelerates_flags_are_flags(tmp_path: Path) -> None:
-    text = (
-        "cpu: true\nmulti_gpu: false\nnum_processes: 2\nlora_tool: {launch: {mixed_precision: bf16, use_fsdp: 'yes'}}"
-    )
-    assert read(tmp_path, text).launch == [
-        "--mixed_precision", "bf16", "--use_fsdp", "--cpu", "--num_processes", "2",
-    ]  # fmt: skip
+    text = "cpu: true\nmulti_gpu: false\nnum_processes: 2\nfsdp_offload_params: true"
+    expected = ["--cpu", "--num_processes", "2", "--fsdp_offload_params", "true"]
+    assert read(tmp_path, text).launch == expected
 
 
 def test_presets_are_trls(tmp_path: Path) -> None:
@@ -140,22 +135,33 @@ def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> N
     assert run.given >= {"learning_rate", "max_steps", "use_peft", "gradient_checkpointing"}
     assert "warmup_steps" not in run.given
     assert run.launch == ["--num_processes", "4", "--multi_gpu"]
-    _, training, model, _ = trl_arguments(run.method, run.options)  # as the worker reads them
-    assert (training.learning_rate, training.max_steps, training.gradient_checkpointing) == (1e-5, 3, False)
-    assert model.lora_target_modules == ["q_proj", "v_proj"]
     assert run.env == {"A": "1"}
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("method", METHODS)
-def test_every_option_reaches_the_worker_as_it_was_read(tmp_path: Path, method: str) -> None:
+def test_every_option_reaches_trls_script_as_it_was_read(tmp_path: Path, method: str) -> None:
     text = "learning_rate: 1e-4\nuse_peft: true\ndatasets: [{path: json, data_files: a.jsonl}]\n"
-    run = read(tmp_path, text, "--use_cpu", "--bf16", "false", "--output_dir", "out", method=method)
-    write_job(TrainingJob(guard=run.guard, method=run.method, options=run.options), tmp_path)
-    options = read_job(tmp_path).options
-    assert options == run.options
-    _, training, model, mixture = trl_arguments(run.method, options)
-    assert (training.learning_rate, model.use_peft, mixture.datasets[0].data_files) == (1e-4, True, "a.jsonl")
+    typed = ("--use_cpu", "--bf16", "false", "--output_dir", "out", "--lora_target_modules", "q_proj", "v_proj")
+    run = read(tmp_path, text, *typed, "--num_processes", "1", method=method)
+    words = launch_command(run, ResumeChoice(path=tmp_path), tmp_path)
+    assert words[3:8] == ["--quiet", "--num_processes", "1", "-m", run.method.script]
+    _, training, model, mixture = trl_parser(run.method).parse_args_and_config(words[-2:])
+    assert (training.learning_rate, training.bf16, training.resume_from_checkpoint) == (1e-4, False, str(tmp_path))
+    assert (model.use_peft, model.lora_target_modules) == (True, ["q_proj", "v_proj"])
+    assert mixture.datasets[0].data_files == "a.jsonl"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", METHODS)
+def test_what_init_prints_is_a_run_of_the_method(name: str, tmp_path: Path) -> None:
+    text = first_run(METHODS[name]).replace("# use_cpu: true #", "use_cpu: true #").replace("bf16: true", "bf16: false")
+    run = read(tmp_path, text.replace("# reward_funcs:", "reward_funcs:").replace("# num_pro", "num_pro"), method=name)
+    require_inputs(run)
+    assert not list(static_findings(run))
+    assert with_task_type(run) is run
+    launch_command(run, ResumeChoice(), tmp_path)
+    trl_parser(run.method).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize("typed", [("stray",), ("--learning_rate",), ("--", "x")])
@@ -164,38 +170,18 @@ def test_arguments_that_are_no_options(tmp_path: Path, typed: tuple[str, ...]) -
         read(tmp_path, "", *typed)
 
 
-def test_only_what_is_absent_is_set(tmp_path: Path) -> None:
-    run, settings = with_settings(read(tmp_path, "use_peft: true"))
-    assert {name: value for name, (value, _) in settings.items()} == {
-        "lora_task_type": "SEQ_CLS",
-        "logging_nan_inf_filter": False,
-    }
-    assert run.options["lora_task_type"] == "SEQ_CLS"
-    _, none = with_settings(read(tmp_path, "use_peft: true\nlora_task_type: CAUSAL_LM\nlogging_nan_inf_filter: true"))
-    assert none == {}
-    _, causal = with_settings(read(tmp_path, "use_peft: true", method="sft"))
-    assert list(causal) == ["logging_nan_inf_filter"]
-
-
 @pytest.mark.parametrize(
     ("method", "text", "codes"),
     [
-        ("reward", "use_peft: true\nlora_task_type: SEQ_CLS\ndtype: bfloat16", set()),
+        ("reward", "use_peft: true\nlora_task_type: SEQ_CLS", set()),
+        ("reward", "use_peft: true", set()),
         ("reward", "use_peft: true\nlora_task_type: null", {"task-type"}),
         ("sft", "use_peft: true\nlora_task_type: SEQ_CLS", {"task-type"}),
         ("sft", "use_peft: false\nlora_task_type: SEQ_CLS", set()),
-        ("reward", "dtype: float16", {"fp16-weights"}),
-        ("reward", "model_init_kwargs: {dtype: float16}", {"fp16-weights"}),
-        ("reward", "dtype: bfloat16\nmodel_init_kwargs: {dtype: float16}", {"fp16-weights", "dtype-conflict"}),
-        ("reward", "fp16: true\nmax_grad_norm: 0", {"no-clipping"}),
-        ("reward", "fp16: true\nmax_grad_norm: 1", set()),
-        ("reward", "logging_nan_inf_filter: true", {"nan-filter"}),
-        ("dpo", "padding_free: true", {"padding-free-off"}),
-        ("sft", "packing: true\npacking_strategy: wrapped", {"packing-wrapped"}),
-        ("sft", "packing: true", set()),
+        ("sft", "lora_r: 8", {"peft-off"}),
     ],
 )
-def test_what_the_options_tell(tmp_path: Path, method: str, text: str, codes: set[str]) -> None:
-    found = static_findings(read(tmp_path, text, method=method))
+def test_the_checks_of_the_options(tmp_path: Path, method: str, text: str, codes: set[str]) -> None:
+    found = list(static_findings(with_task_type(read(tmp_path, text, method=method))))
     assert {item.code for item in found} == codes
     assert all(item.hint for item in found)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lora_tool.train.diagnosis import SignalTracker
-from lora_tool.train.methods import METHODS
+from lora_tool_train.diagnosis import SignalTracker
+from lora_tool_train.methods import METHODS
 
 GRPO = METHODS["grpo"]
 LEARNING = {"loss": 1e-8, "grad_norm": 0.2, "reward": 1.0, "reward_std": 0.4, "frac_reward_zero_std": 0.0}

@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool.errors import TrainingFailed
-from lora_tool.train.remains import last_valid, named, reassemble
-from tests.train.running import QWEN2, Trainings, codes, pairs
+from lora_tool_train.errors import TrainingFailed
+from lora_tool_train.remains import last_valid, named
+from tests.cli.calling import Caller
+from tests.train.running import QWEN2, Trainings, pairs
+
+pytestmark = pytest.mark.filterwarnings("default")
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -95,25 +98,36 @@ def test_none_is_left(output: Path, tmp_path: Path) -> None:
     assert last_valid(tmp_path / "nothing").path is None
 
 
-def test_a_run_that_had_ended_is_saved_as_it_was(train: Trainings) -> None:
-    run: dict[str, Any] = {"model_name_or_path": str(QWEN2), "rows": pairs(), "max_steps": 3, "save_strategy": "steps"}
-    assert train("reward", **run, save_steps=3).status.value == "done"
+def test_a_run_goes_on_as_if_it_had_not_stopped(train: Trainings) -> None:
+    run: dict[str, Any] = {"model_name_or_path": str(QWEN2), "rows": pairs(), "max_steps": 4, "save_steps": 2}
+    assert train("reward", **run, save_strategy="steps").status == "done"
     output = train.output
     trained = load_file(output / "adapter_model.safetensors")
-    again = train("reward", **run, output_dir=str(output), resume=output / "checkpoint-3")
-    assert (again.status.value, codes(again, "error"), again.facts["steps"]) == ("done", set(), 3)
-    assert any("nothing left to train" in note for note in again.notes)
-    saved = load_file(output / "adapter_model.safetensors")
-    assert saved.keys() == trained.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
-    assert not (output / "checkpoint-4").exists()
+    cut("optimizer.pt")(output / "checkpoint-4")
+    again = train("reward", words=["--resume", "auto"], **run, save_strategy="steps", output_dir=str(output))
+    assert (again.status, again.codes()) == ("done", {"unusable-checkpoint"})
+    assert f"resuming from {output / 'checkpoint-2'}" in again.err
+    resumed = load_file(output / "adapter_model.safetensors")
+    assert trained.keys() == resumed.keys()
+    for name, tensor in trained.items():
+        assert tensor.allclose(resumed[name], atol=1e-6), name
+    assert (output / "superseded" / "adapter_model.safetensors").is_file()
+    # where nothing is left to train, transformers takes a step of nothing
+    ended = train("reward", words=["--resume", "auto"], **run, save_strategy="steps", output_dir=str(output))
+    assert (ended.status, ended.codes("error")) == ("done", set())
 
 
-def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
+def test_nothing_to_resume_is_said(train: Trainings) -> None:
+    done = train("reward", words=["--resume", "auto", "--dry-run"], model_name_or_path=str(QWEN2), rows=pairs())
+    assert done.status == "checked"
+    assert "found no complete checkpoint in" in done.err
+
+
+def test_rank_files_are_an_optimizer(tmp_path: Path, call: Caller) -> None:
     zero = tmp_path / "out" / "checkpoint-2"
     shutil.copytree(FIXTURES / "reward-qwen2" / "base", tmp_path / "base")
     shutil.copytree(FIXTURES / "zero" / "stage3-saved", zero)
-    assert reassemble(zero, tmp_path / "whole")
+    assert call("consolidate", zero, "-o", tmp_path / "whole", "--what", "adapter").code == 0
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(tmp_path / "whole" / name, zero / name)
     shutil.copy(FIXTURES / "reward-run" / "checkpoint-2" / "trainer_state.json", zero)
@@ -124,15 +138,8 @@ def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
     assert "LT401" in choice.skipped[0].message
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [
-        ("megatron-lora", "a Megatron checkpoint"),
-        ("zero/stage2-tied", "a DeepSpeed checkpoint"),
-        ("causal-llama/adapter", "an adapter"),
-    ],
-)
-def test_what_no_trainer_saved_is_called_by_its_kind(folder: str, kind: str) -> None:
-    message = f"is {kind} without trainer_state.json: only the program that saved it can resume from it"
-    with pytest.raises(TrainingFailed, match=message):
+@pytest.mark.parametrize("folder", ["megatron-lora", "zero/stage2-tied", "causal-llama/adapter", "reward-run"])
+def test_what_no_trainer_saved_is_not_resumed_from(folder: str) -> None:
+    with pytest.raises(TrainingFailed, match="has no trainer_state.json") as refused:
         named(FIXTURES / folder)
+    assert "--resume auto" in str(refused.value.hint)

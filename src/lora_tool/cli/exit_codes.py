@@ -14,7 +14,7 @@ NOBODY_READS = 141
 
 MEANINGS = {
     DONE: "done",
-    FINDINGS: "findings; for `train`: the run was refused, stopped, or ended badly",
+    FINDINGS: "findings; for a training: it was refused or stopped, or its result is bad",
     USAGE: "usage error, such as an unknown option or key; the closest one is suggested",
     CANNOT: "an input cannot be read, or the request cannot be carried out; the message says which",
     4: "the Hub refused",
@@ -30,8 +30,6 @@ MEANINGS = {
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),
     (errors.VerificationFailed, FAILED_CHECK),
-    (errors.TrainingStopped, FINDINGS),
-    (errors.BadRunConfig, USAGE),
     (errors.WrongValue, USAGE),
     (errors.HubRefused, 4),
     (errors.OutputExists, 6),

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import os
 import signal
 import sys
@@ -41,9 +42,6 @@ COMMANDS = {
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List checkpoints: step, metric, sizes, verdict.",
     "prune": "Remove checkpoints that are neither the last nor the best.",
-    "init": "Print a commented run.yaml to `train` with.",
-    "train": "Train with TRL; stop runs that are bound to fail.",
-    "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
     "env": "Print versions, for a bug report.",
     "completion": "Print the completion script of a shell.",
@@ -206,8 +204,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     listener.set(_note)
     reasons.set(lambda _: None)  # until a command is asked to be verbose
     words = sys.argv[1:] if args is None else args
-    # what `train` and `guard` print of a run that ended badly is JSON already
-    as_json = "--json" in words and not {"train", "guard"} & set(words[:1])
+    as_json = "--json" in itertools.takewhile(lambda word: word != "--", words)  # what follows is another command's
     # a plan makes no cycles worth looking for, and looking takes a tenth of its time: that of a model with a hundred
     # thousand tensors is two million objects
     gc.set_threshold(3_000_000, 100)

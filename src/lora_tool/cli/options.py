@@ -57,22 +57,14 @@ class FolderOrId(click.types.StringParamType):
         return [CompletionItem(incomplete, type="dir")]
 
 
-def rule_codes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the codes that a shell offers for the last of those between commas: rules, of `guard` the guards."""
-    known: dict[str, str]
-    if ctx.info_name == "guard":
-        from lora_tool.train.traps import PAGES  # for shells alone
+def rule_codes(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the codes of rules that a shell offers for the last of those between commas."""
+    import lora_tool.rules.judging  # noqa: F401 - it registers the rules
+    from lora_tool.rules.engine.registry import RULES
 
-        known = PAGES
-    else:
-        import lora_tool.rules.judging  # noqa: F401 - it registers the rules
-        from lora_tool.rules.engine.registry import RULES
-
-        known = {code: rule.title for code, rule in sorted(RULES.items())}
     before, comma, begun = incomplete.rpartition(",")
-    return [
-        CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known.items() if code.startswith(begun)
-    ]
+    known = ((code, rule.title) for code, rule in sorted(RULES.items()) if code.startswith(begun))
+    return [CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known]
 
 
 def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from typing import Any
 
 import click
 
 import lora_tool.validation.validating  # noqa: F401 - importing it registers every rule
-from lora_tool.choices import closest
 from lora_tool.cli.options import json_option, rule_codes
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.errors import UnknownRule
 from lora_tool.report.findings import Severity
 from lora_tool.rules.engine.registry import RULES, Need, Rule, expand
-from lora_tool.train.traps import ERRORS, PAGES
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}
 
@@ -24,18 +20,7 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "b
 @click.argument("code", required=False, shell_complete=rule_codes)
 @json_option
 def command(code: str | None, *, as_json: bool) -> None:
-    """List the rules of `validate`, or explain the one called CODE: a rule, or a guard of `train`."""
-    if code in PAGES:
-        severity = Severity.ERROR if code in ERRORS else Severity.WARNING
-        page = {"code": code, "severity": severity.value, "page": PAGES[code]}
-        shown = (
-            f"{click.style(code, bold=True)}\n\n{click.style(severity.value, fg=_COLOURS[severity])}\n\n{PAGES[code]}"
-        )
-        text = json.dumps({"schema_version": 1, "guards": [page]}, indent=2) if as_json else shown
-        click.echo(text, color=wants_colour() and not as_json)
-        return
-    if code is not None and (guard := closest(code.lower(), PAGES)):
-        raise UnknownRule(f"no guard is called {code!r}", hint=f"did you mean {guard}?")
+    """List the rules of `validate`, or explain the one called CODE."""
     rules = [RULES[known] for known in sorted(RULES if code is None else expand([code]))]
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "rules": [_json(rule) for rule in rules]}, indent=2))
@@ -46,10 +31,8 @@ def command(code: str | None, *, as_json: bool) -> None:
             click.echo(_row(rule), color=wants_colour())
         click.echo(
             "\n`lora-tool rules CODE` explains one.\n"
-            "`base`: needs the base model; `deep`: reads the weights; `for`: runs with `--for` only.\n"
-            "The guards of `train` have pages, too:"
+            "`base`: needs the base model; `deep`: reads the weights; `for`: runs with `--for` only."
         )
-        click.echo(textwrap.fill(", ".join(sorted(PAGES)), 96, break_on_hyphens=False))
 
 
 def _marks(rule: Rule) -> list[str]:

@@ -1,8 +1,7 @@
 """A run's configuration: TRL's own flat YAML, options typed over it, and one block of ours.
 
-What is TRL's is read by TRL's own parser, what is accelerate's by accelerate's; the block ``lora_tool:`` is taken out,
-so that the file without it is one for `trl` too. Importing this is cheap; reading a run imports TRL, and with it torch:
-seconds, as `trl` itself takes.
+TRL's own parser reads TRL's options, accelerate's reads accelerate's. Without the block ``lora_tool:`` the file is one
+for `trl` too. Importing this is cheap; reading a run imports TRL, and with it torch: seconds, as `trl` itself takes.
 """
 
 from __future__ import annotations
@@ -11,25 +10,20 @@ import argparse
 import functools
 import importlib
 import os
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from msgspec import Struct, field
 
 from lora_tool.choices import closest
-from lora_tool.errors import BadRunConfig, CorruptFile, require_packages
+from lora_tool.errors import CorruptFile
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
-from lora_tool.train.methods import Method
-from lora_tool.train.traps import CODES
-
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
-"""What the extra `train` installs."""
-
-MODES = ("stop", "warn", "off")
-WORKER = "lora_tool.train.worker"
+from lora_tool_train.errors import BadRunConfig
+from lora_tool_train.job import GuardSettings
+from lora_tool_train.methods import Method
+from lora_tool_train.traps import CODES
 
 _BLOCK = "lora_tool"
 _MAX_BYTES = 1 << 20
@@ -37,24 +31,8 @@ _PRESET = "accelerate_config"
 """TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
 _NOT_LAUNCH = ("help", "module", "no_python", "env")
 _ABSENT = object()
-
-
-class GuardSettings(Struct, frozen=True, kw_only=True):
-    """What the guards do: `stop` a doomed run, only `warn`, or `off`. `window` counts optimizer steps."""
-
-    mode: str = "stop"
-    window: int = 10
-    ignore: Sequence[str] = ()
-
-
-class AfterSettings(Struct, frozen=True, kw_only=True):
-    """What is run when training has ended well. None: not asked for."""
-
-    validate: bool = False
-    consolidate: bool = False
-    """Whether an adapter that was saved without values is reassembled from the rank files."""
-    merge: Mapping[str, Any] | None = None
-    push: Mapping[str, Any] | None = None
+_SCRIPT = "SCRIPT"
+"""What stands for the script where only accelerate's options are parsed."""
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
@@ -68,14 +46,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     """Names of the options that file or command line give."""
     launch: Sequence[str] = ()
     """The command line of `accelerate launch`."""
-    processes: int | None = None
-    """How many processes accelerate was asked for, None where it is left to accelerate."""
-    machine_rank: int = 0
-    """Which machine of a multi-node run this is."""
     env: Mapping[str, str] = field(default_factory=dict)
     guard: GuardSettings = GuardSettings()
-    after: AfterSettings = AfterSettings()
-    resuming: bool = False
 
     def text(self, name: str) -> str | None:
         """Return the option as text, None where it is not given or null."""
@@ -87,15 +59,6 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         """The run's folder; without `output_dir` it is the one that transformers names."""
         return Path(self.text("output_dir") or "trainer_output")
 
-    def line(self, name: str, value: object) -> str:
-        """Return what to write, and where, to give an option another value."""
-        return f"{name}: {value}" + (f" in {self.path}" if self.path else f" (or --{name} {value})")
-
-
-def require_training(packages: Iterable[str] | None = None) -> None:
-    """Return if the packages, by default all of the extra, are installed. Raises `MissingDependency` naming one that is not."""
-    require_packages(PACKAGES if packages is None else packages, extra="train")
-
 
 def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> RunConfig:
     """Return the run of `method` that the file `path` and the typed `words` describe; what is typed wins.
@@ -106,13 +69,11 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     table = dict(_mapping(path)) if path else {}
     fields = Fields(table, path or "command line")
     block = fields.inner(_BLOCK)
-    block.only(("guard", "after", "launch"))
-    guard, after, env = _guard(block.inner("guard")), _after(block.inner("after")), fields.inner("env").table
-    launch = block.inner("launch")
-    launch.only(_launch_flags())
+    block.only(("guard",))
+    guard, env = _guard(block.inner("guard")), fields.inner("env").table
     fields.require(BadRunConfig)
 
-    parser = _trl_parser(method)
+    parser = trl_parser(method)
     names = {action.dest for action in parser._actions} - {"help"}  # noqa: SLF001 - argparse has no other list
     known = {*names, *_launch_flags(), _BLOCK, "env"}
     table = {name.replace("-", "_"): value for name, value in table.items() if name not in (_BLOCK, "env")}
@@ -122,19 +83,15 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     blank = argparse.Namespace(**dict.fromkeys((*names, "help"), _ABSENT))
     typed, rest = parser.parse_known_args(list(words), blank)
     parser.set_defaults_with_config(**file)
-    asked = {**launch.table, **{name: value for name, value in table.items() if name not in names}}
-    launched, parsed = _launch(asked, rest, known)
+    asked = {name: value for name, value in table.items() if name not in names}
     return RunConfig(
         method=method,
         path=path,
         options=vars(parser.parse_known_args(list(words))[0]),
         given=frozenset({name for name, value in vars(typed).items() if value is not _ABSENT} | file.keys()),
-        launch=launched,
-        processes=parsed.get("num_processes"),
-        machine_rank=parsed.get("machine_rank") or 0,
+        launch=_launch(asked, rest, known),
         env={str(name): str(value) for name, value in env.items()},
         guard=guard,
-        after=after,
     )
 
 
@@ -157,21 +114,9 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 def _guard(fields: Fields) -> GuardSettings:
     fields.only(("mode", "window", "ignore"))
     off = fields.table.get("mode") is False  # YAML reads a bare off as false
-    mode = "off" if off else fields.choice("mode", MODES) or "stop"
+    mode = "off" if off else fields.choice("mode", ("stop", "warn", "off")) or "stop"
     window = fields.integer("window", 10, least=1)
     return GuardSettings(mode=mode, window=window, ignore=fields.listed("ignore", tuple(CODES)))
-
-
-def _after(fields: Fields) -> AfterSettings:
-    """Return the settings; what merge and push hold are options of the command that is run, which judges them."""
-    fields.only(("validate", "consolidate", "merge", "push"))
-    merge, push, consolidate = (fields.table.get(name) for name in ("merge", "push", "consolidate"))
-    merged = {} if merge is True else None if merge in (None, False) else fields.inner("merge").table
-    pushed = {"repo": push} if isinstance(push, str) else fields.inner("push").table or None
-    if pushed is not None and not pushed.get("repo"):
-        fields.note("push", "needs `repo`: push: {repo: owner/name}")
-    consolidates = consolidate == "auto" or fields.boolean("consolidate")
-    return AfterSettings(validate=fields.boolean("validate"), consolidate=consolidates, merge=merged, push=pushed)
 
 
 def _unknown_option(name: str, known: Collection[str], where: str) -> BadRunConfig:
@@ -180,7 +125,7 @@ def _unknown_option(name: str, known: Collection[str], where: str) -> BadRunConf
     return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
 
 
-def _trl_parser(method: Method) -> Any:
+def trl_parser(method: Method) -> Any:
     """Return TRL's parser of the method's options, which raises `BadRunConfig` where it would end the process."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if method.experimental:
@@ -218,8 +163,8 @@ def _launch_flags() -> Mapping[str, bool]:
     return {name: flag for name, flag in flags.items() if name not in _NOT_LAUNCH} | {_PRESET: False}
 
 
-def _launch(asked: Mapping[str, Any], typed: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return accelerate's command line of what the file asks for and what was `typed`, and what accelerate makes of it."""
+def _launch(asked: Mapping[str, Any], typed: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return accelerate's command line for what the file asks for and what was `typed`."""
     words = [word for name, value in asked.items() for word in _launch_words(name, value)]
     words += [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
     resolve = importlib.import_module("trl.cli.accelerate_config").resolve_accelerate_config_argument
@@ -227,39 +172,19 @@ def _launch(asked: Mapping[str, Any], typed: Sequence[str], known: Collection[st
         words = [str(word) for word in resolve(words)]
     except ValueError as error:
         raise BadRunConfig(f"{_PRESET}: {error}", hint=f"{_PRESET}: zero3, or an accelerate.yaml") from error
-    parsed, unknown = _launch_parser().parse_known_args([*words, WORKER])
+    parsed, unknown = _launch_parser().parse_known_args([*words, _SCRIPT])
     if unknown:
         raise _unknown_option(unknown[0].lstrip("-").replace("-", "_"), known, "command line")
-    if parsed.training_script != WORKER:
+    if parsed.training_script != _SCRIPT:
         raise BadRunConfig(f"unexpected argument `{parsed.training_script}`", hint="options are written --name value")
-    config = Path(parsed.config_file or "")
-    defaults = _mapping(config) if config.is_file() else {}
-    return words, {**defaults, **{name: value for name, value in vars(parsed).items() if value is not None}}
+    return words
 
 
 def _launch_words(name: str, value: Any) -> list[str]:
     """Return the words of one option. A flag is given or left out: accelerate would run a file called `True`."""
+    if _launch_flags()[name]:
+        if not isinstance(value, bool):
+            raise BadRunConfig(f"{name}: expected true or false, found {value!r}")
+        return [f"--{name}"] if value else []
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    if not _launch_flags()[name]:
-        return [] if value is None else [f"--{name}", text.lower() if isinstance(value, bool) else text]
-    try:
-        return [f"--{name}"] if importlib.import_module("accelerate.utils").str_to_bool(text) else []
-    except ValueError as error:
-        raise BadRunConfig(f"{name}: expected true or false, found {value!r}") from error
-
-
-def trl_arguments(method: Method, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
-    # TRL's own classes set it, and transformers asks for its new name
-    warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
-    try:
-        arguments: tuple[Any, ...] = _trl_parser(method).parse_dict(dict(options))
-    except (ValueError, TypeError) as error:
-        hint = None if method.experimental else f"trl {method.name} --help"
-        if "use_cpu" in str(error):
-            hint = (
-                "torch sees no GPU here; to train on the CPU: use_cpu: true and bf16: false "
-                f"(lora-tool init {method.name} --cpu)"
-            )
-        raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error
-    return arguments
+    return [] if value is None else [f"--{name}", text.lower() if isinstance(value, bool) else text]

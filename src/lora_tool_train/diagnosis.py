@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from lora_tool.report import Finding
-from lora_tool.train.methods import Feedback, Method
-from lora_tool.train.traps import trap
+from lora_tool_train.methods import Feedback, Method
+from lora_tool_train.traps import trap
 
 NO_GRADIENT = 1e-6
 """A gradient norm below this is none. A healthy adapter's is above 1e-3; equal pairs under DPO give 6e-8."""

@@ -7,10 +7,9 @@ own sitecustomize is run first.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -19,20 +18,19 @@ from typing import Any
 
 
 class _Finder(PathFinder):
-    """Finds the modules of `_WHEN_RUN` as Python would, and does what belongs to each when it has been run."""
+    """Finds modules as Python does, and attaches the guard to `transformers.trainer` when that has been run."""
 
     @classmethod
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        then = _WHEN_RUN.get(fullname)
-        spec = super().find_spec(fullname, path, target) if then is not None else None
-        if then is not None and spec is not None and spec.loader is not None:
+        spec = super().find_spec(fullname, path, target) if fullname == "transformers.trainer" else None
+        if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                then(module)
+                _attach(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -40,34 +38,13 @@ class _Finder(PathFinder):
 
 def _attach(trainer: Any) -> None:
     try:
-        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen
+        from lora_tool_train.guard import attach
     except ImportError as error:
         sys.stderr.write(
             f"lora-tool guard: {sys.executable} cannot import lora-tool, so its processes are not guarded: {error}\n"
         )
-        return
-    trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
-    atexit.register(write_what_was_seen)
-
-
-def _hush_own_warnings(_: ModuleType) -> None:
-    """Leave out what transformers tells TRL and PEFT, and no user can mend."""
-    import warnings  # where something is trained
-
-    warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
-
-
-def _hush_launcher(launch: Any) -> None:
-    """Leave out accelerate's list of the values that nobody gave, as `lora-tool train` does."""
-    launch.logger.addFilter(lambda record: "values were not passed" not in record.getMessage())
-
-
-_WHEN_RUN: dict[str, Callable[[Any], None]] = {
-    "transformers.trainer": _attach,
-    "transformers.modeling_utils": _hush_own_warnings,
-    "transformers.training_args": _hush_own_warnings,
-    "accelerate.commands.launch": _hush_launcher,
-}
+    else:
+        attach(trainer)
 
 
 def _run_next() -> None:
@@ -80,12 +57,19 @@ def _run_next() -> None:
 
 
 def _quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print what ends the process, but not a stop of ours, nor the launcher's word for it: the parent says why, once."""
-    stopped = kind.__name__ == "TrainingStopped"
-    if kind.__name__ in ("CalledProcessError", "ChildFailedError"):
-        outcomes = Path(os.environ["LORA_TOOL_JOB"]).glob("outcome-*.json")
-        stopped = any('"status": "stopped"' in path.read_text(encoding="utf-8") for path in outcomes)
-    if not stopped:
+    """Print what ends the process, unless the waiting command reports it: a stop, or a launcher's word for one."""
+    try:
+        from lora_tool_train.job import FOLDER_VARIABLE, TrainingStatus, read_outcomes
+        from lora_tool_train.logbook import this_process
+    except ImportError:
+        reported = False
+    else:
+        if kind.__name__ in ("CalledProcessError", "ChildFailedError"):
+            outcomes = read_outcomes(Path(os.environ[FOLDER_VARIABLE]))
+            reported = any(outcome.status is not TrainingStatus.DONE for outcome in outcomes)
+        else:
+            reported = this_process().ended_by(error)
+    if not reported:
         _print_error(kind, error, trace)
 
 

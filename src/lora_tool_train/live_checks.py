@@ -1,50 +1,28 @@
-"""What a model tells before its first step: the adapter, the dtypes, the attention, the rows."""
+"""The checks before the first step: of the adapter, the dtypes, the rows, and documents that share a row."""
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lora_tool.architectures.heads import CLASSIFICATION_HEADS
-from lora_tool.report import Finding
-from lora_tool.train.traps import trap
+from lora_tool.report import Finding, Severity
+from lora_tool_train.methods import Method
+from lora_tool_train.traps import trap
 
 _LEAKING = frozenset(("opt", "falcon", "mpt", "bloom", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlm", "ctrl"))
-"""Model types that leaked when they were probed; asked only where a model cannot be probed itself."""
+"""Model types that leaked when they were probed; read only where a model cannot be probed."""
 
+SCANNED = 20_000
+"""Rows that are read, spread over the data: seconds, whatever its size."""
+_PAIRS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"), ("chosen", "rejected"))
+"""Columns of a pair: as TRL's trainers tokenise them, and as text or messages."""
 _LENGTH = 16
 _TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2}
 _HALF_TOLERANCE = 5e-2
-
-
-def coverage(model: Any) -> tuple[dict[str, int], list[str]]:
-    """Return how many modules of each last name have LoRA, ``{"q_proj": 24}``, and the last names of linear layers without.
-
-    Output layers are left out of the second, and so is what `modules_to_save` trains whole.
-    """
-    covered = Counter(name.rpartition(".")[2] for name in model.base_model.targeted_module_names)
-    others = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and not name.endswith((".base_layer", "lm_head"))
-        and not any(part in name for part in ("lora_", "modules_to_save", "original_module"))
-    }
-    return dict(sorted(covered.items())), sorted(others - covered.keys())
-
-
-def process_findings(asked: int | None, running: int) -> Iterator[Finding]:
-    """Yield a finding if accelerate started another number of processes than it was asked for."""
-    if asked is not None and asked != running:
-        hint = (
-            f"num_processes: {running}; with cpu: true accelerate starts only one (multi_gpu: true with TRL's use_cpu: "
-            "true starts several)"
-        )
-        yield trap("processes", hint, where="launch", subject="num_processes", asked=asked, running=running)
 
 
 def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
@@ -58,11 +36,6 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
     if half:
         hint = "dtype: bfloat16 (or float32, with fp16: true for speed)"
         yield trap("fp16-weights", hint, where="model", subject=half[0], what=f"{len(half)} parameters are")
-    asked = (getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
-    used = getattr(model.config, "_attn_implementation", None)
-    if asked is not None and used is not None and asked != used:
-        hint = f"attn_implementation: {used}, or install what {asked} needs"
-        yield trap("attention-in-effect", hint, where="model", subject="attn_implementation", asked=asked, used=used)
     yield from _packing(model, getattr(collator, "data_collator", collator), args, sharded=sharded)
 
 
@@ -91,11 +64,8 @@ def _adapter(model: Any) -> Iterator[Finding]:
 
 def _packing(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
     """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
-    packing, flat = bool(getattr(args, "packing", False)), bool(getattr(collator, "padding_free", False))
-    if getattr(args, "padding_free", False) and collator is not None and not flat:
-        who = type(collator).__name__
-        yield trap("padding-free-off", "padding_free: false", where="model", subject="padding_free", who=who)
-    shared = flat and (packing or args.per_device_train_batch_size > 1)
+    packing = bool(getattr(args, "packing", False))
+    shared = getattr(collator, "padding_free", False) and (packing or args.per_device_train_batch_size > 1)
     how = leak(model, collator, packing=packing, sharded=sharded) if shared else None
     if how is not None:
         attention = getattr(model.config, "_attn_implementation", None) or "its own attention"
@@ -151,3 +121,24 @@ def _logits(model: Any, collator: Any, seed: int, *, packing: bool) -> torch.Ten
     }
     logits: torch.Tensor = inner(**given).logits
     return logits[0, -_LENGTH:].float()
+
+
+def row_findings(method: Method, data: Any) -> Iterator[Finding]:
+    """Yield what is wrong with the rows; nothing for streamed data, which have no length."""
+    if not hasattr(data, "__len__"):
+        return
+    if not len(data):
+        hint = "another dataset_name or split; or raise max_length, which may have dropped all rows"
+        yield trap("no-rows", hint, where="train data")
+        return
+    rows, columns = data.select(range(0, len(data), -(-len(data) // SCANNED))), set(data.column_names)
+    chosen, rejected = next((pair for pair in _PAIRS if columns.issuperset(pair)), ("", ""))
+    same = sum(one == other for one, other in zip(rows[chosen], rows[rejected], strict=True)) if chosen else 0
+    if same:
+        code, share = "chosen-equals-rejected", f"{same} of {len(rows)}"
+        hint = f"filter them out of the data, or lora_tool: {{guard: {{ignore: [{code}]}}}}"
+        severity = Severity.ERROR if same == len(rows) else Severity.WARNING
+        yield trap(code, hint, where="train data", subject="chosen", severity=severity, share=share)
+    if method.name == "kto" and "label" in columns and len(set(rows["label"])) == 1:
+        hint, label = "add rows of the other label", rows["label"][0]
+        yield trap("one-label", hint, where="train data", subject="label", label=label, count=len(rows))

@@ -7,27 +7,28 @@ rank sees a part, are judged by the logged norm alone.
 
 from __future__ import annotations
 
-import json
+import atexit
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType
+from accelerate.utils import extract_model_from_parallel
 from msgspec.structs import replace
 from transformers import TrainerCallback
 
 from lora_tool.report import Finding, Severity
-from lora_tool.train.diagnosis import SignalTracker
-from lora_tool.train.job import json_value
-from lora_tool.train.logbook import Logbook
-from lora_tool.train.methods import METHODS
-from lora_tool.train.saving import clean_card, free_name, lost_in
-from lora_tool.train.traps import trap
+from lora_tool_train import live_checks
+from lora_tool_train.diagnosis import SignalTracker
+from lora_tool_train.job import TrainingStatus
+from lora_tool_train.logbook import DryRunDone, this_process
+from lora_tool_train.methods import METHODS, Method
+from lora_tool_train.results import clear_output, lost_in
+from lora_tool_train.traps import trap
 
-METRICS = "metrics.jsonl"
 _SCALER_PATIENCE = 20
 """Steps in a row that a GradScaler may skip: it starts at 65536 and halves, so 16 skips can be its way down."""
 
@@ -35,43 +36,65 @@ _SNAPSHOT = 1 << 26
 """Elements of trained parameters whose start is kept to be compared with the end: an adapter's, not a model's."""
 
 
-class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
-    """Watches one training and writes what it sees into `book`. Raises `TrainingStopped` in mode `stop`."""
+def attach(trainer: Any) -> None:
+    """Let each Trainer of this process have a guard; `trainer` is the module `transformers.trainer`."""
+    trainer.DEFAULT_CALLBACKS.append(Guard)
+    atexit.register(write_done)
 
-    def __init__(self, book: Logbook) -> None:
-        self.book = book
-        self.base: str | None = None
-        """The base model as the config names it, where we built the trainer: saved cards name it."""
-        self.watches = book.settings.mode != "off"
-        self.tracker = SignalTracker(window=book.settings.window)
-        self.trainer: Any = None
-        """The trainer, where we built it: findings are logged to its trackers, and its folder gets `metrics.jsonl`."""
+
+def write_done() -> None:
+    """Write the outcome of this process, where nothing has stopped it."""
+    book = this_process()
+    if book.facts["outputs"] and not book.has_failed:
+        book.write(TrainingStatus.CHECKED if book.job.dry_run else TrainingStatus.DONE)
+
+
+def method_of(args: Any) -> Method | None:
+    """Return the method whose config of TRL the arguments are, None for a Trainer that is not TRL's."""
+    classes = {base.__name__ for base in type(args).__mro__}
+    return next((method for method in METHODS.values() if f"{method.prefix}Config" in classes), None)
+
+
+class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    """Watches one training; transformers makes it with the Trainer. Raises `TrainingStopped` in mode `stop`."""
+
+    def __init__(self) -> None:
+        self.book = this_process()
+        self.watches = self.book.job.guard.mode != "off"
+        self.tracker = SignalTracker(window=self.book.job.guard.window)
         self.start: dict[str, torch.Tensor] = {}
-        self.moved: float | None = None
         self.gradient: float | None = None
         self.args: Any = None
         self.state: Any = None
         self.model: Any = None
         self._skipped = 0
-        self._logging = False
         self._has_saved = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:  # noqa: ARG002
         self.args, self.state, self.model = args, state, model
-        classes = {base.__name__ for base in type(args).__mro__}
-        self.tracker.method = next((it for it in METHODS.values() if f"{it.prefix}Config" in classes), None)
+        self.book.facts["outputs"] = sorted({*self.book.facts["outputs"], str(Path(args.output_dir).resolve())})
+        self.tracker.method = method_of(args)
         self.tracker.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
         self.tracker.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._sharded = _is_sharded(args)
-        if model is not None and not self._sharded:
+        if self.watches and model is not None:
+            args.logging_nan_inf_filter = False  # it shows a NaN loss as 0.0
+            self.book.judge(self._checks(args, extract_model_from_parallel(model), rest.get("train_dataloader")))
+        if self.book.job.dry_run:
+            raise DryRunDone
+        if self.book.job.ours and state.is_world_process_zero:
+            clear_output(Path(args.output_dir))
+        # transformers takes a step of nothing where a checkpoint of the last step is resumed from
+        if model is not None and not self._sharded and state.global_step < state.max_steps:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             if sum(p.numel() for p in trained.values()) <= _SNAPSHOT:
                 self.start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
-        kept = Path(args.output_dir) / METRICS
-        if self._writes and state.global_step == 0 and kept.exists():  # of an earlier run
-            kept.rename(free_name(kept))
-        for found in self.book.findings:
-            self._log_finding(found)
+
+    def _checks(self, args: Any, model: Any, loader: Any) -> Iterator[Finding]:
+        yield from live_checks.model_findings(model, getattr(loader, "collate_fn", None), args, sharded=self._sharded)
+        method, data = self.tracker.method, getattr(loader, "dataset", None)
+        if method is not None and hasattr(data, "select") and hasattr(data, "column_names"):
+            yield from live_checks.row_findings(method, data)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or not self.watches:
@@ -86,63 +109,41 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             what = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
             self._stop(trap("nan-gradients", None, what=what))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.global_step >= state.max_steps and not self.tracker.last_step and self.watches:
             control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
-        engine = getattr(self.trainer, "deepspeed", None)
-        if engine is None or not self.watches or _has_scaler(args):
-            return
-        norm = engine.get_global_grad_norm()
-        if norm is not None and not math.isfinite(float(norm)):
-            what = f"the gradient of all ranks is {float(norm)} in step {state.global_step}"
-            self._stop(trap("nan-gradients", None, what=what))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
-        if logs is None or self._logging:
-            return
-        self._write_metrics(logs)
-        if self.watches and not (_has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE):
+        if logs and self.watches and not (_has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE):
             found = self.tracker.observe(state.global_step, logs, self.gradient)
             self.gradient = None
             if found is not None:
                 self._stop(found)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if not state.is_world_process_zero:
+        if self._has_saved or not (self.watches and state.is_world_process_zero and hasattr(self.model, "peft_config")):
             return
+        self._has_saved = True  # what the first checkpoint lacks, the last one would lack after a week
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        clean_card(saved, self.base)
-        if self.watches and not self._has_saved and getattr(self.model, "peft_config", None):
-            self._has_saved = True  # the first tells: what it lacks, the last one would lack after a week
-            lost = lost_in(saved)
-            if lost is not None:
-                self._stop(
-                    trap(
-                        "not-saved",
-                        lost.hint or f"lora-tool validate {shlex.quote(str(saved))}",
-                        where=saved.name,
-                        why=lost.message,
-                    )
-                )
+        lost = lost_in(saved)
+        if lost is not None:
+            hint = lost.hint or f"lora-tool validate {shlex.quote(str(saved))}"
+            self._stop(trap("not-saved", hint, where=saved.name, why=lost.message))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        self.book.facts["steps"] = state.global_step
         if not self.watches:
             return
-        verdict, last = self.tracker.verdict(), self.tracker.last
+        verdict, last, since = self.tracker.verdict(), self.tracker.last, self.tracker.lost()
         if verdict is not None:
             self._stop(verdict)
-        since = self.tracker.lost()
         if since is not None and last is not None:
-            self.book.report([trap("signal-lost", last.hint, where="training", since=since, why=last.message)])
+            self.book.judge([trap("signal-lost", last.hint, where="training", since=since, why=last.message)])
         if model is not None and self.start:
-            self.moved = self._movement(model)
-            if self.moved == 0.0:
+            self.book.facts["moved"] = self._movement(model)
+            if not self.book.facts["moved"]:
                 hint = "set a learning_rate above 0, and more steps than warmup_steps"
                 self._stop(trap("never-moved", hint, count=len(self.start), steps=state.global_step))
-
-    def logits_not_finite(self, said: str) -> None:
-        """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
-        self._stop(trap("nan-logits", None, what=said))
 
     def _movement(self, model: Any) -> float:
         """Return the norm of the change of all trained parameters."""
@@ -153,44 +154,15 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         return math.sqrt(sum(float(change.square().sum()) for change in changes))
 
     def _stop(self, found: Finding) -> None:
-        """Report, once, why the run is doomed. What is not finite is explained by the dtypes."""
-        if found.code in self.tracker.reported or found.code in self.book.settings.ignore:
+        """Report, once, why the run is doomed. A figure that is not finite is explained by the dtypes."""
+        if found.code in self.tracker.reported or found.code in self.book.job.guard.ignore:
             return
         self.tracker.reported.add(found.code)
         if found.hint is None:
-            why, cure = _not_finite(self.args, self.model)
+            why, cure = not_finite(self.args, self.model)
             found = replace(found, message=f"{found.message}; {why}", hint=cure)
-        stops = self.book.settings.mode == "stop"
-        severity = Severity.ERROR if stops else Severity.WARNING
-        found = replace(found, severity=severity, path=f"step {self.state.global_step}")
-        self._log_finding(found)
-        self.judge([found])
-
-    def judge(self, findings: Iterable[Finding]) -> None:
-        """Report the findings. Raises `TrainingStopped` in mode `stop` where one is an error."""
-        self.book.judge(findings)
-
-    def _log_finding(self, found: Finding) -> None:
-        entry = {f"guard/{found.code}": 1.0}
-        self._write_metrics(entry)
-        if self.trainer is not None:
-            self._logging = True
-            try:
-                self.trainer.log(entry)
-            finally:
-                self._logging = False
-
-    @property
-    def _writes(self) -> bool:
-        return self.trainer is not None and self.state.is_world_process_zero
-
-    def _write_metrics(self, logs: Mapping[str, Any]) -> None:
-        if self._writes:
-            line = json_value({"step": self.state.global_step, "epoch": self.state.epoch, **logs})
-            path = Path(self.args.output_dir) / METRICS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
+        severity = Severity.ERROR if self.book.job.guard.mode == "stop" else Severity.WARNING
+        self.book.judge([replace(found, severity=severity, path=f"step {self.state.global_step}")])
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
@@ -213,7 +185,7 @@ def _has_scaler(args: Any) -> bool:
     return bool(args.fp16) and torch.cuda.is_available() and not args.use_cpu
 
 
-def _not_finite(args: Any, model: Any) -> tuple[str, str]:
+def not_finite(args: Any, model: Any) -> tuple[str, str]:
     """Return why a figure is NaN or infinite, and the cure."""
     rate = args.learning_rate
     why = f"the learning rate ({rate:g}) may be too high, or the data or the weights hold NaN."
@@ -224,5 +196,4 @@ def _not_finite(args: Any, model: Any) -> tuple[str, str]:
     if model is not None and any(parameter.dtype is torch.float16 for parameter in model.parameters()):
         why = "the weights are float16, and an activation above 65504 overflows."
         cure = "dtype: auto or bfloat16 (float32 with fp16: true scales the loss); keep max_grad_norm: 1.0"
-    shown = " TRL would show it as loss 0.0 (logging_nan_inf_filter)" if args.logging_nan_inf_filter else ""
-    return why + shown, cure
+    return why, cure

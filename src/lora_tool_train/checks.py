@@ -1,0 +1,57 @@
+"""The checks of a run's configuration that no later one makes up for, as TRL ignores or guesses silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from lora_tool.architectures.heads import LANGUAGE_MODELS
+from lora_tool.errors import CheckpointError
+from lora_tool.formats.files import expanded
+from lora_tool.formats.model_config import read_model_config
+from lora_tool.report import Finding
+from lora_tool_train.config import RunConfig
+from lora_tool_train.errors import BadRunConfig
+from lora_tool_train.traps import trap
+
+
+def with_task_type(run: RunConfig) -> RunConfig:
+    """Return the run, with a task type where a classifier's adapter was given none: TRL's default is CAUSAL_LM."""
+    name, task = "lora_task_type", run.method.task_type
+    if task != "SEQ_CLS" or not run.options.get("use_peft") or name in run.given:
+        return run
+    return replace(run, options={**run.options, name: task}, given=run.given | {name})
+
+
+def require_inputs(run: RunConfig) -> None:
+    """Return if a model and data are named. Raises `BadRunConfig`."""
+    if run.text("model_name_or_path") is None:
+        raise BadRunConfig("no model is given: set model_name_or_path", hint="model_name_or_path: FOLDER_OR_HUB_ID")
+    if run.text("dataset_name") is None and not run.options.get("datasets"):
+        hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
+        raise BadRunConfig("no data is given: set dataset_name or datasets", hint=hint)
+
+
+def static_findings(run: RunConfig) -> Iterator[Finding]:
+    """Yield what is wrong with the configuration itself."""
+    where = str(run.path or "command line")
+    unread = sorted(name for name in run.given if name.startswith("lora_"))
+    if unread and "use_peft" not in run.given:
+        hint = "use_peft: true; or use_peft: false to train the whole model"
+        yield trap("peft-off", hint, where=where, subject=unread[0], count=len(unread))
+    name, given, expected = "lora_task_type", run.text("lora_task_type"), run.method.task_type
+    if run.options.get("use_peft") and name in run.given and given != expected:
+        why = f"is {given or 'none'}, but {run.method.name} needs {expected}"
+        why += ": the score head would not be saved" if expected == "SEQ_CLS" else ", by which loaders choose the model"
+        yield trap("task-type", f"{name}: {expected}", where=where, subject=name, why=why)
+    judge = expanded(run.text("reward_model_name_or_path") or "")
+    try:
+        classes = (
+            read_model_config(judge / "config.json").architectures if run.text("reward_model_name_or_path") else ()
+        )
+    except (CheckpointError, OSError):
+        return  # of the Hub, or transformers says what is wrong with it
+    if classes and all(name.endswith(LANGUAGE_MODELS) for name in classes):
+        hint = "reward_model_name_or_path: REWARD_MODEL (lora-tool merge --rm makes one of an adapter)"
+        yield trap("reward-head", hint, where=where, subject="reward_model_name_or_path", model=classes[0])

@@ -1,0 +1,116 @@
+"""What one process sees of its trainings: printed as it comes, and written for the command that waits for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_tool.display import printable
+from lora_tool.report import Finding, Severity
+from lora_tool.report.groups import by_rule
+from lora_tool_train.errors import TrainingStopped
+from lora_tool_train.job import (
+    FOLDER_VARIABLE,
+    TrainingJob,
+    TrainingOutcome,
+    TrainingStatus,
+    read_job,
+    write_outcome,
+)
+from lora_tool_train.traps import trap
+
+_DATA = "dataset_name: a Hub id, or a folder of files; for one file datasets: [{path: json, data_files: FILE}]"
+_NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
+_TARGETS = "lora_target_modules: all-linear; TRL reads a single name as a regular expression: .*q_proj"
+_HINTS = {
+    "use_cpu": "torch sees no GPU here; to train on the CPU: use_cpu: true and bf16: false",
+    "find any data file": _DATA,
+    "Couldn't reach": _DATA,
+    "doesn't exist on the Hub": _NAME,
+    "is not a valid model identifier": _NAME,
+    "Repo id must": _NAME,
+    "Target modules": _TARGETS,
+    "No modules were targeted": _TARGETS,
+    "No module named": "install it; or, for a module of reward_funcs, run this in the folder that holds it",
+    "KeyError: 'test'": "dataset_test_split: a split that the data has, or eval_strategy: no",
+    "No space left on device": "free space on the disk of output_dir, then continue with --resume auto",
+    "out of memory": "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
+}
+"""Words of TRL's, transformers' and PEFT's errors → the line that helps."""
+_COLUMNS = "rename or add columns: https://huggingface.co/docs/trl/dataset_formats has what each method reads"
+_HINTS |= {f"KeyError: '{name}'": _COLUMNS for name in ("prompt", "completion", "chosen", "rejected", "text", "label")}
+
+
+class DryRunDone(Exception):
+    """Everything was built and checked: the script is left before its first step."""
+
+
+class Logbook:
+    """The findings and facts of the trainings of one process, which follows `job` and writes into `folder`."""
+
+    def __init__(self, job: TrainingJob, folder: Path) -> None:
+        self.job = job
+        self.folder = folder
+        self.findings: list[Finding] = []
+        self.facts: dict[str, Any] = {"outputs": [], "rank": int(os.environ.get("RANK", "0"))}
+        self.has_failed = False
+
+    def judge(self, findings: Iterable[Finding]) -> None:
+        """Keep and print what is not ignored. Raises `TrainingStopped` at an error in mode `stop`.
+
+        That error is not printed: the waiting command prints it last, and once.
+        """
+        kept = [found for found in findings if found.code not in self.job.guard.ignore]
+        self.findings += kept
+        stops = self.job.guard.mode == "stop"
+        error = next((found for found in kept if stops and found.severity is Severity.ERROR), None)
+        self._show([found for found in kept if found is not error])
+        if error is not None:
+            said = f"{error.code}: {error.message}"
+            self.write(TrainingStatus.STOPPED, error=said, hint=error.hint)  # now: a launcher may end this process
+            raise TrainingStopped(said, hint=error.hint)
+
+    def write(self, status: TrainingStatus, **rest: Any) -> None:
+        """Write an outcome with everything that was seen until now; `rest` are its other fields."""
+        self.has_failed = self.has_failed or status in (TrainingStatus.STOPPED, TrainingStatus.FAILED)
+        if self.folder.is_dir():
+            outcome = TrainingOutcome(status=status, findings=tuple(self.findings), facts=self.facts, **rest)
+            write_outcome(self.folder, self.facts["rank"], outcome)
+
+    def ended_by(self, error: BaseException) -> bool:
+        """Write how `error` ends this process, where a command waits for that; return whether it says all there is."""
+        if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):  # torch.multinomial's words
+            cure = "dtype: auto or bfloat16; lora-tool validate BASE --deep looks for NaN in the base"
+            what = f"no completion can be drawn, as the logits are NaN or above float16's range: {error}"
+            try:
+                self.judge([trap("nan-logits", cure, what=what)])
+            except TrainingStopped:
+                return True
+        if isinstance(error, TrainingStopped | DryRunDone):
+            return True
+        if not self.job.ours or not isinstance(error, Exception):
+            return self.job.ours
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
+        hint = next((hint for words, hint in _HINTS.items() if words in said), None)
+        self.write(TrainingStatus.FAILED, error=said, hint=hint)
+        return hint is not None
+
+    def _show(self, findings: Sequence[Finding]) -> None:
+        """Print the findings, the same ones counted: one tensor's fault is often that of hundreds."""
+        for first, *others in () if self.facts["rank"] else by_rule(findings):
+            more = f" (and {len(others)} more like it)" if others else ""
+            place = f"{first.path}: " if first.path else ""
+            lines = [f"{first.severity}: {first.code}: {place}{first.message}{more}"]
+            lines += [f"  hint: {first.hint}"] if first.hint else []
+            sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+
+
+@functools.cache
+def this_process() -> Logbook:
+    """Return the logbook of this process, whose job is in the folder that the environment names."""
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    return Logbook(read_job(folder), folder)

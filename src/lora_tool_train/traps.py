@@ -1,0 +1,60 @@
+"""The traps: the code by which `ignore` names each, and its message."""
+
+from __future__ import annotations
+
+from lora_tool.report import Finding, Severity
+
+ERRORS = {
+    "task-type": "{why}",
+    "adapter-as-base": "is an adapter, not a model: the new adapter would name the base model below it, and loaders "
+    "would leave this adapter out",
+    "padding-free-leak": "documents in one row see each other: {model} has no variable-length attention ({attention} is "
+    "in effect); {how}",
+    "no-rows": "has no rows",
+    "chosen-equals-rejected": "{share} rows equal rejected: they give no preference and no gradient",
+    "frozen-adapter": "its LoRA layers {why}: training cannot change the adapter",
+    "nan-gradients": "{what}",
+    "nan-logits": "{what}",
+    "nan-loss": "{what}",
+    "reward-head": "is a {model}, which has no reward head: transformers would give it a random one",
+    "reward-none": "every reward function returned None or NaN ({functions})",
+    "reward-infinite": "a reward is infinite ({functions}), so no completion of its prompt has an advantage",
+    "reward-constant": "all completions of a prompt get the same reward (mean {reward:.3g}), so no advantage and no "
+    "gradient",
+    "reward-cancels": "the weighted sum of the rewards is {reward:.3g} for every completion, although each reward "
+    "varies: {functions}",
+    "all-masked": "every completion reaches max_completion_length, and mask_truncated_completions excludes them all "
+    "from the loss",
+    "no-gradient": "{why}",
+    "no-margin": "chosen and rejected get the same reward in every row ({reward:.3g}); the loss falls without a preference",
+    "never-moved": "none of {count} trained parameters changed in {steps} steps",
+    "not-saved": "the first saved checkpoint lacks the trained weights: {why}",
+    "bad-result": "{why}",
+}
+WARNINGS = {
+    "peft-off": "is given without use_peft, so TRL ignores it and trains the whole model ({count} such options)",
+    "fp16-weights": "{what} float16: one activation above 65504 makes the loss NaN, and loss scaling cannot prevent it",
+    "one-label": "label is {label} in all of {count} rows: KTO learns from the difference",
+    "signal-lost": "no signal since step {since}: {why}",
+    "unusable-checkpoint": "passed over: {why}",
+}
+CODES = ERRORS | WARNINGS
+"""Code → its message, in which what was seen takes its place. A run with one of `ERRORS` is refused, or stopped."""
+
+
+def trap(
+    code: str,
+    hint: str | None,
+    *,
+    where: str = "",
+    subject: str | None = None,
+    severity: Severity | None = None,
+    **seen: object,
+) -> Finding:
+    """Return the finding of a trap, with what was `seen` in its message.
+
+    `where` is the file or stage of it, `subject` the option or column; `severity` None is the code's own.
+    """
+    message = CODES[code].format(**seen)
+    severity = severity or (Severity.ERROR if code in ERRORS else Severity.WARNING)
+    return Finding(code=code, severity=severity, path=where, subject=subject, message=message, hint=hint)
