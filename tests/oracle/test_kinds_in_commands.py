@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lora_tool.checkpoint import KINDS, ShardedKind
 from lora_tool.checkpoint.deepspeed import ZERO
 from lora_tool.checkpoint.fsdp import DCP
+from lora_tool.validation.validating import unresumable_reason
 from lora_tool_train.errors import TrainingFailed
-from lora_tool_train.remains import named, unusable
+from lora_tool_train.remains import named
 from tests.hostile.folders import FIXTURES, environment
 
 COMMANDS = """
@@ -200,7 +201,7 @@ def test_of_a_trainers_own_folder_it_knows_which_kinds_can_be_resumed_from(
         pytest.skip("weights that are whole, whose optimizer's state lies beside them: tests/train/test_resume.py")
     checkpoint = Path(shutil.copytree(sample.root, tmp_path / "checkpoint-2"))
     shutil.copy(TRAINER_STATE, checkpoint)
-    why = unusable(checkpoint)
+    why = unresumable_reason(checkpoint)
     if found in (ZERO, DCP) or kind == "FSDP full state dict":
         assert found.resumed_by_trainer
         assert why is None

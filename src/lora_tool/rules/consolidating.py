@@ -18,12 +18,12 @@ def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
     """Return what is wrong with the rank files, no value read."""
     rules = (RULES[code] for code in sorted(RULES) if code not in _OF_ADAPTERS)
     of_files = (rule for rule in rules if rule.on is ShardedSubject and not rule.deep)
-    return tuple(finding for rule in of_files for finding in rule.run(subject))
+    return tuple(finding for rule in of_files for finding in rule.findings(subject))
 
 
 def judge_adapter(subject: ShardedSubject) -> tuple[Finding, ...]:
     """Return what is wrong with the adapter whose tensors and heads were chosen."""
-    return tuple(finding for code in _OF_ADAPTERS for finding in RULES[code].run(subject))
+    return tuple(finding for code in _OF_ADAPTERS for finding in RULES[code].findings(subject))
 
 
 def check_of_values(state: TrainingState, tensors: TensorTable, ignored: tuple[str, ...]) -> ValueCheck | None:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lora_tool.display import some
 from lora_tool.formats.partitions import groups_of, leftover
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.universal import FILE, FOLDER, Master
@@ -170,11 +169,10 @@ def _of_frozen(tag: ZeroTag) -> Iterator[Amount]:
 
 def _of_groups(tag: ZeroTag) -> Iterator[Amount]:
     for group in groups_of(tag):
-        sizes = [tag.optim[rank].groups[group.number].numel for rank in group.ranks]
-        of = "the masters" if len(group.ranks) == tag.world_size else f"the masters of ranks {some(group.ranks)}"
+        sizes = [tag.optim[rank].groups[group.number].numel for rank in range(tag.world_size)]
         yield Amount(
             path=tag.folder,
-            of=f"group {group.number} of {of}",
+            of=f"group {group.number} of the masters",
             over=leftover(group.shapes, sizes, tag.stage) or 0,
             needed_for=f" for its {len(group.shapes)} parameters",
         )

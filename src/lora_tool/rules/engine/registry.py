@@ -154,6 +154,10 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
             advice, home = advice or self._hint_about(subject), home or subject.home
             yield self.finding(fault, home=home, advice=advice)
 
+    def findings(self, subject: Subject) -> Iterator[Finding]:
+        """Yield the rule's findings on a subject of its kind, without what it could not check."""
+        return (found for found in self.run(subject) if isinstance(found, Finding))
+
     def finding(self, fault: Fault, *, home: str = "", advice: str = "") -> Finding:
         """Return the finding of a fault; one without a path is in `home`, one without a hint has `advice`."""
         return Finding(

@@ -68,7 +68,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
         return "rank files are missing or cannot be read; that is reported above" if broken else None
 
     def _has_errors(self, codes: Iterable[str]) -> bool:
-        found = (finding for code in codes for finding in RULES[code].run(self))
+        found = (finding for code in codes for finding in RULES[code].findings(self))
         return any(finding.severity is Severity.ERROR for finding in found)
 
     def values(self, kind: type[F]) -> Iterator[F]:
