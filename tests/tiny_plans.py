@@ -13,7 +13,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.draft import Draft
-from lora_tool.plan.merge.inputs import Inputs
+from lora_tool.plan.merge.inputs import MergeInputs
 from lora_tool.plan.merge.model.model import Model
 from lora_tool.plan.merge.model.reading import read_model
 from lora_tool.plan.merge.options import PlanOptions
@@ -84,7 +84,7 @@ def drafted(
     model = read_model(base, adapters, asked) if isinstance(base, ModelDir) else base
     options = PlanOptions(num_labels=num_labels, untie=untie)
     weights = (1.0,) * len(model.adapters)
-    inputs = Inputs(stored=model.base, base=model.base, adapters=model.adapters, weights=weights)
+    inputs = MergeInputs(stored=model.base, base=model.base, adapters=model.adapters, weights=weights)
     draft = Draft(inputs=inputs, model=model, base=model.base, dtype=dtype)
     return with_ends(with_head(with_deltas(draft, options), options), options)
 

@@ -67,8 +67,8 @@ def schemas() -> Iterator[str]:
     """Yield the JSON schemas that are published with the package."""
     for path in (
         "report/report.schema.json",
-        "pipeline/ci.schema.json",
-        "pipeline/ci-each.schema.json",
+        "workflows/ci/ci.schema.json",
+        "workflows/ci/ci-each.schema.json",
         "inspection/inspect.schema.json",
     ):
         table = json.loads(resources.files(lora_tool).joinpath(path).read_text())

@@ -35,28 +35,15 @@ if TYPE_CHECKING:
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
     from lora_tool.formats.quantised.four_bits import TrainedAs as TrainedAs
-    from lora_tool.hub.card import Readme as Readme
-    from lora_tool.hub.model import PushCheck as PushCheck
+    from lora_tool.hub.library import plan_push as plan_push
     from lora_tool.hub.model import Pushed as Pushed
     from lora_tool.hub.model import PushPlan as PushPlan
-    from lora_tool.hub.planning import plan_push as plan_push
+    from lora_tool.hub.options import PushCheck as PushCheck
+    from lora_tool.hub.options import Readme as Readme
     from lora_tool.hub.pushing import push as push
     from lora_tool.inspection.comparison import Comparison as Comparison
     from lora_tool.inspection.model import Inspection as Inspection
     from lora_tool.inventory import Inventory as Inventory
-    from lora_tool.pipeline.algebra import combine as combine
-    from lora_tool.pipeline.algebra import extract as extract
-    from lora_tool.pipeline.algebra import prepare as prepare
-    from lora_tool.pipeline.algebra import resize as resize
-    from lora_tool.pipeline.comparing import diff as diff
-    from lora_tool.pipeline.consolidating import consolidate as consolidate
-    from lora_tool.pipeline.converting import convert as convert
-    from lora_tool.pipeline.looking import inspect as inspect
-    from lora_tool.pipeline.looking import ls as ls
-    from lora_tool.pipeline.merging import merge as merge
-    from lora_tool.pipeline.sweep import MergedOne as MergedOne
-    from lora_tool.pipeline.sweep import merge_each as merge_each
-    from lora_tool.pipeline.writing import Written as Written
     from lora_tool.plan.algebra.plan_combine import plan_combine as plan_combine
     from lora_tool.plan.algebra.plan_combine import plan_resize as plan_resize
     from lora_tool.plan.algebra.plan_prepare import plan_prepare as plan_prepare
@@ -71,7 +58,6 @@ if TYPE_CHECKING:
     from lora_tool.plan.merge.storages import Storage as Storage
     from lora_tool.progress import Progress as Progress
     from lora_tool.progress import StageWatch as StageWatch
-    from lora_tool.progress import Watch as Watch
     from lora_tool.report.findings import Finding as Finding
     from lora_tool.report.findings import Severity as Severity
     from lora_tool.report.model import Report as Report
@@ -79,11 +65,24 @@ if TYPE_CHECKING:
     from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
     from lora_tool.tensors import DType as DType
     from lora_tool.validation.validating import Criteria as Criteria
-    from lora_tool.validation.validating import validate as validate
-    from lora_tool.verification.checking import Level as Level
+    from lora_tool.verification.level import Level as Level
     from lora_tool.verification.verified import Verification as Verification
-    from lora_tool.verification.verifying import verify as verify
     from lora_tool.version import __version__ as __version__
+    from lora_tool.workflows.diff import diff as diff
+    from lora_tool.workflows.library import combine as combine
+    from lora_tool.workflows.library import consolidate as consolidate
+    from lora_tool.workflows.library import convert as convert
+    from lora_tool.workflows.library import extract as extract
+    from lora_tool.workflows.library import inspect as inspect
+    from lora_tool.workflows.library import merge as merge
+    from lora_tool.workflows.library import merge_each as merge_each
+    from lora_tool.workflows.library import prepare as prepare
+    from lora_tool.workflows.library import resize as resize
+    from lora_tool.workflows.library import validate as validate
+    from lora_tool.workflows.library import verify as verify
+    from lora_tool.workflows.ls import ls as ls
+    from lora_tool.workflows.merge_each import MergedOne as MergedOne
+    from lora_tool.workflows.written import Written as Written
 
 _HOMES = {
     "checkpoint": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
@@ -97,21 +96,13 @@ _HOMES = {
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
     "formats.quantised.four_bits": "TrainedAs",
-    "hub.card": "Readme",
-    "hub.model": "PushCheck Pushed PushPlan",
-    "hub.planning": "plan_push",
+    "hub.model": "Pushed PushPlan",
+    "hub.options": "PushCheck Readme",
+    "hub.library": "plan_push",
     "hub.pushing": "push",
     "inspection.comparison": "Comparison",
     "inspection.model": "Inspection",
     "inventory": "Inventory",
-    "pipeline.algebra": "combine extract prepare resize",
-    "pipeline.consolidating": "consolidate",
-    "pipeline.converting": "convert",
-    "pipeline.comparing": "diff",
-    "pipeline.looking": "inspect ls",
-    "pipeline.merging": "merge",
-    "pipeline.sweep": "MergedOne merge_each",
-    "pipeline.writing": "Written",
     "plan.algebra.plan_combine": "plan_combine plan_resize",
     "plan.algebra.plan_prepare": "plan_prepare",
     "plan.algebra.spool": "Spool",
@@ -122,16 +113,20 @@ _HOMES = {
     "plan.core.plan": "Plan",
     "plan.merge.library": "plan_merge",
     "plan.merge.storages": "Storage",
-    "progress": "Progress StageWatch Watch",
+    "progress": "Progress StageWatch",
     "report.findings": "Finding Severity",
     "report.model": "Report",
     "rules.engine.subjects": "Server",
     "rules.training.value_check": "ValueCheck",
     "tensors": "DType",
-    "validation.validating": "Criteria validate",
-    "verification.checking": "Level",
+    "validation.validating": "Criteria",
+    "verification.level": "Level",
     "verification.verified": "Verification",
-    "verification.verifying": "verify",
+    "workflows.diff": "diff",
+    "workflows.library": "combine consolidate convert extract inspect merge merge_each prepare resize validate verify",
+    "workflows.ls": "ls",
+    "workflows.merge_each": "MergedOne",
+    "workflows.written": "Written",
     "version": "__version__",
 }
 """Module below `lora_tool` → the public names in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Iterable
 
@@ -74,6 +75,34 @@ def positive(asked: object) -> int:
     if type(asked) is not int or asked < 1:
         raise WrongValue(f"number: expected a whole number of at least 1, found {asked!r}")
     return asked
+
+
+def count(asked: object) -> int:
+    """Return an int of at least 0. Raises `WrongValue` for everything else."""
+    if type(asked) is not int or asked < 0:
+        raise WrongValue(f"number: expected a whole number of at least 0, found {asked!r}")
+    return asked
+
+
+def fraction(asked: object) -> float:
+    """Return a number above 0 and up to 1. Raises `WrongValue` for everything else."""
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked <= 1:
+        raise WrongValue(f"number: expected a number above 0 and up to 1, found {asked!r}")
+    return float(asked)
+
+
+def proportion(asked: object) -> float:
+    """Return a number from 0 to 1. Raises `WrongValue` for everything else."""
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked <= 1:
+        raise WrongValue(f"number: expected a number from 0 to 1, found {asked!r}")
+    return float(asked)
+
+
+def above_zero(asked: object) -> float:
+    """Return a finite number above 0. Raises `WrongValue` for everything else."""
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
+        raise WrongValue(f"number: expected a number above 0, found {asked!r}")
+    return float(asked)
 
 
 def codes(asked: str | Iterable[str]) -> tuple[str, ...]:

@@ -39,7 +39,13 @@ def _harmless(character: str) -> bool:
 
 
 _ARGUMENT = re.compile(r"`(?P<name>[a-z_]+)=(?P<value>[^`]*)`")
-_SPELLED = {"expert_layout": "moe-b-layout", "out": "output"}
+_SPELLED = {
+    "expert_layout": "--moe-b-layout",
+    "out": "-o",
+    "reward": "--rm",
+    "adapters": "--adapter",
+    "servers": "--for",
+}
 """Arguments whose options are called otherwise."""
 
 
@@ -47,9 +53,9 @@ def as_options(text: str) -> str:
     """Return `text` as the command line says it: an argument such as ``task="reward"`` in backticks is an option."""
 
     def option(match: re.Match[str]) -> str:
-        name = _SPELLED.get(match["name"], match["name"]).replace("_", "-")
+        name = _SPELLED.get(match["name"]) or f"--{match['name'].replace('_', '-')}"
         value = match["value"].strip('"')
-        return f"--{name}" if value == "True" else f"--{name} {value}"
+        return name if value == "True" else f"{name} {value}"
 
     return _ARGUMENT.sub(option, text) if "=" in text else text
 

@@ -9,8 +9,8 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
 
 from msgspec import Struct
 
@@ -44,10 +44,16 @@ class Option(Struct, frozen=True, kw_only=True):
     """Without its dashes; None takes the name of the field."""
     short: tuple[str, ...] = ()
     metavar: str | None = None
+    off: str | None = None
+    """The spelling of a flag's opposite, such as ``no-verify``."""
+    many: bool = False
+    """Whether it may be repeated: `parse` makes each value of a tuple."""
+    existing: bool = False
+    """Whether a command line takes only a path that exists."""
     library_only: bool = False
     """Whether no command has it."""
     recorded: Recorded | None = None
-    """None where the bytes of the output do not depend on it."""
+    """None where no manifest has it under its name."""
     inferred: Callable[..., Any] | None = None
     """Gives its value for an output that has no manifest, from the output and what it was made of."""
 
@@ -61,19 +67,27 @@ def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 
 class Options:
     """The base of the options of a use case. Raises `WrongValue` for a bad value, naming its field."""
 
+    common: ClassVar[bool] = False
+    """Whether the class declares what several use cases share; such options are listed last."""
+
     def __post_init__(self) -> None:
         for name, (how, _) in declared(type(self)).items():
             given = getattr(self, name)
             if given is not None and how.parse is not None:
                 try:
-                    object.__setattr__(self, name, how.parse(given))
+                    object.__setattr__(self, name, tuple(map(how.parse, given)) if how.many else how.parse(given))
                 except WrongValue as error:
                     raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
 
 
 def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
-    """Return the declared options by the names of their fields, each with its default."""
-    return {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+    """Return the declared options by the names of their fields, each with its default (`MISSING` for one that is
+    required): those of the use case before the `common` ones.
+    """
+    known = {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+    common = {name for kind in options.__mro__ if vars(kind).get("common") for name in vars(kind)["__annotations__"]}
+    own = {name: how for name, how in known.items() if name not in common}
+    return own | {name: how for name, how in known.items() if name in common}
 
 
 def on_command_line(options: type[Options]) -> dict[str, tuple[Option, object]]:
@@ -110,7 +124,10 @@ def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
 
 
 class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
-    """Give a function that takes options last those options as keywords instead, with their types and sentences."""
+    """Give a function that takes options those options as keywords instead, with their types and sentences.
+
+    Its parameters after the options keep their defaults.
+    """
 
     def __init__(self, options: Callable[Keywords, Chosen]) -> None:
         self.options = options
@@ -127,7 +144,9 @@ class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
     def __call__(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """Return `function` with keywords; its signature and docstring list them."""
         own = inspect.signature(function, eval_str=True)
-        leading = list(own.parameters.values())[:-1]
+        kinds = [each.annotation for each in own.parameters.values()]
+        position = next(at for at, kind in enumerate(kinds) if isinstance(kind, type) and issubclass(kind, Options))
+        leading, kind = list(own.parameters.values())[:position], kinds[position]
 
         @functools.wraps(function)
         def call(*inputs: Any, **keywords: Any) -> Result:
@@ -135,12 +154,14 @@ class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
             given.apply_defaults()
             return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`
 
-        types = get_type_hints(self.options)  # each in the module that declares it
-        chosen = inspect.signature(self.options).parameters.values()
+        types = get_type_hints(kind)
         parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading]
-        parameters += [each.replace(annotation=types[each.name]) for each in chosen]
+        for name, (_, default) in declared(kind).items():
+            given = inspect.Parameter.empty if default is MISSING else default
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=types[name])
+            )
         vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
-        kind = own.parameters[list(own.parameters)[-1]].annotation
         lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(kind).items()]
         call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
         return call

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from lora_tool.errors import ExecutionError
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
-from lora_tool.pipeline import render
 from lora_tool.report.json import schema as report_schema
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import Opener, WeightScan
 from lora_tool.tensors import TensorTable
+from lora_tool.workflows.ci import render
 from tests.checkpoint_edits import scrambled, tensors
 from tests.cli.calling import FIXTURES, Caller
 
@@ -161,7 +161,7 @@ def test_proofs_go_with_the_output(call: Caller, tmp_path: Path, monkeypatch: py
     def fail(*_: object, **__: object) -> None:
         raise ExecutionError("the disk is gone")
 
-    monkeypatch.setattr("lora_tool.pipeline.stages.write", fail)
+    monkeypatch.setattr("lora_tool.workflows.ci.stages.write", fail)
     stages(call, *arguments, code=3)
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -284,7 +284,7 @@ def test_a_run_killed_between_stages_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"lora_tool.pipeline.stages.Stages.{stage}", killed)
+        patched.setattr(f"lora_tool.workflows.ci.stages.Stages.{stage}", killed)
         assert call("ci", "fixtures/zero/stage3-reward", "-o", tmp_path / "out").code == 130
     found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
     before = ("consolidate", "merge", "verify")

@@ -68,7 +68,7 @@ def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
         (("combine", ADAPTER, "nothing-here=0.5", "-o", "out"), 3, "nothing-here"),
         (("combine", ADAPTER, "-o", ADAPTER), 6, "or contains it"),
         (("combine", "fixtures/causal-llama/base", "-o", "out"), 3, "expected an adapter"),
-        (("resize", ADAPTER, "-o", "out"), 2, "either --rank or --keep"),
+        (("resize", ADAPTER, "-o", "out"), 2, "either --rank R or --keep SHARE"),
         (("prepare", ADAPTER, "-o", "out"), 2, "--for"),
         (("prepare", ADAPTER, "--for", "vlm", "-o", "out"), 2, "llama.cpp"),
         (("prepare", ADAPTER, "--for", "sglang", "--reward-base", "rm", "-o", "out"), 2, "is only for vLLM"),

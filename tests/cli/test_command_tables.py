@@ -72,7 +72,7 @@ def test_the_tables_fail_on_goes_before_the_projects(call: Caller, config: Path,
 def test_push_has_one_too(call: Caller, config: Path) -> None:
     config.write_text('[push]\ntag = "v1"\ncreate-pr = true\n')
     done = call("push", ADAPTER, "me/x", "--config", config)
-    assert (done.code, "--tag with --create-pr" in done.err) == (2, True)
+    assert (done.code, "--tag TAG with --create-pr" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(

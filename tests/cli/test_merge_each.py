@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from lora_tool import MergedOne, merge, merge_each
 from lora_tool.checkpoint import ModelDir, open_model
 from lora_tool.errors import ExecutionError, WrongValue
-from lora_tool.pipeline.sweep import merge_several, names_of
 from lora_tool.plan.merge.options import MergeArguments
 from lora_tool.progress import Progress
+from lora_tool.workflows import caller
+from lora_tool.workflows import merge_each as workflow
+from lora_tool.workflows.merge_each import names_of
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import save_adapter, save_base
 
@@ -78,7 +80,7 @@ def test_the_base_that_all_of_them_name_is_opened_once(
         opened.append(path)
         return open_model(path)
 
-    monkeypatch.setattr("lora_tool.pipeline.sweep.opened_model", counted)
+    monkeypatch.setattr("lora_tool.workflows.merge_each.opened_model", counted)
     done = merge_each([sweep / "linear", sweep / "q-v"], out=tmp_path / "all")
     assert all(one.passed for one in done)
     assert opened == [sweep / "base"]
@@ -110,13 +112,13 @@ def test_an_interrupt_leaves_whole_folders_alone(sweep: Path, tmp_path: Path, re
     )
     ended: list[MergedOne] = []
     with pytest.raises(KeyboardInterrupt):
-        merge_several(adapters, asked, watch=interrupted_after(5 * size // 2), ended=ended.append)
+        workflow.merge_each(adapters, asked, caller.Caller(progress=interrupted_after(5 * size // 2)), ended.append)
     assert [one.name for one in ended] == ["linear", "q-v"]
     left = {path.name for path in (tmp_path / "all").iterdir()}
     hidden = {".dora.lora-tool-partial"} if resume else set()
     assert left == {"linear", "q-v"} | hidden
     if resume:
-        done = merge_several(adapters, asked)
+        done = workflow.merge_each(adapters, asked)
         assert [(one.passed, one.finished_before) for one in done] == [(True, name in names[:2]) for name in names]
         for one in done:
             alone = merge(sweep / one.name, out=tmp_path / one.name, base=sweep / "base", max_shard_size=20_000)
@@ -185,4 +187,4 @@ def test_what_contradicts_each_is_a_usage_error(arguments: tuple[str, ...], says
     called = call("merge", *arguments)
     assert called.code == 2
     assert says in called.err
-    assert "--each" in called.err
+    assert "each" in called.err

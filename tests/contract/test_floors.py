@@ -60,7 +60,7 @@ FLOORS: dict[str, float] = {
     "inventory": 4.6,
     **dict.fromkeys(("execution", "verification"), 5),
     **dict.fromkeys(("hub", "pictures"), 6),
-    "pipeline": 6.5,
+    "workflows": 6.5,
     "cli": 7,
     "__main__": 8,
 }

@@ -108,7 +108,7 @@ def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
 def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
-    assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.pipeline.merging"}
+    assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.workflows.merge"}
     assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.quantised", "statistics"}
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_kernel
-from lora_tool import plan_merge
+from lora_tool import plan_merge, verify
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, WrongValue
 from lora_tool.execution import kernels, units
@@ -30,7 +30,6 @@ from lora_tool.execution.native.library import TYPES, VARIABLE, Kernel, Level, a
 from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Precision, RowOp, row_ops
 from lora_tool.plan.core.plan import Plan
-from lora_tool.verification.verifying import verify
 from tests.cli.calling import Caller
 from tests.property.test_operations import DRAWN, Drawn, cut_at, operations, planned
 

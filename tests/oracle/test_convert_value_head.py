@@ -13,10 +13,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
+from lora_tool import convert
 from lora_tool.errors import BrokenFile, UnsupportedAdapter
-from lora_tool.pipeline.converting import planned
-from lora_tool.plan.convert.convertible import convertible
-from lora_tool.plan.convert.forms import AdapterForm
 from tests.cli.calling import Caller
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import load_model, save_adapter, save_base
@@ -85,7 +83,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     def refused(match: str, error: type[Exception] = UnsupportedAdapter) -> None:
         with pytest.raises(error, match=match):
-            planned(convertible(adapter), to=AdapterForm.PEFT, reward=True)
+            convert(adapter, "peft", reward=True, out=tmp_path / "out")
 
     refused("has no value head")
     path = adapter / "value_head.safetensors"

@@ -208,7 +208,7 @@ def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeyp
     monkeypatch.setattr("lora_tool.plan.algebra.plan_extract._LARGEST", (1, 2))
     with pytest.raises(UnsupportedAdapter, match="is not of low rank: rank 2 keeps") as refused:
         extract(model, base, keep=0.999, out=tmp_path / "out")
-    assert "--save" in str(refused.value.hint)
+    assert "`save=" in str(refused.value.hint)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

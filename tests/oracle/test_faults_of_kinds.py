@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lora_tool import consolidate
 from lora_tool.checkpoint import open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.formats.torch_zip import Record
-from lora_tool.pipeline.consolidating import consolidate
 from lora_tool.report import Severity
 from lora_tool.sharded.training_state import training_state
 from lora_tool.validation.validating import validate

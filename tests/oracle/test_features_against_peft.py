@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
+from lora_tool import verify
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.report import Severity
-from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import (
     Table,
     different,

@@ -14,12 +14,12 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
+from lora_tool import verify
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.merge.provenance import find_inputs
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification import rewards
 from lora_tool.verification.pairs import read_pairs
-from lora_tool.verification.verifying import verify
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
 from tests.mutations.merged_models import PAIRS, SCORE, numbers, stored, weights

@@ -279,7 +279,7 @@ def test_a_rank_that_the_server_does_not_take(tmp_path: Path) -> None:
     expected = deltas(base, adapter)
     with pytest.raises(UnsupportedAdapter, match=r"rank 12 and would keep \d+\.\d+% of ‖ΔW‖² at rank 4") as refused:
         plan_prepare(adapter, "vllm", max_rank=4)
-    assert "--approximate" in str(refused.value.hint)
+    assert "`approximate=True`" in str(refused.value.hint)
     out = prepare(adapter, "vllm", max_rank=4, approximate=True, out=tmp_path / "near").path
     for name, found in deltas(base, out).items():
         best = least(expected[name], 4)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lora_tool import plan_merge
+from lora_tool import plan_merge, verify
 from lora_tool.checkpoint import open_model
 from lora_tool.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.backends import numpy_backend
@@ -27,7 +27,6 @@ from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.validation.validating import validate
-from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import FORMS, TILE, quantise
 
@@ -245,12 +244,14 @@ def test_a_format_without_a_list_of_plain_modules_is_refused(
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="touched-16bit")
 
 
-def test_what_bitsandbytes_turned_before_it_quantised_it_is_refused(tmp_path: Path) -> None:
+def test_what_bitsandbytes_transposed_before_quantising_is_refused(tmp_path: Path) -> None:
     gpt2 = save_base(tmp_path / "gpt2", "gpt2", "causal-lm", BF16, n_embd=64)
     base, _ = quantise(gpt2, tmp_path / "base", "nf4-double", lambda module: module.endswith("attn.c_proj"))
     lora = {"r": 2, "target_modules": ["attn.c_proj"], "fan_in_fan_out": True}
     adapter = save_adapter(tmp_path / "adapter", gpt2, "causal-lm", lora)
-    with pytest.raises(UnsupportedAdapter, match=r"gpt2 stores linear layers transposed, and bitsandbytes turns them"):
+    with pytest.raises(
+        UnsupportedAdapter, match=r"gpt2 stores linear layers transposed, and bitsandbytes transposes them"
+    ):
         plan_merge(base, adapter)
 
 

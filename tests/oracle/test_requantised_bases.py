@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lora_tool import plan_merge
+from lora_tool import plan_merge, verify
 from lora_tool.actions import TensorAction
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.execution import kernels, requantised, units
@@ -31,7 +31,6 @@ from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_par
 from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.merge.quantised.requantised import coded_steps
 from lora_tool.plan.merge.quantised.tall_tiles import extremes_of
-from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
 from tests.unit.test_quantised_weights import encoding_in

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_tool import verify
 from lora_tool.validation.validating import validate
-from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import Table, fp8_channel, nvfp4
 

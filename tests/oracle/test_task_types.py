@@ -19,8 +19,8 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from lora_tool import verify
 from lora_tool.errors import FindingsFound
-from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import Table, different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, tiny_config, tiny_model

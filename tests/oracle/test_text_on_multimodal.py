@@ -22,9 +22,8 @@ from transformers import (
     Qwen3_5TextForSequenceClassification,
 )
 
-from lora_tool import prepare
+from lora_tool import prepare, verify
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.verification.verifying import verify
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lora_tool import verify
 from lora_tool.errors import BadConfig, CorruptFile
 from lora_tool.names.quiet import quiet
 from lora_tool.plan.merge.provenance import find_inputs
@@ -17,7 +18,6 @@ from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification import answers
 from lora_tool.verification.answers import ask
 from lora_tool.verification.prompts import read_prompts
-from lora_tool.verification.verifying import verify
 from tests.mutations import copy_of, merged_in
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 from tests.oracle.test_features_against_peft import FEATURES, make_base

@@ -40,8 +40,9 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
-from lora_tool.verification.checking import Level, check_steps
+from lora_tool.verification.checking import check_steps
 from lora_tool.verification.initial import taken
+from lora_tool.verification.level import Level
 from tests.property.interpret import Array, load, off_by_at_most
 from tests.property.strategies import FLOATS, write_weights
 

@@ -19,7 +19,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.merge.fused.parts import parts_of_fused, steps_on_disk
 from lora_tool.plan.merge.model.converted import complete, converted
-from lora_tool.plan.merge.model.model import Conversion, Model
+from lora_tool.plan.merge.model.model import Model, ParameterConversion
 from lora_tool.plan.merge.passes.steps import added_steps, base_steps
 from lora_tool.rules.merging import MergeJudge
 from tests.tiny_plans import HIDDEN, VOCABULARY, Array, drafted, facts, lora, numbers
@@ -98,7 +98,7 @@ def model(folder: Path, **more: Array) -> ModelDir:
 SHAPES = {EMBED: (VOCABULARY, HIDDEN), f"{MLP}.weight": (8, HIDDEN)}
 
 
-def conversion_of(found: Model) -> Conversion:
+def conversion_of(found: Model) -> ParameterConversion:
     assert found.conversion is not None
     return found.conversion
 

@@ -11,10 +11,10 @@ import pytest
 
 from lora_tool import validate
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
-from lora_tool.pipeline.writing import Written
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
 from lora_tool.report import Severity
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.workflows.written import Written
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, REWARD, copy_of

@@ -25,7 +25,7 @@ from lora_tool.report import Severity
 from lora_tool.report.refusing import refuse_errors
 from lora_tool.rules.consolidating import judge_files
 from lora_tool.rules.training.sharded_subject import sharded_subject
-from lora_tool.validation.validating import validate
+from lora_tool.validation.validating import ValidateOptions, findings_on, validate
 from tests.bench.zero_checkpoints import write
 
 ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"
@@ -441,7 +441,7 @@ def test_a_deep_check_tells_of_every_byte_that_it_reads() -> None:
         asked.append(nbytes)
         yield done.append
 
-    validate(open_sharded(ZERO / "stage3-full"), deep=True, watch=watch)
+    findings_on(open_sharded(ZERO / "stage3-full"), ValidateOptions(deep=True), watch=watch)
     assert len(asked) == 1
     assert sum(done) == asked[0] > 0
 

@@ -182,14 +182,14 @@ def _of_experts(
     if base is None:
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` is LoRA on MLX-LM's stacked experts, and only the base has their names",
-            hint="give the model that it was trained on: --base MODEL",
+            hint="give the model that it was trained on: `base=MODEL`",
         )
     before, projection = match["before"], match["projection"]
     named = next((each for each in EXPERTS if f"{before}.experts.0.{each[projection]}.weight" in base), None)
     if named is None:
         raise UnsupportedAdapter(
             f"{tensor.path}: `{module}`: the base has no `{before}.experts.0.gate_proj` or `.w1`",
-            hint="give the model that it was trained on, in transformers' format: --base MODEL",
+            hint="give the model that it was trained on, in transformers' format: `base=MODEL`",
         )
     count, *shape = tensor.shape
     each = tensor.nbytes // count if count else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,43 @@ from lora_tool.cli.ci_view import (
 )
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import RuleChoice, rule_choice
-from lora_tool.cli.merge_options import asked, merge_options
+from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
 from lora_tool.cli.options import (
     UserPath,
     config_option,
     json_option,
-    pair_options,
-    pairs_asked,
     quiet_option,
-    rank_file_options,
     report_option,
     verbose_option,
 )
-from lora_tool.cli.push import pushed_to, repository, repository_options
+from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
 from lora_tool.display import from_here, printable
-from lora_tool.pipeline.model import Job, Outcome, Status
+from lora_tool.hub.options import BranchOptions
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import Criteria
+from lora_tool.workflows.ci.model import Job, Outcome, Status
+from lora_tool.workflows.consolidate import RankFileOptions
+from lora_tool.workflows.verify import PairOptions, read_given_pairs
 
 
 @click.command(
     "ci", cls=Configured, epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml"
 )
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
-@merge_options(MergeOptions)
+@options_of(MergeOptions)
+@reward_option
 @click.option(
     "--each",
     is_flag=True,
     help="Run on every adapter under CKPT and every checkpoint of a run, each into OUTPUT/NAME; --pairs ranks them.",
 )
-@pair_options
-@rank_file_options
+@options_of(PairOptions)
+@options_of(RankFileOptions)
 @click.option("--dry-run", is_flag=True, help="Validate and print what would be done, but write nothing.")
 @click.option(
     "--push",
@@ -65,7 +65,7 @@ from lora_tool.validation.validating import Criteria
     metavar="REPO",
     help="Repository to publish the result to: owner/name[@branch], hf:// or URL.",
 )
-@repository_options
+@options_of(BranchOptions)
 @report_option
 @config_option
 @json_option
@@ -91,10 +91,10 @@ def command(ctx: click.Context, /, **_: Any) -> int:
         from lora_tool.cli.ci_each import run_all  # only where asked for
 
         return run_all(job, files, rules.ignored, as_json=options["as_json"], quiet=options["quiet"])
-    from lora_tool.pipeline.running import run  # after the usage is known to be right
+    from lora_tool.workflows.ci.running import ci  # after the usage is known to be right
 
     quiet = options["quiet"] or options["as_json"]
-    outcome = run(
+    outcome = ci(
         job,
         on_stage=lambda stage: None if quiet else say(stage_line(stage)),
         on_plan=lambda plan: None if quiet else click.echo(printable(plan.notes[0]), err=True),
@@ -104,7 +104,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     write_reports(files, lambda form: _rendered(outcome, report, form, job))
     set_github_output(output=outcome.output)
     if options["as_json"]:
-        from lora_tool.pipeline.render import outcome_json  # JSON's words, only where asked for
+        from lora_tool.workflows.ci.render import outcome_json  # JSON's words, only where asked for
 
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
@@ -117,7 +117,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = pushed_to(options["push"] or (None, None), "--push", options["revision"])
-    merging = replace(asked(MergeOptions, options), **rules.arguments())
+    merging = typed_as(MergeOptions, options, **typed_task(options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
         output=Path(merging.out) if merging.out else from_here(real.parent / f"{real.name}-merged"),
@@ -125,7 +125,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
         deep=criteria.deep,
         servers=criteria.servers,
         tag=options["tag"],
-        pairs=pairs_asked(options["pairs"], options["min_accuracy"]),
+        pairs=read_given_pairs(typed_as(PairOptions, options)),
         adapter_config=options["adapter_config"],
         lora_alpha=options["lora_alpha"],
         push=repo,
@@ -147,7 +147,7 @@ def _require_for_several(options: Mapping[str, Any]) -> None:
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     if form is Form.MARKDOWN:
-        from lora_tool.pipeline.render import outcome_markdown
+        from lora_tool.workflows.ci.render import outcome_markdown
 
         return outcome_markdown(outcome, report, pages=RULES)
     return report_text(report, form, job.fail_on)

@@ -20,12 +20,11 @@ from lora_tool.cli.ci_view import (
 from lora_tool.cli.reporting import ReportFile, report_text
 from lora_tool.cli.terminal import progress_bar, say, tell
 from lora_tool.display import as_cell, counted, duration, printable
-from lora_tool.pipeline.jobs import sweep_of
-from lora_tool.pipeline.model import Job, Stage, Status, Swept, best_of, in_order
-from lora_tool.pipeline.running import run_each
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Ignored, Report, joined
 from lora_tool.rules.engine.registry import RULES
+from lora_tool.workflows.ci.model import Job, Stage, Status, Swept, best_of, in_order
+from lora_tool.workflows.ci.running import ci_each
 
 
 def run_all(
@@ -33,14 +32,12 @@ def run_all(
 ) -> int:
     """Run the pipeline of every checkpoint under that of `job`, and report; return the largest of their exit codes.
 
-    Raises as `sweep_of` and `run_each` do.
+    Raises as `ci_each` does.
     """
     silent = quiet or as_json
-    sweep = sweep_of(job)
-    for folder, what in () if silent else sweep.left_out.items():
-        tell("left out", f"{folder}, {what}")
-    swept = run_each(
-        sweep.jobs,
+    swept = ci_each(
+        job,
+        left_out=lambda folder, what: None if silent else tell("left out", f"{folder}, {what}"),
         on_stage=lambda one, stage: None if silent else _say(one, stage),
         on_plan=lambda plan: None if silent else click.echo(printable(plan.notes[0]), err=True),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=silent),
@@ -53,7 +50,7 @@ def run_all(
     passed = all(each.outcome.passed for each in swept)
     set_github_output(output=job.output if passed and not job.dry_run else None, best=best.job.output if best else None)
     if as_json:
-        from lora_tool.pipeline.render import sweep_json  # JSON's words, only where asked for
+        from lora_tool.workflows.ci.render import sweep_json  # JSON's words, only where asked for
 
         click.echo(json.dumps(sweep_json(swept, reports, codes), indent=2, allow_nan=False))
     else:
@@ -68,7 +65,7 @@ def _say(job: Job, stage: Stage) -> None:
 
 def _rendered(swept: Sequence[Swept], report: Report, form: Form) -> str:
     if form is Form.MARKDOWN:
-        from lora_tool.pipeline.render import sweep_markdown
+        from lora_tool.workflows.ci.render import sweep_markdown
 
         return sweep_markdown(swept, report, pages=RULES)
     return report_text(report, form, swept[0].job.fail_on)

@@ -12,10 +12,10 @@ from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.reporting import SUMMARY, ReportFile
 from lora_tool.cli.terminal import wants_colour
 from lora_tool.display import printable
-from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Ignored, Report, Unread, joined
+from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status
 
 _COLOURS = {
     Status.PASSED: "green",

@@ -31,7 +31,7 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
     Adapters are compared by the ΔW = scaling·B·A of each module, so their ranks may differ. The table shows both norms,
     the norm of the difference (relative to the first), and the cosine of the angle between them.
     """
-    from lora_tool.pipeline.comparing import diff  # after the usage is known to be right
+    from lora_tool.workflows.diff import diff  # after the usage is known to be right
 
     comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
     if plot is not None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from lora_tool.cli.algebra import rank_options
-from lora_tool.cli.options import FolderOrId, base_option, jobs_option
+from lora_tool.cli.declared import options_of, typed_as
+from lora_tool.cli.options import FolderOrId, base_option
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import carry_out, run_options
-from lora_tool.execution.folder import check_output
+from lora_tool.cli.writing import caller, run_options
 from lora_tool.hub_names import ANYWHERE
-from lora_tool.machine import one_arena
-from lora_tool.sources import opened_model
-from lora_tool.tensors import DType
+from lora_tool.workflows.extract import ExtractOptions, extract
 
 
 @click.command(
@@ -23,29 +19,9 @@ from lora_tool.tensors import DType
 )
 @click.argument("model", type=FolderOrId(), metavar="MODEL")
 @base_option(f"The model that MODEL was trained from: {ANYWHERE}.")
-@rank_options
-@click.option("--save", "save", multiple=True, metavar="MODULE", help="Save this module whole. May be repeated.")
-@jobs_option
-@click.option(
-    "--verify/--no-verify",
-    default=True,
-    help="Read samples back and check them before the output gets its name.",
-    show_default=True,
-)
-@click.option("--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete.")
+@options_of(ExtractOptions)
 @run_options
-def command(
-    model: str,
-    *,
-    base: str | None,
-    output: Path,
-    rank: int | None,
-    keep: float | None,
-    save: tuple[str, ...],
-    dtype: DType | None,
-    overwrite: bool,
-    **how: Any,  # the arguments of `carry_out`
-) -> None:
+def command(model: str, *, base: str | None, **typed: Any) -> None:
     """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 
     Both models are read four times, in blocks; no matrix is decomposed whole. For each module it reports how much does
@@ -54,12 +30,4 @@ def command(
     """
     if base is None:
         raise click.UsageError("missing option --base: give the model that MODEL was trained from")
-    if (rank is None) == (keep is None):
-        raise click.UsageError("give either --rank or --keep")
-    one_arena()
-    tuned, first = opened_model(model, download=True), opened_model(base, download=True)
-    check_output(output, overwrite=overwrite, inputs=(tuned.root, first.root))
-    from lora_tool.pipeline.algebra import extraction  # after the options
-
-    with extraction(tuned, first, output, rank=rank, keep=keep, save=save, dtype=dtype) as plan:
-        carry_out(plan, output, overwrite=overwrite, resume=False, **how)
+    extract(model, base, typed_as(ExtractOptions, typed), caller(typed))

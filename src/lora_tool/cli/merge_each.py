@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from lora_tool.cli.exit_codes import DONE, exit_code
-from lora_tool.cli.terminal import progress_bar, say, show_error, show_findings, warn
+from lora_tool.cli.terminal import say, show_error, show_findings, warn
+from lora_tool.cli.writing import caller
 from lora_tool.display import as_cell, duration, printable, size
 from lora_tool.errors import FindingsFound
-from lora_tool.pipeline.sweep import MergedOne, merge_several
 from lora_tool.plan.merge.options import MergeArguments
 from lora_tool.report.findings import Finding
+from lora_tool.workflows.merge_each import MergedOne, merge_each
 
 
-def carry_out_each(
-    adapters: Sequence[str], options: MergeArguments, *, dry_run: bool, as_json: bool, quiet: bool
-) -> int:
+def show_each(adapters: Sequence[str], options: MergeArguments, typed: Mapping[str, Any]) -> int:
     """Merge, or plan, each adapter on its own; return the exit code of the worst. Raises as `merge_each` does."""
-    told = _Told(quiet=quiet or as_json)
-    done = merge_several(
-        adapters,
-        options,
-        dry_run=dry_run,
-        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=told.quiet),
-        found=told.findings,
-        ended=told.ended,
-    )
+    dry_run, as_json, quiet = typed["dry_run"], typed["as_json"], typed["quiet"]
+    shown = _Shown()
+    how = replace(caller(typed), findings=shown.findings)
+    done = merge_each(adapters, options, how, shown.ended)
     codes = [DONE if one.error is None else exit_code(one.error) for one in done]
     if as_json:
         outputs = [{**one.to_json(), "exit_code": code} for one, code in zip(done, codes, strict=True)]
@@ -44,11 +40,10 @@ def carry_out_each(
     return max(codes)
 
 
-class _Told:
+class _Shown:
     """Prints to stderr while the work goes on. A finding or warning that several adapters share is printed once."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self.quiet = quiet
+    def __init__(self) -> None:
         self._said: set[object] = set()
 
     def findings(self, found: Sequence[Finding]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -14,9 +14,6 @@ from lora_tool.errors import require_packages
 from lora_tool.progress import reasons
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
-
-if TYPE_CHECKING:
-    from lora_tool.verification.pairs import Pairs
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -181,54 +178,3 @@ rule_options = in_order(
     codes_option("--select", "Run only these rules: LT206, or LT2 for all LT2xx."), ignore_option(), fail_on_option
 )
 """Which rules judge, and the least severity at which the command fails."""
-pair_options = in_order(
-    click.option(
-        "--pairs",
-        type=UserPath(exists=True, dir_okay=False),
-        metavar="FILE",
-        help="Also rank these pairs with the reward model: .jsonl with prompt, chosen, rejected.",
-    ),
-    click.option(
-        "--min-accuracy",
-        type=click.FloatRange(0, 1),
-        metavar="SHARE",
-        help="Fail if the merged model ranks less than this share of --pairs correctly, such as 0.7.",
-    ),
-)
-"""What a reward model is for, and how well it must do that."""
-
-
-def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
-    """Return the pairs that were asked for, read, None for none, once what ranks them is known to be installed.
-
-    Raises `click.UsageError` for ``--min-accuracy`` alone, `CorruptFile` or `BadConfig`, and `MissingDependency`.
-    """
-    if path is None:
-        if least is not None:
-            raise click.UsageError("--min-accuracy needs --pairs")
-        return None
-    require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
-    from lora_tool.verification.pairs import read_pairs  # only where asked for
-
-    return read_pairs(path, least=least)
-
-
-rank_file_options = in_order(
-    click.option(
-        "--tag",
-        help="Saved step to use, such as global_step500, or the module to use of several that were saved together, such as "
-        "critic.  [default: the step in the file `latest`]",
-    ),
-    click.option(
-        "--adapter-config",
-        type=UserPath(exists=True),
-        help="adapter_config.json, or the file with the run's arguments.  [default: beside the rank files]",
-    ),
-    click.option(
-        "--lora-alpha",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="N",
-        help="lora_alpha of an adapter that has no adapter_config.json, if no file of the run records it.",
-    ),
-)
-"""What is put together from rank files."""

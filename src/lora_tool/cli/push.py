@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
+from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import (
-    UserPath,
-    config_option,
-    fail_on_option,
-    ignore_option,
-    in_order,
-    json_option,
-    quiet_option,
-)
+from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option
 from lora_tool.cli.terminal import progress_bar, warn
 from lora_tool.hub_names import FORMS, hub_name, require_ref_name
+from lora_tool.workflows.caller import Caller
+from lora_tool.workflows.push import PublishOptions, push
+
+if TYPE_CHECKING:
+    from lora_tool.hub.model import PushPlan
 
 Repository = TypeVar("Repository", str, None)
 _LONGEST_NAME = 96
@@ -43,22 +41,6 @@ def repository(value: str) -> tuple[str, str | None]:
     return repo, named.revision
 
 
-repository_options = in_order(
-    click.option(
-        "--private/--public",
-        default=None,
-        help="Visibility of a repository that push creates.  [default: private; an existing one stays as it is]",
-    ),
-    click.option(
-        "--revision",
-        metavar="BRANCH",
-        help="Branch to push to; created from main if it does not exist.  [default: main]",
-    ),
-    click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch."),
-)
-"""How something is pushed, by whichever command."""
-
-
 def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | None) -> tuple[Repository, str | None]:
     """Return repository and branch of `repo`, which `option` gave, and ``--revision``. Raises `click.UsageError`, `WrongValue`."""
     name, branch = repo
@@ -73,28 +55,8 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
 @click.command("push", cls=Configured, epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
 @click.argument("folder", type=UserPath())
 @click.argument("repo", type=repository)
-@repository_options
-@click.option("--tag", metavar="TAG", help="Tag the commit.")
-@click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Also push these files of the folder: 'plots/*.png'.")
-@ignore_option("Rules to skip in the validation.")
-@click.option(
-    "--readme",
-    type=click.Choice(["auto", "local", "hub"]),
-    default="auto",
-    show_default=True,
-    help="README.md to start from; auto keeps edits made on the Hub.",
-)
-@click.option(
-    "--verify",
-    "check",
-    type=click.Choice(["tree", "download"]),
-    default="tree",
-    show_default=True,
-    help="Afterwards compare the Hub's hashes, or download every file and compare it.",
-)
+@options_of(PublishOptions)
 @click.option("--dry-run", is_flag=True, help="Print the plan and create nothing.")
-@fail_on_option
 @config_option
 @json_option
 @quiet_option("No progress bar and no summary.")
@@ -105,14 +67,10 @@ def command(
     folder: Path,
     repo: tuple[str, str | None],
     *,
-    revision: str | None,
-    readme: str,
-    check: str,
     dry_run: bool,
-    config_file: Path | None,  # noqa: ARG001 - read before
     as_json: bool,
     quiet: bool,
-    **asked: Any,  # other arguments of `plan_push`
+    **typed: Any,
 ) -> None:
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 
@@ -121,46 +79,35 @@ def command(
     commit. The token comes from `hf auth login`, HF_TOKEN, or OIDC in CI. Options can be set in the [push] table of
     lora-tool.toml.
     """
-    name, branch = pushed_to(repo, "REPO", revision)
-    if asked["tag"] is not None and asked["create_pr"]:
-        raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
-    if asked["message"] is not None and not asked["message"].strip():
-        raise click.UsageError("--message is empty")
-    asked |= rule_choice(ctx, configured(ctx)).arguments()
-    from lora_tool.hub.card import Readme  # after the usage is known to be right
-    from lora_tool.hub.hashing import with_hashes
-    from lora_tool.hub.model import MAIN, PushCheck
-    from lora_tool.hub.planning import plan_push
-    from lora_tool.hub.pushing import push
-    from lora_tool.hub.text import plan_json, plan_text, pushed_json, pushed_text
+    name, branch = pushed_to(repo, "REPO", typed["revision"])
+    rules = rule_choice(ctx, configured(ctx))
+    options = typed_as(PublishOptions, typed, revision=branch, **rules.arguments())
+    from lora_tool.hub.text import (  # after the usage is known to be right
+        plan_json,
+        plan_text,
+        pushed_json,
+        pushed_text,
+    )
 
     show = sys.stderr.isatty() and not (quiet or as_json)
-    try:
-        with progress_bar("comparing with the Hub", _bytes_of(folder), quiet=not show) as advance:
-            plan = plan_push(folder, name, revision=branch or MAIN, readme=Readme(readme), progress=advance, **asked)
+
+    def planned(plan: PushPlan) -> None:
         for warning in plan.warnings:
             warn(warning)
-        if dry_run:
-            click.echo(json.dumps(plan_json(plan), indent=2) if as_json else plan_text(plan))
-            return
-        if not (quiet or as_json):
+        if not (dry_run or quiet or as_json):
             click.echo(plan_text(plan), err=True)
-        with progress_bar("hashing", plan.sent_bytes, quiet=not show) as advance:
-            plan = with_hashes(plan, advance)
-        done = push(plan, check=PushCheck(check), progress=show)
+
+    caller = Caller(dry_run=dry_run, progress=partial(progress_bar, quiet=not show))
+    try:
+        published = push(folder, name, options, caller, planned=planned, bars=show)
     except KeyboardInterrupt:
         _leave_at_once()
-    if as_json:
-        click.echo(json.dumps(pushed_json(plan, done), indent=2))
+    if published.done is None:
+        click.echo(json.dumps(plan_json(published.plan), indent=2) if as_json else plan_text(published.plan))
+    elif as_json:
+        click.echo(json.dumps(pushed_json(published.plan, published.done), indent=2))
     elif not quiet:
-        click.echo(pushed_text(done))
-
-
-def _bytes_of(folder: Path) -> int:
-    """Return about how much there is to read: a bar may end early, where the Hub has nothing to compare with."""
-    with contextlib.suppress(OSError):
-        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
-    return 0
+        click.echo(pushed_text(published.done))
 
 
 def _leave_at_once() -> NoReturn:

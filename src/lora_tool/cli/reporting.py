@@ -6,18 +6,23 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from msgspec import Struct
 
 from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
+from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
 from lora_tool.errors import LoraToolError
 from lora_tool.formats.files import expanded
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Report
 from lora_tool.rules.engine.registry import RULES
+
+if TYPE_CHECKING:
+    from lora_tool.verification.verified import Verification
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that names a GitHub Actions step's summary file, which steps add to."""
@@ -76,6 +81,13 @@ class Reporting(Struct, frozen=True, kw_only=True):
     def fails(self, report: Report) -> bool:
         """Return whether the command fails: for a finding, and if `strict` for a rule that could not run."""
         return bool(report.at_least(self.least) or (self.strict and report.skipped))
+
+    def code_of(self, verification: Verification) -> int:
+        """Return the exit code of a folder that was verified."""
+        if not self.fails(verification.report):
+            return DONE
+        failing = verification.report.at_least(self.least)
+        return FINDINGS if failing and not verification.says_wrong(self.least) else FAILED_CHECK
 
 
 def report_files(typed: Sequence[str], configured: Configuration | None = None) -> tuple[ReportFile, ...]:

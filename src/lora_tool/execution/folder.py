@@ -33,16 +33,16 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     """
     for source in inputs:
         if any(_same_folder(above, out) for above in _with_parents(source)):
-            raise OutputExists(f"{out} is the input {source}, or contains it", hint="give another folder: -o OUT")
+            raise OutputExists(f"{out} is the input {source}, or contains it", hint="give another folder: `out=OUT`")
     if _same_folder(Path(), out):
         raise OutputExists(
-            f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: -o NAME"
+            f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: `out=NAME`"
         )
     if not os.path.lexists(out):
         above = next(above for above in out.absolute().parents if os.path.lexists(above))
         if not above.is_dir():
             raise ExecutionError(
-                f"{out} cannot be written: {above} is not a folder", hint="give another folder: -o OUT"
+                f"{out} cannot be written: {above} is not a folder", hint="give another folder: `out=OUT`"
             )
         return
     if out.is_dir() and not any(out.iterdir()):
@@ -51,7 +51,7 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
         what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is not a folder"
         raise OutputExists(
             f"{out} exists and {what}, so lora-tool does not replace it",
-            hint="remove it yourself, or give another folder: -o OUT",
+            hint="remove it yourself, or give another folder: `out=OUT`",
         )
     if not overwrite:
         raise OutputExists(f"{out} exists already", hint="`overwrite=True` replaces it, or give another folder")
@@ -81,7 +81,7 @@ def check_space(out: Path, needed: int) -> None:
     if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
         raise OutOfSpace(
             f"{out} needs {size(needed)}, the disk has {size(disk.free)} free",
-            hint="give a folder on another disk: -o OUT",
+            hint="give a folder on another disk: `out=OUT`",
         )
 
 
@@ -156,7 +156,7 @@ def _only_run(hidden: Path, out: Path, *, shared: bool = False) -> Iterator[bool
         lock, locked = _lock(path, out, shared=shared)
     except OSError as error:
         raise ExecutionError(
-            f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
+            f"{out} cannot be written: {error.strerror}", hint="give another folder: `out=OUT`"
         ) from error
     try:
         yield locked
@@ -197,7 +197,7 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise OutputExists(
-                f"another program created {out} while it was being written", hint="give another folder: -o OUT"
+                f"another program created {out} while it was being written", hint="give another folder: `out=OUT`"
             )
         shutil.rmtree(old, ignore_errors=True)
         if not set_aside(out, old):
@@ -278,7 +278,7 @@ def errors_of_the_system(what: str | None, target: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(
-                f"{target}: the disk is full; nothing was kept", hint="give another disk: -o OUT"
+                f"{target}: the disk is full; nothing was kept", hint="give another disk: `out=OUT`"
             ) from error
         raise ExecutionError(f"{what or error.filename or target}: {error.strerror}") from error
 
@@ -310,4 +310,4 @@ def require_room(folder: Path, trash: Path) -> None:
     """Return if `folder` can be moved into `trash` under its name. Raises `OutputExists`."""
     target = trash / folder.name
     if os.path.lexists(target):
-        raise OutputExists(f"{target} exists already", hint="give another folder: --trash DIR")
+        raise OutputExists(f"{target} exists already", hint="give another folder: `trash=DIR`")

@@ -56,7 +56,7 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
         if file.path.suffix == TORCH_SUFFIX:
             raise UnsupportedAdapter(
                 f"{file.path}: a merge in memory would load it as a pickle, which can run code",
-                hint="write it as safetensors, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW",
+                hint="write it as safetensors, once: from_pretrained(BASE), save_pretrained(NEW), then `base=NEW`",
             )
     for package in ("torch", "transformers", "peft"):
         try:

@@ -8,7 +8,6 @@ by an older or another file here; where both sides changed, the Hub's stays and 
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.choices import Choice
 from lora_tool.hub.metadata import Card, changed, read_card
+from lora_tool.hub.options import Readme
 from lora_tool.hub.origin import Origin, is_hub_id
 
 _SECTION = re.compile(
@@ -29,15 +28,6 @@ _NONE = "none"
 _EDITED = "edited"
 _MADE_BY_MACHINES = ("# Model Card for Model ID", "This modelcard aims to be a base template")
 _UNFILLED = "[More Information Needed]"
-
-
-@enum.unique
-class Readme(Choice):
-    """Which README a push keeps if those of the folder and the Hub differ."""
-
-    AUTO = "auto"
-    LOCAL = "local"
-    HUB = "hub"
 
 
 class Licence(Struct, frozen=True, kw_only=True):

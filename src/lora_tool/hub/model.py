@@ -9,10 +9,9 @@ from pathlib import Path
 from huggingface_hub.hf_api import RepoFile
 from msgspec import Struct, field
 
-from lora_tool.choices import Choice, TextEnum
+from lora_tool.choices import TextEnum
+from lora_tool.hub.options import MAIN, PushCheck
 from lora_tool.tensors import FileStamp
-
-MAIN = "main"
 
 
 @enum.unique
@@ -23,14 +22,6 @@ class FileChange(TextEnum):
     UPDATE = "update"
     SAME = "same"
     REMOVE = "remove"
-
-
-@enum.unique
-class PushCheck(Choice):
-    """How a push is checked afterwards: by the hashes that the Hub lists, or by reading every file back."""
-
-    TREE = "tree"
-    DOWNLOAD = "download"
 
 
 class PushContent(Struct, frozen=True, kw_only=True):

@@ -14,19 +14,19 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
-from lora_tool.hub.card import Readme, merge_card
+from lora_tool.hub.card import merge_card
 from lora_tool.hub.contents import README, pushable, read_readme
 from lora_tool.hub.contents import select as selected
 from lora_tool.hub.hashing import content_sha256, hashes_of, in_parallel
 from lora_tool.hub.local_paths import without_paths
-from lora_tool.hub.model import MAIN, FileChange, PushContent, PushFile, PushPlan, Remote
+from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan, Remote
+from lora_tool.hub.options import MAIN, PushOptions, Readme
 from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.hub_client.failures import PLANNING
-from lora_tool.hub_names import require_ref_name
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
 from lora_tool.validation.validating import validate
@@ -37,46 +37,27 @@ _MODEL_WEIGHTS = re.compile(rf"{_SHARD.pattern[:-2]}\Z|pytorch_model(?:-\d{{5}}-
 
 
 def plan_push(
-    folder: str | os.PathLike[str],
-    repo: str,
-    *,
-    private: bool | None = None,
-    revision: str = MAIN,
-    create_pr: bool = False,
-    tag: str | None = None,
-    message: str | None = None,
-    include: Iterable[str] = (),
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    fail_on: Severity | str = Severity.ERROR,
-    readme: Readme | str = Readme.AUTO,
-    progress: Progress | None = None,
+    folder: str | os.PathLike[str], repo: str, options: PushOptions, *, progress: Progress | None = None
 ) -> PushPlan:
     """Return the plan that publishes `folder` as the model repository `repo`. Reads both and changes neither.
 
-    The folder is validated first, an adapter with its base if that is on this disk: `select` and `ignore` choose the
-    rules, and a finding of severity `fail_on` or worse refuses the push. The files are searched for secrets. `private`
-    None makes a new repository private. `revision` is the branch, `create_pr` makes a pull request instead of a commit
-    on it, `tag` and `message` are the commit's. `include` are patterns of further files to push, `readme` decides whose
-    README is kept if both have one. Local files are hashed only where the Hub has one of the same name and size;
-    `progress` is called with the bytes. Raises `WrongValue` for a branch or tag that git does not allow,
-    `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
+    The folder is validated first, an adapter with its base if that is on this disk; a finding of severity `fail_on` or
+    worse refuses the push. The files are searched for secrets. Local files are hashed only where the Hub has one of the
+    same name and size; `progress` is called with the bytes. Raises `WrongValue` for a branch or tag that git does not
+    allow, `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
-    readme = Readme(readme)
-    for what, name in (("tag", tag), ("revision", revision)):
-        if name is not None:
-            require_ref_name(name, what)
+    readme, tag, private = Readme(options.readme), options.tag, options.private
     checkpoint = pushable(open_checkpoint(folder))
-    report = validate(checkpoint, select=select, ignore=ignore)
-    report.raise_at(Severity(fail_on))
+    report = validate(checkpoint, select=options.select, ignore=options.ignore)
+    report.raise_at(Severity(options.fail_on))
     written = _manifest_of(checkpoint)
     _require_not_found_wrong(checkpoint, written)
-    contents, left_out = selected(checkpoint, include)
+    contents, left_out = selected(checkpoint, options.include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False, doing=PLANNING) as opened:
         full_name = _with_owner(opened, repo)
-        remote = read_remote(opened, full_name, revision, tags=tag is not None)
-        _require_room(checkpoint, remote, private=private, tag=tag, create_pr=create_pr)
+        remote = read_remote(opened, full_name, options.revision or MAIN, tags=tag is not None)
+        _require_room(checkpoint, remote, private=private, tag=tag, create_pr=options.create_pr)
         origin = origin_of(checkpoint, written)
         base, licence = read_licence(opened, origin.base, origin.base_folder)
     origin = replace(origin, base=base)
@@ -92,7 +73,7 @@ def plan_push(
     )
     contents = [without_paths(content, origin) for content in contents]
     contents.append(PushContent(name=README, data=card.data, reason=f"model card: {card.reason}"))
-    words = PushContent(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
+    words = PushContent(name="the commit's message", data=f"{options.message or ''}\n{tag or ''}".encode())
     require_no_secrets([*contents, words])
     files = file_changes(contents, remote.files, progress=progress)
     return PushPlan(
@@ -102,8 +83,8 @@ def plan_push(
         private=None if remote.exists else private is not False,
         files=(*files, *_orphans(checkpoint, contents, remote.files)),
         left_out=tuple(left_out),
-        message=message or f"Upload {kind} with lora-tool",
-        create_pr=create_pr,
+        message=options.message or f"Upload {kind} with lora-tool",
+        create_pr=options.create_pr,
         tag=tag,
         notes=_notes(remote, private=private),
         warnings=(
@@ -178,11 +159,11 @@ def _require_room(
     if create_pr and not remote.exists:
         raise HubRefused(
             f"{remote.repo} does not exist, or the token may not see it, so no pull request can be opened",
-            hint="push without --create-pr to create it",
+            hint="push without `create_pr=True` to create it",
         )
     if private is True and remote.private is False:
         raise HubConflict(
-            f"{remote.repo} exists and is public, but --private was requested; nothing was pushed",
+            f"{remote.repo} exists and is public, but `private=True` was requested; nothing was pushed",
             hint=f"hf repos settings {remote.repo} --private, or push to another name",
         )
     is_adapter = isinstance(checkpoint, AdapterDir)

@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
-from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
+from lora_tool.hub.model import Pushed, PushFile, PushPlan, Remote
+from lora_tool.hub.options import MAIN, PushCheck
 from lora_tool.hub.remote import head_commit, read_remote, read_tree
 from lora_tool.hub.session import Session, session
 
@@ -85,7 +86,7 @@ def _prepared(opened: Session, plan: PushPlan) -> Remote:
     if plan.tag is not None and plan.changes and plan.tag in remote.tags:
         raise HubConflict(
             f"{remote.repo}: tag {plan.tag} exists already, on {remote.tags[plan.tag][:12]}; nothing was pushed",
-            hint=f"choose another --tag, or first run: hf repos tag delete {remote.repo} {plan.tag}",
+            hint=f"choose another `tag=TAG`, or first run: hf repos tag delete {remote.repo} {plan.tag}",
         )
     if not remote.branch_exists and not plan.create_pr:
         head = remote.head
@@ -218,5 +219,5 @@ def _tag(opened: Session, plan: PushPlan, commit: str) -> None:
             raise HubConflict(
                 f"{repo}: tag {tag} exists already, on {(there or 'another commit')[:12]}; the files were pushed in "
                 f"{commit[:12]}",
-                hint="choose another --tag and push again; that makes no second commit",
+                hint="choose another `tag=TAG` and push again; that makes no second commit",
             ) from conflict

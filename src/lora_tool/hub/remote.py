@@ -13,7 +13,8 @@ from lora_tool.errors import HubError, HubRefused
 from lora_tool.hub.card import Licence
 from lora_tool.hub.contents import README
 from lora_tool.hub.metadata import read_card
-from lora_tool.hub.model import MAIN, Remote
+from lora_tool.hub.model import Remote
+from lora_tool.hub.options import MAIN
 from lora_tool.hub.session import Session
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -39,7 +40,7 @@ def read_remote(
     if exists and (revision == head or (by_name and refs and revision not in {ref.name for ref in refs.branches})):
         raise HubRefused(
             f"{repo}: {revision} is a tag or a commit, and only a branch can be pushed to",
-            hint="name a branch: --revision main, or a new name",
+            hint="name a branch: `revision=main`, or a new name",
         )
     return Remote(
         repo=found.id,

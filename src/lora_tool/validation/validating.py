@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,11 +16,14 @@ from lora_tool.checkpoint import (
     ShardedDir,
     open_checkpoint,
 )
+from lora_tool.choices import codes, flag, positive
 from lora_tool.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import inside
+from lora_tool.hub_names import ANYWHERE
+from lora_tool.options import Options, called_with, option
 from lora_tool.plan.base.task import Task
-from lora_tool.progress import Watch, decided
+from lora_tool.progress import Progress, Watch, decided
 from lora_tool.report import Report
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import chosen
@@ -47,64 +51,96 @@ _READS = {
 }
 
 
-def validate(
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(Options):
+    """How a checkpoint is judged, and with what it is compared."""
+
+    base: Reference | None = option(
+        None,
+        f"Base model to compare with: {ANYWHERE}, never downloaded.  [default: the base named in adapter_config.json, "
+        "if it is on this disk]",
+        metavar="MODEL",
+    )
+    adapters: Sequence[Reference] = option(
+        (),
+        "Adapter that the model PATH was merged with, or that the adapter PATH is to be merged together with.",
+        name="adapter",
+        metavar="ADAPTER",
+        many=True,
+    )
+    task: Task | str | None = option(
+        None,
+        '"reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models.',
+        parse=Task,
+        library_only=True,
+    )
+    num_labels: int | None = option(None, "Number of labels that the head must have.", parse=positive)
+    deep: bool | None = option(
+        None, "Read all weights, or none.  [default: only those of adapters]", parse=flag, off="headers-only"
+    )
+    servers: Iterable[Server | str] = option(
+        (),
+        "Report what this server refuses or ignores. May be repeated.",
+        parse=Server,
+        name="for",
+        many=True,
+    )
+    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+    checkpoints: bool = option(
+        default=False, text="Judge the checkpoints beside finished weights, too.", parse=flag, library_only=True
+    )
+    near: Path | None = option(
+        None,
+        "Folder in which a relative path of the base is looked for after the working directory; by default the "
+        "adapter's.",
+        library_only=True,
+    )
+
+
+def findings_on(
     checkpoint: Reference,
+    options: ValidateOptions,
     *,
-    base: Reference | None = None,
-    adapters: Sequence[Reference] = (),
-    num_labels: int | None = None,
-    task: Task | str | None = None,
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    deep: bool | None = None,
-    servers: Iterable[Server] = (),
-    checkpoints: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     watch: Watch | None = None,
-    near: Path | None = None,
 ) -> Report:
     """Return all findings of the rules on `checkpoint`; nothing is changed, and no code is run.
 
-    Every checkpoint may be a path, a Hub id or an opened checkpoint; a base is never downloaded. `base` enables the
-    rules that compare with it; None means the base that the adapter names, if it is on this disk. A relative path of
-    the base is looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are the
-    ones a model was merged with, which is then compared with what base and adapters give; for an adapter, they are the
-    ones it is to be merged together with. `task` "reward" expects a reward model with one label, "seq-cls" and
-    "causal-lm" such models; `num_labels` are the rows that the head must have. `select` are the only rules to run,
-    `ignore` the rules not to run. `deep` True reads all weights, False none, None only those of adapters. `servers`
-    enables the rules of the servers that serve the adapter unmerged. Rules that could not run are in `skipped`. The
-    checkpoints of a run folder are judged one by one, with `checkpoints` also those beside finished weights, and put
-    into one table of `runs`. `progress` is called with the bytes that were read, where they are many; `watch` is called
-    for the progress of reading rank files. Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a
-    `select` or `ignore` that means no rule, `WrongValue` for another argument.
+    Every checkpoint may be a path, a Hub id or an opened checkpoint; a base is never downloaded. A base enables the
+    rules that compare with it. A model is compared with what base and `adapters` give; an adapter is judged for a merge
+    together with them. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged one by one
+    and put into one table of `runs`. `progress` is called with the bytes that were read, where they are many; `watch` is
+    called for the progress of reading rank files. Raises `CheckpointError` for what cannot be opened, `UnknownRule` for
+    a `select` or `ignore` that means no rule, `WrongValue` for another argument.
     """
     checkpoint = opened(checkpoint)
-    several = tuple(map(opened_adapter, adapters))
-    if base is None:
+    several = tuple(map(opened_adapter, options.adapters))
+    if options.base is None:
         found, why_no_base = named_base(
-            several[0] if several and isinstance(checkpoint, ModelDir) else checkpoint, near
+            several[0] if several and isinstance(checkpoint, ModelDir) else checkpoint, options.near
         )
     else:
-        found, why_no_base = opened_model(base, near=near, download=False), ""
+        found, why_no_base = opened_model(options.base, near=options.near, download=False), ""
     decided(f"{checkpoint.root} is {checkpoint.kind.with_article}")
     if found is None:
         decided(why_no_base)
-    elif base is not None:
+    elif options.base is not None:
         decided(f"base: {found.root}, as given")
-    decided(_READS[deep])
-    task = None if task is None else Task(task).expected
+    decided(_READS[options.deep])
+    task = None if options.task is None else Task(options.task).expected
     judge = Judge(
-        rules=chosen(select, ignore),
+        rules=chosen(options.select, options.ignore),
         base=found,
-        num_labels=num_labels,
+        num_labels=options.num_labels,
         task=task,
-        deep=deep,
-        servers=frozenset(map(Server, servers)),
+        deep=options.deep,
+        servers=frozenset(map(Server, options.servers)),
         progress=progress,
         watch=watch,
         why_no_base=why_no_base,
     )
-    if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
+    if not isinstance(checkpoint, RunDir) and not (options.checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
     rows = [item for item, _ in inner]
@@ -116,6 +152,9 @@ def validate(
         rows.append(judged(checkpoint.root, FINISHED, own, checkpoint))
     table = Report(runs=(run_table(checkpoint.root, rows),))
     return joined([own, *(item.report for item, _ in inner), table])
+
+
+validate = called_with(ValidateOptions)(findings_on)
 
 
 def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> tuple[Judged, Checkpoint | None]:

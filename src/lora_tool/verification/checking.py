@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from lora_tool.batches import batches_of_bytes
-from lora_tool.choices import Choice
 from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.machine import available_cores
 from lora_tool.plan.core.ops import Precision
@@ -22,6 +20,7 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.copied import Copies
+from lora_tool.verification.level import Level
 from lora_tool.verification.pieces import (
     Compared,
     Rows,
@@ -45,16 +44,6 @@ _PIECES = 16
 """Blocks or stretches of one look: enough that handing it out costs nothing."""
 _TOGETHER_BYTES = 1 << 20
 """Copies that one call compares: samples of a hundred tensors."""
-
-
-@enum.unique
-class Level(Choice):
-    """How much is read."""
-
-    SAMPLE = "sample"
-    """Rows of what was changed and pieces of what was copied, from everywhere: a small part of the merge's time."""
-    FULL = "full"
-    """Every value of every tensor."""
 
 
 class _Look(Struct, frozen=True, kw_only=True):

@@ -25,11 +25,12 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.serving.forms import FORMS
 from lora_tool.tensors import DType
-from lora_tool.verification.checking import Level, check_steps
+from lora_tool.verification.checking import check_steps
 from lora_tool.verification.configs import check_config
 from lora_tool.verification.converted import check_converted, is_news
 from lora_tool.verification.extracted import check_extracted, copied_steps
 from lora_tool.verification.from_base import check_computed, computed_modules
+from lora_tool.verification.level import Level
 from lora_tool.verification.products import check_products
 
 

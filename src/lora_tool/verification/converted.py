@@ -32,8 +32,9 @@ from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.checking import Level, check_steps
+from lora_tool.verification.checking import check_steps
 from lora_tool.verification.elements import Array, Files
+from lora_tool.verification.level import Level
 from lora_tool.verification.products import evidence_of_factors
 
 _DOUBLE = np.dtype(np.float64)

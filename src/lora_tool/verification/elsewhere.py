@@ -18,7 +18,8 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.checking import Level, check_steps
+from lora_tool.verification.checking import check_steps
+from lora_tool.verification.level import Level
 
 
 class FileComparison(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from lora_tool.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.verification.checking import Level
+from lora_tool.verification.level import Level
 from lora_tool.verification.verified import Verification, summary_json
 
 _KEPT = {

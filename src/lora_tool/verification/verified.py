@@ -20,10 +20,14 @@ from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.verification.checking import Level
+from lora_tool.verification.level import Level
 
 OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
+
+
+OF_USE = frozenset({"LT625"})
+"""Rules on how much a model is worth, whoever wrote it: they find nothing wrong in how it was written."""
 
 
 class Verification(Struct, frozen=True, kw_only=True):
@@ -43,6 +47,10 @@ class Verification(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
+
+    def says_wrong(self, least: Severity) -> bool:
+        """Return whether findings of severity `least` or worse show that the folder is not what it should be."""
+        return any(finding.code not in OF_USE for finding in self.report.at_least(least))
 
     def raise_for_errors(self) -> None:
         """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""

@@ -58,7 +58,7 @@ def base_weight(base: ModelDir, module: str) -> StoredTensor:
     if tensor is None or len(tensor.shape) != MATRIX or not tensor.dtype.is_float:
         raise IncompatibleBase(
             f"{base.root} has no matrix `{module}.weight`, which the adapter changes",
-            hint="give the model that the adapter was trained on, as it is on the disk: --base MODEL",
+            hint="give the model that the adapter was trained on, as it is on the disk: `base=MODEL`",
         )
     return tensor
 
@@ -114,7 +114,7 @@ def rows_that_differ(view: AdapterView, base: ModelDir) -> Iterator[ChangedRows]
             raise IncompatibleBase(
                 f"{tokens.rows.path}: `{tokens.rows.name}` is {list(tokens.rows.shape)}, for {len(tokens.indices)} tokens of "
                 f"{list(weight.shape)}",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint="give the model that the adapter was trained on: `base=MODEL`",
             )
         _require_rows(weight, max(tokens.indices, default=-1) + 1, module, view.adapter.root)
         yield ChangedRows(module=module, tensor=tokens.rows, places=tokens.indices, base=weight)

@@ -82,7 +82,7 @@ def plan_resize(
     """
     asked = Ranks(rank=rank, keep=keep)
     if asked.exact:
-        raise WrongValue("rank, keep: give one of the two", hint="rank=16, or keep=0.99")
+        raise WrongValue("rank, keep: give one of the two", hint="`rank=16`, or `keep=0.99`")
     kind = None if dtype is None else float_type(dtype)
     return _planned("resize", (opened_adapter(adapter),), (1.0,), asked, kind, head_of=None, base=None, ignore=ignore)
 
@@ -117,7 +117,7 @@ def _planned(
     steps = (*_steps(sums, out, matrices, written), *whole.steps)
     targets = {layer.module: layer.path for view in views for layer in view.layers}
     named = {targets[module]: rank for module, rank in written.items()}
-    return adapter_plan(
+    plan = adapter_plan(
         adapters,
         weights,
         steps,
@@ -128,7 +128,6 @@ def _planned(
         findings=report.findings,
         notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
         ranks=turned.ranks,
-        warnings=(*cancel_warnings(sums), *small_warnings(sums, out, turned.ranks)),
         manifest={
             "operation": operation,
             "rank": asked.rank,
@@ -137,6 +136,7 @@ def _planned(
             "head_of": None if head_of is None else input_name(head_of + 1),
         },
     )
+    return replace(plan, warnings=(*plan.warnings, *cancel_warnings(sums), *small_warnings(sums, out, turned.ranks)))
 
 
 def _steps(

@@ -190,7 +190,7 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, sp
             raise UnsupportedAdapter(
                 f"{ours.path}: `{ours.name}` is not of low rank: rank {near.rank} keeps {near.kept:.1%} of what changed, "
                 f"{asked.keep:.1%} was requested",
-                hint=f"--save {module} writes it whole, --rank {near.rank} writes the best of that rank",
+                hint=f"`save={module}` writes it whole, `rank={near.rank}` writes the best of that rank",
             )
         figures = Extracted(
             module=module,

@@ -99,7 +99,7 @@ def plan_prepare(
         idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
     zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
     steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
-    return adapter_plan(
+    plan = adapter_plan(
         (opened,),
         (1.0,),
         steps if form.mlx else names.steps(steps),
@@ -108,7 +108,6 @@ def plan_prepare(
         findings=report.findings,
         notes=_notes(view, form, served, ranks, model, idle),
         ranks=ranks,
-        warnings=_warnings(form, served, model, out),
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
         computed=changes.spooled,
@@ -123,6 +122,7 @@ def plan_prepare(
             **({} if names == SAME else {"renamed": names.as_json()}),
         },
     )
+    return replace(plan, warnings=(*plan.warnings, *_warnings(form, served, model, out)))
 
 
 def _require_form(view: AdapterView, server: Server, base: ModelDir | None, *, approximate: bool) -> None:

@@ -138,7 +138,7 @@ def sum_inputs(written: Written, adapters: Sequence[Reference], base: Reference 
     if len(opened) != len(recorded):
         raise NotACheckpoint(
             f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
-            hint="give them in their order: --adapter A --adapter B",
+            hint="give all of them, in their order: `adapters=A`",
         )
     named = manifest.input("base")
     model = (

@@ -114,7 +114,7 @@ def rank_warnings(modules: Sequence[ModuleRank]) -> Iterator[str]:
     if nothing := [each.module for each in modules if not each.energy]:
         yield f"ΔW of {counted(len(nothing), 'module')} of {len(modules)} is zero, such as {nothing[0]}: it cancels, or was never trained"
     if (lost := keeping_little(modules, _LITTLE, "‖ΔW‖²")) is not None:
-        yield f"{lost}: --keep {_ENOUGH} chooses each rank by the share that it keeps"
+        yield f"{lost}: `keep={_ENOUGH}` chooses each rank by the share that it keeps"
 
 
 def _span(ranks: Sequence[int]) -> str:

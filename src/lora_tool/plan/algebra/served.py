@@ -138,6 +138,6 @@ def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *,
         raise UnsupportedAdapter(
             f"{view.config.path}: `{worst.module}` has rank {worst.before} and would keep {worst.kept:.2%} of ‖ΔW‖² at rank "
             f"{max_rank}, the least of {counted(len(lost), 'module')}",
-            hint=f"--approximate writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
+            hint=f"`approximate=True` writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
         )
     return turned

@@ -42,7 +42,7 @@ def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[Module
         f"rounds a factor by more than {_WARNED:.0%} of its size, by {found[worst]:.0%} in {named([worst])}"
     )
     if found[worst] >= _REFUSED:
-        raise WrongValue(told, hint="--dtype float32" if dtype is DType.F16 else "weights that are not that small")
+        raise WrongValue(told, hint="`dtype=float32`" if dtype is DType.F16 else "weights that are not that small")
     yield f"{told}; {FLOAT_NAMES[DType.F64 if dtype is DType.F32 else DType.F32]} does not"
 
 

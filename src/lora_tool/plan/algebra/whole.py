@@ -43,7 +43,7 @@ def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None =
                 raise UnsupportedAdapter(
                     f"{tensor.path}: `{tensor.name}` differs from the one in {whose.adapter.root}, and whole tensors "
                     "cannot be added as ΔW can",
-                    hint=f"choose which to keep: --head-of {shlex.quote(str(whose.adapter.root))}",
+                    hint=f"choose which to keep: `head_of={shlex.quote(str(whose.adapter.root))}`",
                 )
             why = "holds it with the same values" if same else "has the requested one"
             dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))

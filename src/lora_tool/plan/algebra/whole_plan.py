@@ -34,7 +34,6 @@ def adapter_plan(
     filename: str = ADAPTER_WEIGHTS,
     base: ModelDir | None = None,
     computed: Sequence[FileStamp] = (),
-    warnings: Iterable[str] = (),
 ) -> Plan:
     """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
@@ -60,7 +59,7 @@ def adapter_plan(
         precision=Precision.FLOAT64,
         findings=findings,
         input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
-        warnings=(*rank_warnings(ranks), *warnings),
+        warnings=tuple(rank_warnings(ranks)),
         notes=tuple(notes),
         manifest={
             **manifest,

@@ -76,7 +76,7 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
             raise UnsupportedAdapter(
                 f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], which fits neither gate and up nor down of "
                 f"{base.root}",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint="give the model that the adapter was trained on: `base=MODEL`",
             )
         steps += _each_expert(layer, names, wanted, sizes, layout_of(view.config, b))
         modules.append(layer.module)

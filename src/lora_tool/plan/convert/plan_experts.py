@@ -41,7 +41,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
     elif base is None:
         raise UnsupportedAdapter(
             f"{adapter.root}: only the base has the names of each expert's matrices",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint="give the model that the adapter was trained on: `base=MODEL`",
         )
     else:
         found = to_each_expert(view, base)
@@ -59,7 +59,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         for tensor in layer.parts.values()
     ]
     whole, config = whole_tensors((view,)), _config(view, found, to)
-    return adapter_plan(
+    plan = adapter_plan(
         (adapter,),
         (1.0,),
         (*others, *found.steps, *whole.steps),
@@ -68,10 +68,12 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         findings=report.findings,
         notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
         ranks=(),
-        warnings=_not_for_peft(found, config, base) if to is AdapterForm.PEFT_EXPERTS and base is not None else (),
         base=base if to is AdapterForm.PEFT_EXPERTS else None,
         manifest={"operation": "convert", "to": to.value},
     )
+    if to is not AdapterForm.PEFT_EXPERTS or base is None:
+        return plan
+    return replace(plan, warnings=(*plan.warnings, *_not_for_peft(found, config, base)))
 
 
 def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterator[str]:

@@ -61,7 +61,7 @@ def convert_inputs(written: Written, adapters: Sequence[Reference], base: Refere
     made, manifest = written.made, written.manifest
     if len(adapters) > 1:
         raise NotACheckpoint(
-            f"{made.root} was converted from one adapter, but {len(adapters)} were given", hint="--adapter A"
+            f"{made.root} was converted from one adapter, but {len(adapters)} were given", hint="give one: `adapters=A`"
         )
     form = AdapterForm(str(manifest.raw["to"]))
     model = _base(manifest, made, form) if base is None else opened_model(base)

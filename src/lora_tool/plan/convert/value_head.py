@@ -100,7 +100,7 @@ def with_score(named: PeftNames, head: ValueHead, adapter: AdapterDir, base: Mod
     if output is not None:
         raise UnsupportedAdapter(
             f"`{output}`: the adapter changes the output layer, which a classifier does not have",
-            hint="to convert the policy with its output layer, leave out --rm",
+            hint="to convert the policy with its output layer, leave out `reward=True`",
         )
     saved = tuple(dict.fromkeys((*named.config.modules_to_save, _SCORE)))
     changes: Mapping[str, object] = {"task_type": _TASK, "modules_to_save": list(saved)}

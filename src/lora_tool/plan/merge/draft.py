@@ -16,7 +16,7 @@ from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.plan.merge.inputs import Inputs
+from lora_tool.plan.merge.inputs import MergeInputs
 from lora_tool.plan.merge.model.model import Model
 from lora_tool.tensors import DType, StoredTensor
 
@@ -91,7 +91,7 @@ class ModelEnds(Struct, frozen=True, kw_only=True):
 class Draft(Struct, frozen=True, kw_only=True):
     """What the passes have decided so far; each field has the pass that sets it."""
 
-    inputs: Inputs
+    inputs: MergeInputs
     model: Model
     base: ModelDir
     """The base in the names of memory; `with_ends` gives it as many rows per token as the merged model has."""

@@ -24,7 +24,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.draft import NO_MODULES, Draft, Head, ModelEnds
 from lora_tool.plan.merge.finish import plan_of
-from lora_tool.plan.merge.inputs import Inputs, inputs_of
+from lora_tool.plan.merge.inputs import MergeInputs, inputs_of
 from lora_tool.plan.merge.judged import judge_of
 from lora_tool.plan.merge.model.model import Model
 from lora_tool.plan.merge.model.reading import read_model
@@ -43,7 +43,7 @@ _REASON = "merged by PEFT, with the whole model in memory"
 class InMemory(Struct, frozen=True, kw_only=True):
     """The request to PEFT."""
 
-    inputs: Inputs
+    inputs: MergeInputs
     model: Model
     num_labels: int | None
     """How many labels the model is to have; None where it has none."""

@@ -13,7 +13,7 @@ from lora_tool.options import Options
 from lora_tool.weighted import all_weighted
 
 
-class Inputs(Struct, frozen=True, kw_only=True):
+class MergeInputs(Struct, frozen=True, kw_only=True):
     """The opened inputs."""
 
     stored: ModelDir
@@ -28,13 +28,13 @@ class Inputs(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> Inputs:
+def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> MergeInputs:
     """Return the inputs; `weights` None is 1 for each adapter. Raises `WrongValue` for another number of weights."""
     _, factors = all_weighted(adapters, weights)
-    return Inputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
+    return MergeInputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
 
 
-def require_exact(inputs: Inputs, _: Options) -> Inputs:
+def require_exact(inputs: MergeInputs, _: Options) -> MergeInputs:
     """Return the inputs. Raises `UnsupportedAdapter` for adapters that cannot be merged exactly, with their weights."""
     for adapter in inputs.adapters:
         require_mergeable(view_of(adapter))

@@ -11,7 +11,7 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.draft import Draft
 from lora_tool.plan.merge.finish import plan_of
-from lora_tool.plan.merge.inputs import Inputs, inputs_of, require_exact
+from lora_tool.plan.merge.inputs import MergeInputs, inputs_of, require_exact
 from lora_tool.plan.merge.judged import judge_of, judged_in_memory
 from lora_tool.plan.merge.model.reading import read_model
 from lora_tool.plan.merge.options import PlanOptions
@@ -28,7 +28,7 @@ from lora_tool.plan.merge.passes.store import dequantised_base, stored_again
 from lora_tool.plan.merge.passes.text_only import text_model
 from lora_tool.plan.merge.passes.untie import require_own_ends, with_untied
 
-ON_INPUTS: tuple[Callable[[Inputs, PlanOptions], Inputs], ...] = (
+ON_INPUTS: tuple[Callable[[MergeInputs, PlanOptions], MergeInputs], ...] = (
     require_exact,
     dequantised_base,
     rounded_base,

@@ -243,7 +243,7 @@ def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> tuple[str, str 
     task, wanted = subject.config.task_type, _TASK_TYPES.get(subject.task or "")
     if task == "CAUSAL_LM" and subject.is_reward():
         way = _where_the_head_is(subject) or 'train again with task_type="SEQ_CLS"'
-        hint = f"leave out --rm; if a reward model was trained, its head was not saved: {way}"
+        hint = f"judge it as a causal LM; if a reward model was trained, its head was not saved: {way}"
         message = "a reward model was requested, but this is the adapter of a causal LM and has no head"
         return None if has_head else (message, hint)
     if task == "SEQ_CLS" and subject.task == "causal-lm":

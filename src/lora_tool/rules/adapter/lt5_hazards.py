@@ -134,8 +134,8 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
         found = from_here(moved)
         message = f"is {named}, which holds no model; one of that name is at {found}"
         hint = (
-            f"if it is the same model: lora-tool validate --fix {shlex.quote(str(root))}, or give --base "
-            f"{shlex.quote(str(found))}"
+            f"if it is the same model: lora-tool validate --fix {shlex.quote(str(root))}, or lora-tool validate "
+            f"{shlex.quote(str(root))} --base {shlex.quote(str(found))}"
         )
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path, hint=hint)
 

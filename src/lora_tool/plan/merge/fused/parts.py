@@ -20,7 +20,7 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.fused.split_steps import disk_steps
 from lora_tool.plan.merge.model.adapter_names import disk_name, homes
-from lora_tool.plan.merge.model.model import Conversion, Model
+from lora_tool.plan.merge.model.model import Model, ParameterConversion
 from lora_tool.tensors import StoredTensor
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
@@ -31,7 +31,7 @@ _OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 
 
 def parts_of_fused(
-    model: Model, conversion: Conversion, modules: AdapterModules, precision: Precision
+    model: Model, conversion: ParameterConversion, modules: AdapterModules, precision: Precision
 ) -> tuple[AdapterModules, PerExpert]:
     """Return the modules without those that are no layers, and the deltas on tensors that are only on disk.
 
@@ -61,7 +61,7 @@ def parts_of_fused(
 
 
 def steps_on_disk(
-    model: Model, conversion: Conversion, steps: Sequence[Step], per_expert: PerExpert
+    model: Model, conversion: ParameterConversion, steps: Sequence[Step], per_expert: PerExpert
 ) -> tuple[Step, ...]:
     """Return the steps on the tensors that `save_pretrained` writes, those of the base in the base's order.
 
@@ -82,7 +82,7 @@ def steps_on_disk(
     return (*in_order, *out.values())
 
 
-def _stored(model: Model, conversion: Conversion, written: Mapping[str, RowMapping]) -> Iterator[Step]:
+def _stored(model: Model, conversion: ParameterConversion, written: Mapping[str, RowMapping]) -> Iterator[Step]:
     """Yield copies of the tensors behind parameters that are not rows of them: saving transposes them back."""
     for name, made in written.items():
         tensor = conversion.disk.get(name)

@@ -22,7 +22,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.steps import InputRecord
 from lora_tool.plan.merge.model.adapter_names import disk_name, in_memory
-from lora_tool.plan.merge.model.model import Conversion, Model
+from lora_tool.plan.merge.model.model import Model, ParameterConversion
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
 
@@ -68,7 +68,7 @@ def converted(
         arch=arch,
         task=task,
         leftovers=dropped,
-        conversion=Conversion(
+        conversion=ParameterConversion(
             mapping=mapping,
             disk=base.tensors,
             copied_only=copied_only,
@@ -78,7 +78,7 @@ def converted(
     )
 
 
-def complete(model: Model, conversion: Conversion) -> BaseMatch:
+def complete(model: Model, conversion: ParameterConversion) -> BaseMatch:
     """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
 
     What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
@@ -110,7 +110,7 @@ def complete(model: Model, conversion: Conversion) -> BaseMatch:
     )
 
 
-def _parts_of_same(conversion: Conversion, module: str) -> dict[str, StoredTensor]:
+def _parts_of_same(conversion: ParameterConversion, module: str) -> dict[str, StoredTensor]:
     """Return the parts of the fused parameter that `module` is a part of, by the names that the adapter has."""
     own, name = disk_name(conversion.mapping, module), f"{module}.weight"
     if own is None:

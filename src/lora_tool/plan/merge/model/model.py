@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lora_tool.names.model import ModelFacts, NamesOnDisk
 
 
-class Conversion(Struct, frozen=True, kw_only=True):
+class ParameterConversion(Struct, frozen=True, kw_only=True):
     """How the parameters in memory are made of tensors on disk, where the two differ."""
 
     mapping: NamesOnDisk
@@ -47,7 +47,7 @@ class Model(Struct, frozen=True, kw_only=True):
     """What the merged model is for, which with `arch` or `facts` says its class; never `Task.AUTO`."""
     leftovers: tuple[InputRecord, ...] = ()
     """Tensors of the base that the model has no place for."""
-    conversion: Conversion | None = None
+    conversion: ParameterConversion | None = None
     """None where the base is stored as it is in memory."""
 
     @property

@@ -1,7 +1,7 @@
 """Reading a model: which task the merged model is for, which class it is, and whether it is stored as it is in memory.
 
-These are decided here, once. Headers and the table of architectures decide where they can; transformers decides
-the rest, and only then is it imported. Some bases hold tensors that their model has no place for, of another class, another
+These are decided here, once. Headers and the table of architectures decide where they can; transformers decides the
+rest, and only then is it imported. Some bases hold tensors that their model has no place for, of another class, another
 trainer or another number of layers. Only transformers can tell which of them belong, so this module only says whether
 the names are those of a plain model.
 """
@@ -38,9 +38,9 @@ def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, 
     """Return base and adapters in the names of memory, with task and class decided.
 
     `wanted` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
-    one. Raises `UnsupportedAdapter` where the task, the
-    adapters and the base contradict each other or no class is found, `IncompatibleBase` where the base does not fit its
-    class, `MissingDependency` where it takes transformers, which is not installed.
+    one. Raises `UnsupportedAdapter` where the task, the adapters and the base contradict each other or no class is
+    found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where it takes transformers,
+    which is not installed.
     """
     task = other_task(wanted, adapters, base)
     row = plain_row(base, adapters, wanted) if task is None else None

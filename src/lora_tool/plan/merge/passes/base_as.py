@@ -13,7 +13,7 @@ from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.options import Options, Recorded, option
 
 if TYPE_CHECKING:
-    from lora_tool.plan.merge.inputs import Inputs
+    from lora_tool.plan.merge.inputs import MergeInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class BaseAs(Options):
     )
 
 
-def rounded_base(inputs: Inputs, options: BaseAs) -> Inputs:
+def rounded_base(inputs: MergeInputs, options: BaseAs) -> MergeInputs:
     """Return the inputs with the base as it was in training. Raises `UnsupportedAdapter` as `as_trained` does."""
     if options.base_as is None:
         return inputs if inputs.is_quantised else replace(inputs, notes=(*inputs.notes, *_trained_on_quantised(inputs)))
@@ -39,7 +39,7 @@ def rounded_base(inputs: Inputs, options: BaseAs) -> Inputs:
     return replace(inputs, base=base, notes=(*inputs.notes, rounded_note(base, how)))
 
 
-def _trained_on_quantised(inputs: Inputs) -> Iterator[str]:
+def _trained_on_quantised(inputs: MergeInputs) -> Iterator[str]:
     """Yield a note for each adapter that was trained on a base whose name says that it is quantised."""
     for adapter in inputs.adapters:
         named = (adapter.config.base_model if adapter.config else None) or ""

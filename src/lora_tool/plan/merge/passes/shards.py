@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from lora_tool.choices import number_of_bytes
 from lora_tool.options import Options, option
 from lora_tool.plan.core import sharding
+from lora_tool.plan.core.options import SHARD_SIZE
 
 if TYPE_CHECKING:
     from lora_tool.plan.merge.draft import Draft
@@ -20,7 +21,7 @@ class Shards(Options):
     """The option of this pass."""
 
     max_shard_size: int | str | None = option(
-        None, "Maximum size of a weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
+        None, "Maximum size of a weights file.  [default: files as in the base]", **SHARD_SIZE
     )
 
 

@@ -15,25 +15,25 @@ from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.options import Options, Recorded, option
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
 from lora_tool.plan.core.ops import BiasDelta, Dequantise, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
+from lora_tool.plan.core.options import FLOAT_DTYPE
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.draft import Draft
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, float_type
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast(Options):
+class OutputType(Options):
     """The option of this pass."""
 
     dtype: DType | str | None = option(
         None,
         "Data type of all weights.  [default: each as in the base]",
-        parse=float_type,
-        metavar="[bfloat16|float16|float32]",
         recorded=Recorded.AS_DECIDED,
+        **FLOAT_DTYPE,
     )
 
 
-def with_steps(draft: Draft, options: Cast) -> Draft:
+def with_steps(draft: Draft, options: OutputType) -> Draft:
     """Return the draft with a step for every tensor of the output, by its name in memory."""
     draft = replace(draft, dtype=None if options.dtype is None else float_type(options.dtype))
     return replace(

@@ -16,7 +16,7 @@ from lora_tool.sources import source_of
 if TYPE_CHECKING:
     from lora_tool.checkpoint import ModelDir
     from lora_tool.plan.merge.draft import Draft
-    from lora_tool.plan.merge.inputs import Inputs
+    from lora_tool.plan.merge.inputs import MergeInputs
 
 
 def storage_of(merged: ModelDir, base: ModelDir) -> Storage:
@@ -51,7 +51,7 @@ class Store(Options):
     )
 
 
-def dequantised_base(inputs: Inputs, _: Store) -> Inputs:
+def dequantised_base(inputs: MergeInputs, _: Store) -> MergeInputs:
     """Return the inputs with a matrix for each quantised weight, which is decoded when it is read.
 
     Raises `UnsupportedAdapter` for a format that is not read.

@@ -12,7 +12,7 @@ from lora_tool.options import Options, Recorded, option
 
 if TYPE_CHECKING:
     from lora_tool.checkpoint import ModelDir
-    from lora_tool.plan.merge.inputs import Inputs
+    from lora_tool.plan.merge.inputs import MergeInputs
 
 
 def is_text_of(merged: ModelDir, base: ModelDir) -> bool:
@@ -36,7 +36,7 @@ class TextOnly(Options):
     )
 
 
-def text_model(inputs: Inputs, options: TextOnly) -> Inputs:
+def text_model(inputs: MergeInputs, options: TextOnly) -> MergeInputs:
     """Return the inputs with the base as its text model alone.
 
     Raises `UnsupportedAdapter` where transformers has no class for that, `MissingDependency` without transformers.

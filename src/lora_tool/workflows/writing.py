@@ -1,11 +1,10 @@
-"""Carrying a plan out: written, read back, and published under its name, with one summary for people and programs."""
+"""Carrying a plan out: written, read back, and published under its name."""
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,136 +12,97 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.actions import TensorAction
+from lora_tool.cluster.share import Share
 from lora_tool.cluster.spread import HERE, Spread
-from lora_tool.display import counted, printable, size
-from lora_tool.formats import adapter_config, model_config
+from lora_tool.errors import WrongValue
+from lora_tool.execution.folder import check_output
+from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.machine import available_cores
-from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.manifest import is_written
+from lora_tool.plan.core.options import ResumableOptions, WritingOptions
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
-from lora_tool.report.json import finding_json
-from lora_tool.rules.serving.left_out import TOWERS, is_outside
+from lora_tool.sources import Reference
+from lora_tool.workflows.caller import Caller, Done
+from lora_tool.workflows.written import Planned, Written
 
 if TYPE_CHECKING:
+    from lora_tool.execution.shares import ShareWritten
     from lora_tool.plan.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
     from lora_tool.tensors import TensorTable
-
-_SERVED = {
-    "vllm": "vllm serve BASE --enable-lora{towers} --max-lora-rank {rank} --lora-modules name={path}",
-    "sglang": "python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths name={path}",
-    "llama.cpp": "python convert_lora_to_gguf.py --base BASE {path}",
-    "mlx": "mlx_lm.generate --model BASE --adapter-path {path}",
-}
-"""What is typed next with an adapter that was prepared for a server."""
-_AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
-"""Ends of class names that transformers loads by its AutoModel of that name."""
 
 _LARGE_FILE = 64 << 20
 """Bytes of a file that is read back while others are written: there is a thread to start, and libraries to look through."""
 
 
-class Written(Struct, frozen=True, kw_only=True):
-    """A written folder, and the result of reading it back. `str()` of it gives what the command prints."""
+def require_output(out: Path, options: WritingOptions, *inputs: Reference) -> None:
+    """Return if `out` may be written, as far as the disk and the names of the `inputs` show: before one is opened.
 
-    path: Path
-    plan: Plan
-    fidelity: Mapping[str, Any] | None
-    """How much of the merged ΔW remains after rounding to the output's dtype; None if nothing was merged."""
-    warnings: tuple[str, ...] = ()
-    verification: Mapping[str, Any] | None = None
-    """The summary of reading the folder back; None without `verify`."""
-    finished_before: bool = False
-    """Whether an earlier run wrote the same, so that `resume` left it as it is."""
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"Written({str(self.path)!r}{f': {self.verdict}' if self.verdict else ''})"
-
-    def __str__(self) -> str:
-        return "\n".join((*intent(self.plan), *self.result()))
-
-    def result(self) -> Iterator[str]:
-        """Yield the lines of the summary that are known only after the writing."""
-        plan = self.plan
-        if self.fidelity is not None:
-            yield printable(delta_retention.line(self.fidelity))
-        wrote = "finished before, and left as it is:" if self.finished_before else "wrote"
-        files = counted(len(plan.shards), "weight file")
-        yield f"{wrote} {printable(str(self.path))}: {size(plan.data_bytes)} in {files}"
-        if self.verdict:
-            yield self.verdict
-        if next_step := self._next_step():
-            yield f"next: {next_step}"
-
-    @property
-    def verdict(self) -> str:
-        """The result of reading the folder back, in one line; empty without `verify`."""
-        if self.verification is None:
-            return ""
-        found = self.verification
-        unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
-        right = f"{found['right']} of {found['tensors']} tensors match"
-        return f"verified in sampled values: {right}{farthest(found)}{unknown}"
-
-    def _next_step(self) -> str | None:
-        """Return what is typed to go on with the folder, None where nothing is known to take it."""
-        if (server := self.plan.manifest.get("for")) in _SERVED:
-            rank = self.plan.manifest["served_rank"]
-            towers = f" {TOWERS}" if any(is_outside(step.out.name) for step in self.plan.steps) else ""
-            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank, towers=towers)
-        by_file = {file.filename: file for file in self.plan.side_files}
-        if adapter_config.FILE_NAME in by_file:
-            return f"lora-tool merge {shlex.quote(str(self.path))}"
-        config = by_file.get(model_config.FILE_NAME)
-        classes = json.loads(config.content).get("architectures") if config and config.content else None
-        if not classes:
-            return None
-        ending = next((each for each in _AUTO_CLASSES if str(classes[0]).endswith(each)), None)
-        loader = f"AutoModel{ending}" if ending else printable(str(classes[0]))
-        return f"{loader}.from_pretrained({json.dumps(str(self.path), ensure_ascii=False)})"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON data."""
-        plan = self.plan
-        return {
-            "schema_version": 1,
-            "output": str(self.path),
-            "total_size": plan.data_bytes,
-            "counts": plan.counts(),
-            "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
-            "verification": self.verification,
-            "finished_before": self.finished_before,
-            "notes": list(plan.notes),
-            **plan.figures,
-            "fidelity": self.fidelity,
-            "findings": [finding_json(finding) for finding in plan.findings],
-            "warnings": list(self.warnings),
-        }
+    Raises as `check_output`.
+    """
+    places = (each.root if not isinstance(each, str | os.PathLike) else expanded(each) for each in inputs)
+    require_apart(out, options, *(place for place in places if place.exists()))
 
 
-def intent(plan: Plan) -> Iterator[str]:
-    """Yield what the plan does, a line each: what goes into what, what is left out, the files, how many tensors."""
-    yield from map(printable, plan.notes)
-    for file in plan.side_files:
-        yield f"  {printable(file.filename)}: {printable(file.reason)}"
-    counts = plan.counts()
-    used = counts.pop(TensorAction.CONSUMED.value, 0)
-    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items())
-    whose = f"; all {used:,} tensors of the adapter used" if used else ""
-    yield f"tensors: {actions}{whose} (precision {plan.precision})"
+def require_apart(out: Path, options: WritingOptions, *folders: Path) -> None:
+    """Return if `out` may be written and is none of the `folders` that are read. Raises as `check_output`."""
+    check_output(out, overwrite=options.overwrite or _resumes(options), inputs=folders)
 
 
-def farthest(summary: Mapping[str, Any]) -> str:
-    """Return how far the values are from those computed again, as a verification's `summary` says; "" without any."""
-    ulps = summary["largest_ulps"]
-    return "" if ulps is None else f", max error {ulps:.2f} ulp"
+def require_part(caller: Caller, options: WritingOptions, spread: Spread = HERE) -> None:
+    """Return if the options allow the caller's part of the output, if it wants one. Raises `WrongValue`."""
+    if caller.part is None:
+        return
+    if spread.cluster is not None:
+        raise WrongValue(
+            "this machine writes a part, not the Ray cluster", hint='leave out `part=I/N`, or `engine="ray"`'
+        )
+    if _resumes(options):
+        raise WrongValue("`resume=True` finishes what the parts have begun", hint="leave out `part=I/N`")
+
+
+def _resumes(options: WritingOptions) -> bool:
+    return isinstance(options, ResumableOptions) and options.resume
+
+
+def carry_out(plan: Plan, out: Path, options: WritingOptions, caller: Caller, spread: Spread = HERE) -> Done:
+    """Write the folder `out` as `plan` says, or the part of it that the caller wants; in a dry run only return the plan.
+
+    Raises as `write` does.
+    """
+    caller.planned(plan)
+    done: Done
+    if caller.dry_run:
+        done = Planned(path=out, plan=plan)
+    elif caller.part is not None:
+        done = _written_part(plan, out, caller.part, options, caller)
+    else:
+        if caller.own_process:
+            gc.freeze()  # the plan stays: from here on only what the long work makes is searched for cycles
+            gc.set_threshold(100_000, 100)
+        done = write(
+            plan,
+            out,
+            verify=options.verify,
+            jobs=options.jobs,
+            overwrite=options.overwrite,
+            resume=_resumes(options),
+            spread=spread,
+            watch=caller.progress,
+            found=caller.findings,
+        )
+    caller.done(done)
+    return done
+
+
+def _written_part(plan: Plan, out: Path, part: Share, options: WritingOptions, caller: Caller) -> ShareWritten:
+    from lora_tool.execution.shares import bytes_of, execute_share  # what computes: no dry run uses it
+
+    with caller.progress(f"part {part}", bytes_of(plan, part)) as progress:
+        return execute_share(plan, out, part, jobs=options.jobs, overwrite=options.overwrite, progress=progress)
 
 
 def write(

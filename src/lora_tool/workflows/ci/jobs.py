@@ -22,8 +22,8 @@ from lora_tool.errors import LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.inventory import checkpoints_under
-from lora_tool.pipeline.mending import has_rank_files
-from lora_tool.pipeline.model import Job
+from lora_tool.workflows.ci.mending import has_rank_files
+from lora_tool.workflows.ci.model import Job
 
 
 class Sweep(Struct, frozen=True, kw_only=True):

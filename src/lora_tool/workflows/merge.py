@@ -1,4 +1,4 @@
-"""Merging, the whole way: the inputs found, judged and planned, the plan carried out, its result read back."""
+"""Merging: the inputs found, judged and planned, the plan carried out, the result read back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -24,10 +24,16 @@ from lora_tool.checkpoint import (
 )
 from lora_tool.cluster.spread import Spread
 from lora_tool.display import from_here, size
-from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
+from lora_tool.errors import (
+    CheckpointError,
+    IncompatibleBase,
+    NotACheckpoint,
+    OnlyInMemory,
+    UnsupportedAdapter,
+    WrongValue,
+)
 from lora_tool.formats.files import expanded
-from lora_tool.options import called_with
-from lora_tool.pipeline.writing import Written, write
+from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -46,9 +52,10 @@ from lora_tool.sources import (
     source_of,
 )
 from lora_tool.weighted import all_weighted
+from lora_tool.workflows.caller import LIBRARY, Caller, Done
+from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
+from lora_tool.workflows.written import Planned
 
-Keywords = ParamSpec("Keywords")
-Result = TypeVar("Result")
 Options = TypeVar("Options", bound=MergeOptions)
 
 
@@ -77,12 +84,16 @@ class FoundInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def default_output(self) -> Path:
-        """Where the model goes if nobody says: a `-merged` sibling of the first adapter, here for one of the Hub."""
-        first = self.sources[0]
-        if first.hub_id is not None:
-            return Path(f"{first.hub_id.rpartition('/')[2]}-merged")
-        folder = first.path.resolve()
-        return from_here(folder.parent / f"{folder.name}-merged")
+        """Where the model goes by default."""
+        return default_output(self.sources[0])
+
+
+def default_output(adapter: Source) -> Path:
+    """Return where a merged model goes by default: a `-merged` sibling of the adapter, here for one of the Hub."""
+    if adapter.hub_id is not None:
+        return Path(f"{adapter.hub_id.rpartition('/')[2]}-merged")
+    folder = adapter.path.resolve()
+    return from_here(folder.parent / f"{folder.name}-merged")
 
 
 def merge_inputs(
@@ -90,16 +101,17 @@ def merge_inputs(
     base: Reference | None,
     near: Path | None = None,
     *,
+    weights: Sequence[float] | None = None,
     open_base: Callable[[Path], ModelDir] = opened_model,
 ) -> FoundInputs:
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
-    `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
+    `weights` are by default those in the names. `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
     be found or read, `FindingsFound` for a broken config that names no base, `IncompatibleBase` where the
     adapters name two bases.
     """
-    listed, weights = all_weighted(adapters, None)
+    listed, weights = all_weighted(adapters, weights)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
     try:
         opened = tuple(
@@ -258,22 +270,54 @@ def planned(
         yield plan_in_memory(asked, open_model(folder), options, why=reason)
 
 
-@called_with(MergeArguments)
-def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
-    """Merge `adapters`, one or the sum of several, into their base, and return what was written.
+def merge(
+    adapters: Reference | Sequence[Reference],
+    options: MergeArguments,
+    caller: Caller = LIBRARY,
+    *,
+    open_base: Callable[[Path], ModelDir] = opened_model,
+) -> Done:
+    """Merge `adapters`, one or the sum of several, into their base.
 
-    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. Like the command
-    `merge`, it validates the adapters, plans as `plan_merge`, writes as `execute`, and reads the result back.
-    Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
-    for an argument.
+    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. The adapters are
+    validated first, and the result is read back. `open_base` is that of `merge_inputs`. Raises `FindingsFound`, `CheckpointError`, `PlanError`,
+    `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
     """
-    from lora_tool.execution.folder import check_output  # after the arguments are known to be right
+    spread, listed = options.spread, all_weighted(adapters, options.weights)[0]
+    spread.require()
+    require_part(caller, options, spread)
+    _require_named_output(listed, options)
+    early = Path(options.out) if options.out else _default_output_of(listed[0])
+    if early is not None and (options.base is not None or (early / FILE_NAME).is_file()):
+        # a folder that is not ours may be the base that the adapter names: that is found once the adapter is open
+        require_output(early, options, *listed, *(() if options.base is None else (options.base,)))
+    inputs = merge_inputs(adapters, options.base, weights=options.weights, open_base=open_base)
+    for note in inputs.notes:
+        caller.note(note)
+    out = Path(options.out) if options.out else inputs.default_output
+    require_apart(out, options, *inputs.paths)
+    ahead = begun(inputs, spread) if caller.part is None and not caller.dry_run else contextlib.nullcontext()
+    planning = planned(inputs, options, out, dry_run=caller.dry_run, alone=caller.part is None, note=caller.note)
+    with ahead, planning as plan:
+        if plan is not None:
+            return carry_out(plan, out, options, caller, spread)
+    done = Planned(path=out)
+    caller.done(done)
+    return done
 
-    asked.spread.require()
-    inputs = merge_inputs(adapters, asked.base)
-    out = Path(asked.out) if asked.out else inputs.default_output
-    check_output(out, overwrite=asked.overwrite or asked.resume, inputs=inputs.paths)
-    with begun(inputs, asked.spread), planned(inputs, asked, out) as plan:
-        if plan is None:
-            raise AssertionError("only a dry run has no plan")
-        return write(plan, out, **asked.writing())
+
+def _require_named_output(adapters: Sequence[Reference], options: MergeArguments) -> None:
+    """Return unless several adapters are merged without a name for the result. Raises `WrongValue`."""
+    if len(adapters) > 1 and options.out is None:
+        meant = meant_instead(adapters, options.base)
+        raise WrongValue(
+            f"give the base model with `base=MODEL`: {meant}"
+            if meant
+            else "name the output with `out=OUT` when merging several adapters"
+        )
+
+
+def _default_output_of(adapter: Reference) -> Path | None:
+    """Return the default output of an adapter that is on this disk, None for one that is named on the Hub."""
+    path = adapter.root if not isinstance(adapter, str | os.PathLike) else expanded(adapter)
+    return default_output(source_of(path)) if path.exists() else None

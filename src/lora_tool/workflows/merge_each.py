@@ -6,29 +6,27 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
-from lora_tool.execution.folder import check_output, errors_of_the_system
+from lora_tool.execution.folder import errors_of_the_system
 from lora_tool.formats.files import expanded
 from lora_tool.hub_names import hub_name
-from lora_tool.options import called_with
-from lora_tool.pipeline.merging import merge_inputs, planned, with_opened_base
-from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.progress import StageWatch, unwatched
-from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 from lora_tool.sources import Reference, opened_model, several, source_of
 from lora_tool.weighted import weighted
+from lora_tool.workflows.caller import LIBRARY, Caller
+from lora_tool.workflows.merge import merge, with_opened_base
+from lora_tool.workflows.written import Planned, Written
 
 
 class MergedOne(Struct, frozen=True, kw_only=True):
@@ -73,45 +71,64 @@ class MergedOne(Struct, frozen=True, kw_only=True):
         return table | {"error": None, "plan": None if self.plan is None else self.plan.to_json()}
 
 
-@called_with(MergeArguments)
-def merge_each(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> tuple[MergedOne, ...]:
+def merge_each(
+    adapters: Reference | Sequence[Reference],
+    options: MergeArguments,
+    caller: Caller = LIBRARY,
+    ended: Callable[[MergedOne], None] = lambda _: None,
+) -> tuple[MergedOne, ...]:
     """Merge each of `adapters` on its own into its base, into the folder `out`/NAME, and return what became of each.
 
     NAME is the name of the adapter's folder, with those above it where two are called alike. The folders are those that
     `merge` writes for each, byte by byte. The base is opened once. What refuses one adapter is its `error`, and the
-    others are written. With `resume` a folder that an earlier run wrote from the same stays. Raises `WrongValue` for an
-    argument, and for two adapters that would be written to one folder.
+    others are written. With `resume` a folder that an earlier run wrote from the same stays. `ended` is called with each
+    as it ends. Raises `WrongValue` for an argument, and for two adapters that would be written to one folder.
     """
-    return merge_several(adapters, asked)
-
-
-def merge_several(
-    adapters: Reference | Sequence[Reference],
-    asked: MergeArguments,
-    *,
-    dry_run: bool = False,
-    watch: StageWatch = unwatched,
-    found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
-    ended: Callable[[MergedOne], None] = lambda _: None,
-) -> tuple[MergedOne, ...]:
-    """Do what `merge_each` does, or plan it in a `dry_run`; `ended` is called with each as it ends.
-
-    `watch` is asked for the progress of the writing, `found` hears what the rules say of what was written.
-    """
-    if asked.out is None:
-        raise WrongValue("out: each adapter gets a folder of its own below it: name one")
-    out = Path(asked.out)
-    asked.spread.require()
+    if options.out is None:
+        raise WrongValue("merging each adapter on its own needs `out=OUT`: each gets a folder of its own in it")
+    if caller.part is not None:
+        raise WrongValue("a part is a share of one output, but each adapter gets one: leave out `part=I/N`")
+    out = Path(options.out)
+    options.spread.require()
     listed = several(adapters)
     names = names_of(listed)
-    one_merge = _Merge(
-        asked=with_opened_base(asked), open_base=cache(opened_model), dry_run=dry_run, watch=watch, found=found
-    )
+    options, open_base = with_opened_base(options), cache(opened_model)
     done = []
     for each, name in zip(listed, names, strict=True):
-        done.append(one_merge.of(each, name, out / name))
+        done.append(_merged(each, name, replace(options, out=out / name), caller, open_base))
         ended(done[-1])
     return tuple(done)
+
+
+def _merged(
+    adapter: Reference, name: str, options: MergeArguments, caller: Caller, open_base: Callable[[Path], ModelDir]
+) -> MergedOne:
+    """Merge one adapter, or plan that; an error of ours is in the result, any other is raised."""
+    began, path, notes = time.monotonic(), Path(str(options.out)), list[str]()
+    own = Caller(
+        dry_run=caller.dry_run,
+        progress=caller.progress,
+        note=notes.append,
+        findings=caller.findings,
+        own_process=caller.own_process,
+    )
+    written, plan, failed = None, None, None
+    try:
+        with errors_of_the_system(None, path):
+            done = merge((adapter,), options, own, open_base=open_base)
+            plan = done.plan if isinstance(done, Written | Planned) else None
+            written = done if isinstance(done, Written) else None
+    except LoraToolError as error:
+        failed = error
+    return MergedOne(
+        name=name,
+        path=path,
+        written=written,
+        plan=plan,
+        error=failed,
+        seconds=time.monotonic() - began,
+        notes=tuple(notes),
+    )
 
 
 def names_of(adapters: Sequence[Reference]) -> list[str]:
@@ -125,7 +142,7 @@ def names_of(adapters: Sequence[Reference]) -> list[str]:
         if name is not each:
             raise WrongValue(
                 f"{each}: the weight {weight:g} is for a sum of adapters, but each is merged on its own",
-                hint="leave out the weight, or --each",
+                hint="leave out the weight, or merge their sum",
             )
         paths.append(_parts(each))
     twice = next((each for parts, each in zip(paths, adapters, strict=True) if paths.count(parts) > 1), None)
@@ -158,35 +175,3 @@ def _parts(adapter: Reference) -> tuple[str, ...]:
         *owner, name = named.id.split("/")
         return (*owner, f"{name}-{named.revision}" if named.revision else name)
     return Path(os.path.abspath(path)).parts[1:] or ("adapter",)  # noqa: PTH100 - links stay as named
-
-
-class _Merge(Struct, frozen=True, kw_only=True):
-    """What the merges of one call share: their options, and the base."""
-
-    asked: MergeArguments
-    open_base: Callable[[Path], ModelDir]
-    dry_run: bool
-    watch: StageWatch
-    found: Callable[[tuple[Finding, ...]], None]
-
-    def of(self, adapter: Reference, name: str, path: Path) -> MergedOne:
-        """Merge one adapter into the folder `path`, or plan that; an error of ours is in the result, any other is raised."""
-        began = time.monotonic()
-        one, notes = MergedOne(name=name, path=path), list[str]()
-        try:
-            with errors_of_the_system(None, path):
-                one = self._merged(adapter, one, notes)
-        except LoraToolError as error:
-            one = replace(one, error=error)
-        return replace(one, notes=tuple(notes), seconds=time.monotonic() - began)
-
-    def _merged(self, adapter: Reference, one: MergedOne, notes: list[str]) -> MergedOne:
-        asked = self.asked
-        inputs = merge_inputs((adapter,), asked.base, open_base=self.open_base)
-        notes += inputs.notes
-        check_output(one.path, overwrite=asked.overwrite or asked.resume, inputs=inputs.paths)
-        with planned(inputs, asked, one.path, dry_run=self.dry_run, note=notes.append) as plan:
-            if plan is None or self.dry_run:
-                return replace(one, plan=plan)
-            written = write(plan, one.path, **asked.writing(), watch=self.watch, found=self.found)
-        return replace(one, plan=plan, written=written)

@@ -31,12 +31,6 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.mending import curable, has_rank_files
-from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
-from lora_tool.pipeline.model import Job, Ranked, Stage, Status
-from lora_tool.pipeline.stage_cache import StageCache, key_of
-from lora_tool.pipeline.summaries import better_than, counts_of, ranking_of
-from lora_tool.pipeline.writing import Written, farthest, write
 from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
@@ -47,6 +41,13 @@ from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sources import opened_model
 from lora_tool.validation.validating import validate
+from lora_tool.workflows.ci.mending import curable, has_rank_files
+from lora_tool.workflows.ci.model import Job, Ranked, Stage, Status
+from lora_tool.workflows.ci.stage_cache import StageCache, key_of
+from lora_tool.workflows.ci.summaries import better_than, counts_of, ranking_of
+from lora_tool.workflows.merge import FoundInputs, merge_inputs, planned
+from lora_tool.workflows.writing import write
+from lora_tool.workflows.written import Written, farthest
 
 if TYPE_CHECKING:
     from lora_tool.verification.verified import Verification
@@ -311,14 +312,12 @@ class Stages:
 
     def _proven(self, found: Verification, summary: str) -> Stage:
         """Return the stage that found this, failed where findings say so."""
-        from lora_tool.verification.verifying import written_wrong
-
         failing = found.report.at_least(self._job.fail_on)
         pairs = found.pairs
         ranking = None if pairs is None else Ranked.of(pairs.merged)
         if not failing:
             return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report, ranking=ranking)
-        kind = VerificationFailed if written_wrong(failing) else FindingsFound
+        kind = VerificationFailed if found.says_wrong(self._job.fail_on) else FindingsFound
         error = kind(str(failing[0]), hint=failing[0].hint)
         return Stage(
             name="verify", status=Status.FAILED, summary=summary, report=found.report, ranking=ranking, error=error
@@ -331,18 +330,19 @@ class Stages:
             why = "a dry run" if job.push and job.dry_run else "not asked for"
             return Stage(name="push", status=Status.SKIPPED, summary=why)
         from lora_tool.hub.hashing import with_hashes  # the Hub's client, only now
-        from lora_tool.hub.model import MAIN
+        from lora_tool.hub.options import PushOptions
         from lora_tool.hub.planning import plan_push
         from lora_tool.hub.pushing import push
 
-        plan = plan_push(
-            self.result,
-            job.push,
+        options = PushOptions(
             private=job.private,
-            revision=job.revision or MAIN,
+            revision=job.revision,
             create_pr=job.create_pr,
-            **job.options.rules(),
+            select=job.options.select,
+            ignore=job.options.ignore,
+            fail_on=job.options.fail_on,
         )
+        plan = plan_push(self.result, job.push, options)
         with self._watch("push", plan.sent_bytes) as advance:
             done = push(with_hashes(plan, advance))
         status = Status.PASSED if done.changed else Status.REUSED

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from lora_tool.display import as_options
 from lora_tool.errors import FindingsFound, LoraToolError, of_system
-from lora_tool.pipeline.merging import with_opened_base
-from lora_tool.pipeline.model import Job, Outcome, Stage, Status, Swept
-from lora_tool.pipeline.stage_cache import StageCache
-from lora_tool.pipeline.stages import Stages
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch, unwatched
 from lora_tool.sources import opened_model
+from lora_tool.workflows.ci.jobs import sweep_of
+from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status, Swept
+from lora_tool.workflows.ci.stage_cache import StageCache
+from lora_tool.workflows.ci.stages import Stages
+from lora_tool.workflows.merge import with_opened_base
 
 STAGES = ("open", "validate", "consolidate", "merge", "verify", "push")
 
 
-def run(
+def ci(
     job: Job,
     *,
     on_stage: Callable[[Stage], None] = lambda _: None,
@@ -37,24 +39,28 @@ def run(
     return _outcome(job, Stages(job, watch, on_plan), on_stage)
 
 
-def run_each(
-    jobs: Sequence[Job],
+def ci_each(
+    job: Job,
     *,
+    left_out: Callable[[Path, str], None] = lambda *_: None,
     on_stage: Callable[[Job, Stage], None] = lambda *_: None,
     on_plan: Callable[[Plan], None] = lambda _: None,
     watch: StageWatch = unwatched,
 ) -> tuple[Swept, ...]:
-    """Run the pipeline of every job of a sweep, whose options are the same, and return what became of each.
+    """Run the pipeline of every adapter and checkpoint under that of `job`, and return what became of each.
 
-    What stops one stops no other. The base is opened once. Raises `CheckpointError` for a base that is given and cannot
-    be read.
+    What stops one stops no other. The base is opened once. `left_out` is called with each folder that has no run, and
+    why. Raises as `sweep_of`, and `CheckpointError` for a base that is given and cannot be read.
     """
-    options = with_opened_base(jobs[0].options, near=jobs[0].checkpoint)
+    sweep = sweep_of(job)
+    for folder, what in sweep.left_out.items():
+        left_out(folder, what)
+    options = with_opened_base(job.options, near=sweep.jobs[0].checkpoint)
     open_base = cache(opened_model)
     done = []
-    for job in jobs:
-        stages = Stages(replace(job, options=options), watch, on_plan, open_base)
-        done.append(Swept(job=job, outcome=_outcome(job, stages, partial(on_stage, job))))
+    for one in sweep.jobs:
+        stages = Stages(replace(one, options=options), watch, on_plan, open_base)
+        done.append(Swept(job=one, outcome=_outcome(one, stages, partial(on_stage, one))))
     return tuple(done)
 
 

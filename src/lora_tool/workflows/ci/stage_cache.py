@@ -22,8 +22,8 @@ from msgspec.structs import asdict
 from lora_tool.errors import CorruptFile
 from lora_tool.execution.folder import replace_file
 from lora_tool.formats.files import is_file, read_json
-from lora_tool.pipeline.model import Ranked
 from lora_tool.version import __version__
+from lora_tool.workflows.ci.model import Ranked
 
 Stamps = dict[str, list[int]]
 

@@ -1,0 +1,61 @@
+"""Combining adapters: found, judged, planned, written, and read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from lora_tool.choices import codes
+from lora_tool.hub_names import ANYWHERE
+from lora_tool.options import option
+from lora_tool.plan.core.options import OUTPUT, RankOptions, ResumableOptions
+from lora_tool.sources import Reference, opened_adapter
+from lora_tool.weighted import all_weighted, place_of
+from lora_tool.workflows.caller import LIBRARY, Caller, Done
+from lora_tool.workflows.writing import carry_out, require_apart, require_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineOptions(ResumableOptions, RankOptions):
+    """The options of a combination of adapters."""
+
+    out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
+    weights: Sequence[float] | None = option(
+        None, "Weight of each adapter, by default that in its name (A=0.7), or 1.", library_only=True
+    )
+    head_of: Reference | None = option(
+        None, "Adapter to take the head and other whole tensors from if the adapters' differ.", metavar="ADAPTER"
+    )
+    base: Reference | None = option(
+        None, f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]", metavar="MODEL"
+    )
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+
+
+def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, caller: Caller = LIBRARY) -> Done:
+    """Write the adapter whose ΔW is the weighted sum of the ΔW of `adapters`.
+
+    Without `rank` and `keep` the sum is exact, and its ranks add up. Raises `FindingsFound`, `CheckpointError`,
+    `PlanError`, `ExecutionError`, `VerificationFailed`, `WrongValue`.
+    """
+    names, weights = all_weighted(adapters, options.weights)
+    out = Path(options.out)
+    require_output(out, options, *names)
+    caller.spare_memory()
+    opened = tuple(map(opened_adapter, names))
+    require_apart(out, options, *(each.root for each in opened))
+    from lora_tool.plan.algebra.plan_combine import plan_combine  # while the values are read
+
+    plan = plan_combine(
+        opened,
+        weights=weights,
+        rank=options.rank,
+        keep=options.keep,
+        head_of=None if options.head_of is None else opened[place_of(options.head_of, names)],
+        base=options.base,
+        dtype=options.dtype,
+        ignore=options.ignore,
+    )
+    return carry_out(plan, out, options, caller)

@@ -1,0 +1,54 @@
+"""Extracting an adapter from a fine-tuned model: found, planned, written, and read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from lora_tool.options import option
+from lora_tool.plan.core.options import OUTPUT, RankOptions, WritingOptions
+from lora_tool.sources import Reference, opened_model
+from lora_tool.workflows.caller import LIBRARY, Caller, Done
+from lora_tool.workflows.resize import require_one_rank
+from lora_tool.workflows.writing import carry_out, require_apart, require_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractOptions(WritingOptions, RankOptions):
+    """The options of an extraction. Raises `WrongValue` unless the ranks are given in one way."""
+
+    out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
+    save: Iterable[str] = option((), "Save this module whole. May be repeated.", metavar="MODULE", many=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_rank(self)
+
+
+def extract(model: Reference, base: Reference, options: ExtractOptions, caller: Caller = LIBRARY) -> Done:
+    """Write the adapter that turns `base` into the fine-tuned `model`, as closely as its ranks allow.
+
+    The planning keeps its factors in a file near the output. Raises as `combine`.
+    """
+    out = Path(options.out)
+    require_output(out, options, model, base)
+    caller.spare_memory()
+    tuned, first = opened_model(model, download=True), opened_model(base, download=True)
+    require_apart(out, options, tuned.root, first.root)
+    from lora_tool.execution.folder import staging_folder  # after the inputs are known to be right
+    from lora_tool.execution.spool import FileSpool
+    from lora_tool.plan.algebra.plan_extract import plan_extract
+
+    with staging_folder(out) as folder:
+        plan = plan_extract(
+            tuned,
+            first,
+            FileSpool(folder),
+            rank=options.rank,
+            keep=options.keep,
+            save=options.save,
+            dtype=options.dtype,
+        )
+        return carry_out(plan, out, options, caller)

@@ -1,0 +1,66 @@
+"""Inspecting checkpoints: what each is and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.checkpoint import Checkpoint, ModelDir
+from lora_tool.choices import flag
+from lora_tool.errors import WrongValue
+from lora_tool.inspection.folders import inspect_checkpoint
+from lora_tool.inspection.model import Inspection
+from lora_tool.options import Options, option
+from lora_tool.sources import Reference, opened, opened_model
+from lora_tool.validation.bases import named_base
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Options):
+    """How much of a checkpoint is computed."""
+
+    norms: bool | None = option(
+        None, "Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]", parse=flag, off="no-norms"
+    )
+    spectra: bool = option(default=False, text="Also compute the singular values of ΔW.", parse=flag, library_only=True)
+
+
+def inspect(checkpoint: Reference, options: InspectOptions) -> Inspection:
+    """Return what `checkpoint`, a path, a Hub id or an opened checkpoint, holds. Raises `CheckpointError`."""
+    return inspect_checkpoint(opened(checkpoint), norms=options.norms, spectra=options.spectra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectEachOptions(InspectOptions):
+    """How several checkpoints are inspected, or one is drawn."""
+
+    base: Reference | None = option(
+        None,
+        "Base model, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one in the adapter's config, if it is on this disk]",
+        metavar="MODEL",
+    )
+    plot: Path | None = option(None, "Picture of the checkpoint that is written.", library_only=True)
+
+    def require(self, count: int) -> None:
+        """Return if so many checkpoints can be inspected with these options. Raises `WrongValue`."""
+        if self.plot is not None and count > 1:
+            raise WrongValue("`plot=FILE` draws one folder; lora-tool diff A B --plot FILE draws the difference of two")
+
+
+def inspect_each(checkpoints: Sequence[Reference], options: InspectEachOptions) -> tuple[Inspection, ...]:
+    """Return what each checkpoint holds, and write the picture of one. Raises `CheckpointError`, `ExecutionError`."""
+    options.require(len(checkpoints))
+    found = [opened(each) for each in checkpoints]
+    inspections = tuple(inspect_checkpoint(each, norms=options.norms, spectra=options.spectra) for each in found)
+    if options.plot is not None:
+        from lora_tool.pictures.drawing import draw  # matplotlib, only for pictures
+
+        draw(found[0], options.plot, base=_base_of(found[0], options.base), facts=inspections[0].facts())
+    return inspections
+
+
+def _base_of(checkpoint: Checkpoint, base: Reference | None) -> ModelDir | None:
+    if base is None:
+        return named_base(checkpoint)[0]
+    return opened_model(base, near=checkpoint.folder.root, download=False)

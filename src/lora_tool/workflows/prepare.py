@@ -1,0 +1,121 @@
+"""Preparing an adapter for a server: found, judged, planned, written, and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.heads import head_of
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.choices import codes, flag, positive
+from lora_tool.errors import UnsupportedAdapter, WrongValue
+from lora_tool.hub_names import ANYWHERE
+from lora_tool.options import option
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
+from lora_tool.plan.core.plan import Plan
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.sources import Reference, opened_adapter
+from lora_tool.tensors import DType
+from lora_tool.workflows.caller import LIBRARY, Caller, Done
+from lora_tool.workflows.writing import carry_out, require_apart, require_output
+
+if TYPE_CHECKING:
+    from lora_tool.plan.algebra.spool import Spool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions(ResumableOptions):
+    """The options of an adapter for a server."""
+
+    out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
+    base: Reference | None = option(
+        None, f"Base model to compute with, and to check the adapter against: {ANYWHERE}.", metavar="MODEL"
+    )
+    max_rank: int | None = option(None, "Maximum rank that the server accepts.", parse=positive)
+    approximate: bool = option(
+        default=False,
+        text="Accept an approximation of DoRA, and of modules whose rank exceeds `max_rank`.",
+        parse=flag,
+    )
+    reward_base: str | os.PathLike[str] | None = option(
+        None,
+        "Also write the base with the adapter's head, which vLLM needs beside a reward adapter.",
+        metavar="PATH",
+    )
+    dtype: DType | str | None = option(
+        None, "Data type of the factors.  [default: float32; unchanged if the result is exact]", **FLOAT_DTYPE
+    )
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+
+
+def prepare(adapter: Reference, server: Server | str, options: PrepareOptions, caller: Caller = LIBRARY) -> Done:
+    """Write `adapter` in the form that `server` reads, with the same ΔW. Raises as `combine`.
+
+    With `reward_base` the base with the adapter's head is written as well, once both are planned; the result is that of
+    the adapter.
+    """
+    server, out = Server(server), Path(options.out)
+    if options.reward_base is not None and server is not Server.VLLM:
+        raise WrongValue(
+            f"`reward_base=PATH` is only for vLLM: {server} does not serve an adapter's head; merge the adapter "
+            "instead: lora-tool merge --rm ADAPTER"
+        )
+    head_out = None if options.reward_base is None else Path(options.reward_base)
+    for folder in (out, head_out):
+        if folder is not None:
+            require_output(folder, options, adapter)
+    opened = opened_adapter(adapter)
+    require_apart(out, options, opened.root)
+    with contextlib.ExitStack() as stack:
+        plan = _planned(opened, server, options, lambda: _spool(out, stack))
+        head_plan = None if head_out is None else _plan_reward_base(opened, options.base)
+        if head_plan is not None and head_out is not None:
+            require_apart(head_out, options, opened.root, *head_plan.folders)
+        done = carry_out(plan, out, options, caller)
+    if head_plan is not None and head_out is not None:
+        carry_out(head_plan, head_out, options, caller)
+    return done
+
+
+def _planned(opened: AdapterDir, server: Server, options: PrepareOptions, spool: Callable[[], Spool]) -> Plan:
+    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # while the values are read
+
+    return plan_prepare(
+        opened,
+        server,
+        base=options.base,
+        max_rank=options.max_rank,
+        approximate=options.approximate,
+        dtype=options.dtype,
+        ignore=options.ignore,
+        spool=spool,
+    )
+
+
+def _spool(out: Path, stack: contextlib.ExitStack) -> Spool:
+    """Return the file near `out` that keeps what is computed, as long as `stack` lasts."""
+    from lora_tool.execution.folder import staging_folder  # for adapters that are computed
+    from lora_tool.execution.spool import FileSpool
+
+    return FileSpool(stack.enter_context(staging_folder(out)))
+
+
+def _plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
+    """Return the plan of the classifier that vLLM serves a reward adapter on: its base, with the adapter's head.
+
+    Raises `UnsupportedAdapter` for an adapter without a head, and as `merge_inputs` and `plan_merge`.
+    """
+    if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
+        raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
+    from lora_tool.plan.merge.options import PlanOptions  # a merge's plan, only where one is written
+    from lora_tool.plan.merge.plan_merge import plan_merge
+    from lora_tool.workflows.merge import merge_inputs
+
+    inputs = merge_inputs(adapter, base)
+    return plan_merge(inputs.base, inputs.adapters, PlanOptions(head_alone=True, task=Task.SEQ_CLS))

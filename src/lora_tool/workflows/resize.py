@@ -1,0 +1,47 @@
+"""Lowering the ranks of an adapter: found, judged, planned, written, and read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from lora_tool.choices import codes
+from lora_tool.errors import WrongValue
+from lora_tool.options import option
+from lora_tool.plan.core.options import OUTPUT, RankOptions, ResumableOptions
+from lora_tool.sources import Reference, opened_adapter
+from lora_tool.workflows.caller import LIBRARY, Caller, Done
+from lora_tool.workflows.writing import carry_out, require_apart, require_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeOptions(ResumableOptions, RankOptions):
+    """The options of an adapter of lower ranks. Raises `WrongValue` unless the ranks are given in one way."""
+
+    out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_rank(self)
+
+
+def require_one_rank(options: RankOptions) -> None:
+    """Return if the options give either a rank or a share. Raises `WrongValue`."""
+    if (options.rank is None) == (options.keep is None):
+        raise WrongValue("give either `rank=R` or `keep=SHARE`")
+
+
+def resize(adapter: Reference, options: ResizeOptions, caller: Caller = LIBRARY) -> Done:
+    """Write `adapter` at lower ranks: each module gets the closest ΔW of its new rank. Raises as `combine`."""
+    out = Path(options.out)
+    require_output(out, options, adapter)
+    caller.spare_memory()
+    opened = opened_adapter(adapter)
+    require_apart(out, options, opened.root)
+    from lora_tool.plan.algebra.plan_combine import plan_resize  # while the values are read
+
+    plan = plan_resize(opened, rank=options.rank, keep=options.keep, dtype=options.dtype, ignore=options.ignore)
+    return carry_out(plan, out, options, caller)
