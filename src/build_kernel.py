@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent / "lora_tool"
-NATIVE = PACKAGE / "execution" / "native"
+NATIVE = PACKAGE / "native"
 LIBRARY = NATIVE / "kernel.so"
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile
+from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.safetensors import WeightsFile, scan_file
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import open_checkpoint, open_model
-from lora_tool.report import Report, Severity
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import open_checkpoint, open_model
+from lora_tool.core.report import Report, Severity
+from lora_tool.verification.validating import validate
 
 
 def judge(folder: Path, *, base: Path | None = None, **options: Any) -> Report:

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
-from lora_tool.names.model import ModelFacts
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.draft import Draft
-from lora_tool.plan.merge.inputs import MergeInputs
-from lora_tool.plan.merge.model.model import Model
-from lora_tool.plan.merge.model.reading import read_model
-from lora_tool.plan.merge.options import PlanOptions
-from lora_tool.plan.merge.passes.deltas import with_deltas
-from lora_tool.plan.merge.passes.ends import with_ends
-from lora_tool.plan.merge.passes.head import with_head
-from lora_tool.tensors import DType
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_adapter, open_model
+from lora_tool.core.tensors import DType
+from lora_tool.models.mapping.model import ModelFacts
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.merge.draft import Draft
+from lora_tool.plans.merge.inputs import MergeInputs
+from lora_tool.plans.merge.model.model import Model
+from lora_tool.plans.merge.model.reading import read_model
+from lora_tool.plans.merge.options import PlanOptions
+from lora_tool.plans.merge.passes.deltas import with_deltas
+from lora_tool.plans.merge.passes.ends import with_ends
+from lora_tool.plans.merge.passes.head import with_head
 from tests.property.strategies import write_weights
 
 Array = np.ndarray[Any, Any]

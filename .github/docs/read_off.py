@@ -14,7 +14,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 import lora_tool
-import lora_tool.validation.validating
+import lora_tool.verification.validating
 from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import all_commands, cli
 from lora_tool.rules.engine.registry import RULES, Rule

@@ -7,7 +7,7 @@
     verify("merged").raise_for_errors()
 
 Wherever a function takes a checkpoint, it accepts a path, a Hub id or an opened checkpoint. Every error that lora-tool
-raises deliberately is a `LoraToolError`; its `hint` says what to do, and `lora_tool.errors` draws the tree of its
+raises deliberately is a `LoraToolError`; its `hint` says what to do, and `lora_tool.core.errors` draws the tree of its
 classes. Names are loaded when they are first used, so the import is fast.
 """
 
@@ -17,17 +17,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lora_tool.checkpoint import AdapterDir as AdapterDir
-    from lora_tool.checkpoint import Checkpoint as Checkpoint
-    from lora_tool.checkpoint import ModelDir as ModelDir
-    from lora_tool.checkpoint import RunDir as RunDir
-    from lora_tool.checkpoint import ShardedDir as ShardedDir
-    from lora_tool.checkpoint import open_checkpoint as open_checkpoint
-    from lora_tool.checkpoint import open_sharded as open_sharded
-    from lora_tool.cluster.ray_cluster import RayCluster as RayCluster
-    from lora_tool.cluster.share import Share as Share
-    from lora_tool.cluster.spread import EngineName as EngineName
-    from lora_tool.errors import LoraToolError as LoraToolError
+    from lora_tool.checkpoints import AdapterDir as AdapterDir
+    from lora_tool.checkpoints import Checkpoint as Checkpoint
+    from lora_tool.checkpoints import ModelDir as ModelDir
+    from lora_tool.checkpoints import RunDir as RunDir
+    from lora_tool.checkpoints import ShardedDir as ShardedDir
+    from lora_tool.checkpoints import open_checkpoint as open_checkpoint
+    from lora_tool.checkpoints import open_sharded as open_sharded
+    from lora_tool.core.cluster.ray_cluster import RayCluster as RayCluster
+    from lora_tool.core.errors import LoraToolError as LoraToolError
+    from lora_tool.core.progress import Progress as Progress
+    from lora_tool.core.progress import StageWatch as StageWatch
+    from lora_tool.core.report.findings import Finding as Finding
+    from lora_tool.core.report.findings import Severity as Severity
+    from lora_tool.core.report.model import Report as Report
+    from lora_tool.core.share import Share as Share
+    from lora_tool.core.spread import EngineName as EngineName
+    from lora_tool.core.tensors import DType as DType
+    from lora_tool.core.version import __version__ as __version__
     from lora_tool.execution.engine import execute as execute
     from lora_tool.execution.ray_engine import RayEngine as RayEngine
     from lora_tool.execution.shares import ShareWritten as ShareWritten
@@ -41,34 +48,27 @@ if TYPE_CHECKING:
     from lora_tool.hub.options import PushCheck as PushCheck
     from lora_tool.hub.options import Readme as Readme
     from lora_tool.hub.pushing import push as push
-    from lora_tool.inspection.comparison import Comparison as Comparison
-    from lora_tool.inspection.model import Inspection as Inspection
-    from lora_tool.inventory import Inventory as Inventory
-    from lora_tool.plan.algebra.plan_combine import plan_combine as plan_combine
-    from lora_tool.plan.algebra.plan_combine import plan_resize as plan_resize
-    from lora_tool.plan.algebra.plan_prepare import plan_prepare as plan_prepare
-    from lora_tool.plan.algebra.spool import Spool as Spool
-    from lora_tool.plan.base.task import Task as Task
-    from lora_tool.plan.consolidate.plan_consolidate import What as What
-    from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
-    from lora_tool.plan.convert.forms import AdapterForm as AdapterForm
-    from lora_tool.plan.core.ops import Precision as Precision
-    from lora_tool.plan.core.plan import Plan as Plan
-    from lora_tool.plan.merge.library import plan_merge as plan_merge
-    from lora_tool.plan.merge.storages import Storage as Storage
-    from lora_tool.progress import Progress as Progress
-    from lora_tool.progress import StageWatch as StageWatch
-    from lora_tool.report.findings import Finding as Finding
-    from lora_tool.report.findings import Severity as Severity
-    from lora_tool.report.model import Report as Report
+    from lora_tool.plans.algebra.plan_combine import plan_combine as plan_combine
+    from lora_tool.plans.algebra.plan_combine import plan_resize as plan_resize
+    from lora_tool.plans.algebra.plan_prepare import plan_prepare as plan_prepare
+    from lora_tool.plans.algebra.spool import Spool as Spool
+    from lora_tool.plans.base.task import Task as Task
+    from lora_tool.plans.consolidate.plan_consolidate import What as What
+    from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
+    from lora_tool.plans.convert.forms import AdapterForm as AdapterForm
+    from lora_tool.plans.core.ops import Precision as Precision
+    from lora_tool.plans.core.plan import Plan as Plan
+    from lora_tool.plans.merge.library import plan_merge as plan_merge
+    from lora_tool.plans.merge.storages import Storage as Storage
     from lora_tool.rules.engine.subjects import Server as Server
     from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
-    from lora_tool.tensors import DType as DType
-    from lora_tool.validation.validating import Criteria as Criteria
     from lora_tool.verification.level import Level as Level
+    from lora_tool.verification.validating import Criteria as Criteria
     from lora_tool.verification.verified import Verification as Verification
-    from lora_tool.version import __version__ as __version__
     from lora_tool.workflows.diff import diff as diff
+    from lora_tool.workflows.inspection.comparison import Comparison as Comparison
+    from lora_tool.workflows.inspection.model import Inspection as Inspection
+    from lora_tool.workflows.inventory import Inventory as Inventory
     from lora_tool.workflows.library import combine as combine
     from lora_tool.workflows.library import consolidate as consolidate
     from lora_tool.workflows.library import convert as convert
@@ -85,11 +85,11 @@ if TYPE_CHECKING:
     from lora_tool.workflows.written import Written as Written
 
 _HOMES = {
-    "checkpoint": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
-    "cluster.ray_cluster": "RayCluster",
-    "cluster.share": "Share",
-    "cluster.spread": "EngineName",
-    "errors": "LoraToolError",
+    "checkpoints": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
+    "core.cluster.ray_cluster": "RayCluster",
+    "core.share": "Share",
+    "core.spread": "EngineName",
+    "core.errors": "LoraToolError",
     "execution.engine": "execute",
     "execution.ray_engine": "RayEngine",
     "execution.shares": "ShareWritten execute_share",
@@ -100,26 +100,26 @@ _HOMES = {
     "hub.options": "PushCheck Readme",
     "hub.library": "plan_push",
     "hub.pushing": "push",
-    "inspection.comparison": "Comparison",
-    "inspection.model": "Inspection",
-    "inventory": "Inventory",
-    "plan.algebra.plan_combine": "plan_combine plan_resize",
-    "plan.algebra.plan_prepare": "plan_prepare",
-    "plan.algebra.spool": "Spool",
-    "plan.base.task": "Task",
-    "plan.consolidate.plan_consolidate": "What plan_consolidate",
-    "plan.convert.forms": "AdapterForm",
-    "plan.core.ops": "Precision",
-    "plan.core.plan": "Plan",
-    "plan.merge.library": "plan_merge",
-    "plan.merge.storages": "Storage",
-    "progress": "Progress StageWatch",
-    "report.findings": "Finding Severity",
-    "report.model": "Report",
+    "workflows.inspection.comparison": "Comparison",
+    "workflows.inspection.model": "Inspection",
+    "workflows.inventory": "Inventory",
+    "plans.algebra.plan_combine": "plan_combine plan_resize",
+    "plans.algebra.plan_prepare": "plan_prepare",
+    "plans.algebra.spool": "Spool",
+    "plans.base.task": "Task",
+    "plans.consolidate.plan_consolidate": "What plan_consolidate",
+    "plans.convert.forms": "AdapterForm",
+    "plans.core.ops": "Precision",
+    "plans.core.plan": "Plan",
+    "plans.merge.library": "plan_merge",
+    "plans.merge.storages": "Storage",
+    "core.progress": "Progress StageWatch",
+    "core.report.findings": "Finding Severity",
+    "core.report.model": "Report",
     "rules.engine.subjects": "Server",
     "rules.training.value_check": "ValueCheck",
-    "tensors": "DType",
-    "validation.validating": "Criteria",
+    "core.tensors": "DType",
+    "verification.validating": "Criteria",
     "verification.level": "Level",
     "verification.verified": "Verification",
     "workflows.diff": "diff",
@@ -127,7 +127,7 @@ _HOMES = {
     "workflows.ls": "ls",
     "workflows.merge_each": "MergedOne",
     "workflows.written": "Written",
-    "version": "__version__",
+    "core.version": "__version__",
 }
 """Module below `lora_tool` → the public names in it."""
 _MODULES = {name: f"lora_tool.{module}" for module, names in _HOMES.items() for name in names.split()}

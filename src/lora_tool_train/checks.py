@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from lora_tool.architectures.heads import LANGUAGE_MODELS
-from lora_tool.errors import CheckpointError
+from lora_tool.core.errors import CheckpointError
+from lora_tool.core.report import Finding
 from lora_tool.formats.files import expanded
 from lora_tool.formats.model_config import read_model_config
-from lora_tool.report import Finding
+from lora_tool.models.heads import LANGUAGE_MODELS
 from lora_tool_train.config import RunConfig
 from lora_tool_train.errors import BadRunConfig
 from lora_tool_train.traps import trap

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from msgspec import Struct, field
 
-from lora_tool.choices import closest
-from lora_tool.errors import CorruptFile
+from lora_tool.core.choices import closest
+from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
 from lora_tool_train.errors import BadRunConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.report import Finding
+from lora_tool.core.report import Finding
 from lora_tool_train.methods import Feedback, Method
 from lora_tool_train.traps import trap
 

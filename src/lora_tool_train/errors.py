@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
+from lora_tool.core.errors import FindingsFound, LoraToolError, WrongValue
 
 
 class BadRunConfig(WrongValue):

@@ -20,7 +20,7 @@ from accelerate.utils import extract_model_from_parallel
 from msgspec.structs import replace
 from transformers import TrainerCallback
 
-from lora_tool.report import Finding, Severity
+from lora_tool.core.report import Finding, Severity
 from lora_tool_train import live_checks
 from lora_tool_train.diagnosis import SignalTracker
 from lora_tool_train.job import TrainingStatus

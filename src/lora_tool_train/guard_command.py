@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from lora_tool.cli.options import json_option
-from lora_tool.display import counted, printable
-from lora_tool.errors import require_packages
+from lora_tool.core.display import counted, printable
+from lora_tool.core.errors import require_packages
 from lora_tool_train.errors import TrainingFailed
 
 

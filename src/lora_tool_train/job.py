@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from lora_tool.choices import TextEnum
-from lora_tool.report import Finding
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.report import Finding
 
 FOLDER_VARIABLE = "LORA_TOOL_JOB"
 """Environment variable that names the folder to guarded processes."""

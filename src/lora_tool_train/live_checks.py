@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lora_tool.architectures.heads import CLASSIFICATION_HEADS
-from lora_tool.report import Finding, Severity
+from lora_tool.core.report import Finding, Severity
+from lora_tool.models.heads import CLASSIFICATION_HEADS
 from lora_tool_train.methods import Method
 from lora_tool_train.traps import trap
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_tool.display import printable
-from lora_tool.report import Finding, Severity
-from lora_tool.report.groups import by_rule
+from lora_tool.core.display import printable
+from lora_tool.core.report import Finding, Severity
+from lora_tool.core.report.groups import by_rule
 from lora_tool_train.errors import TrainingStopped
 from lora_tool_train.job import (
     FOLDER_VARIABLE,

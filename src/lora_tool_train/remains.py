@@ -9,11 +9,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import CheckpointError
-from lora_tool.report import Finding, Severity
-from lora_tool.validation.validating import unresumable_reason, validate
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.checkpoints.folders import read_folder
+from lora_tool.core.errors import CheckpointError
+from lora_tool.core.report import Finding, Severity
+from lora_tool.verification.validating import unresumable_reason, validate
 from lora_tool_train.errors import TrainingFailed
 from lora_tool_train.results import weight_files
 from lora_tool_train.traps import trap

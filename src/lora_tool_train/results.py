@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import CheckpointError
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoints.sources import resolve
+from lora_tool.core.errors import CheckpointError
+from lora_tool.core.report import Finding, Severity
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
-from lora_tool.report import Finding, Severity
-from lora_tool.sources import resolve
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from lora_tool_train.methods import Method
 from lora_tool_train.traps import trap
 

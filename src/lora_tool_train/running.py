@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from lora_tool.cli.exit_codes import exit_code
 from lora_tool.cli.terminal import show_error
-from lora_tool.errors import LoraToolError
-from lora_tool.report import Finding, Report, Severity
-from lora_tool.report.json import report_json
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.report import Finding, Report, Severity
+from lora_tool.core.report.json import report_json
 from lora_tool_train.errors import TrainingFailed, TrainingStopped
 from lora_tool_train.job import TrainingOutcome, TrainingStatus
 from lora_tool_train.remains import Saved

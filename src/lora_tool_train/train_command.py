@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from lora_tool.cli.options import UserPath, json_option, quiet_option
 from lora_tool.cli.terminal import tell
-from lora_tool.display import printable
-from lora_tool.errors import require_packages
+from lora_tool.core.display import printable
+from lora_tool.core.errors import require_packages
 from lora_tool_train.methods import METHODS
 
 if TYPE_CHECKING:
-    from lora_tool.report import Finding
+    from lora_tool.core.report import Finding
     from lora_tool_train.config import RunConfig
     from lora_tool_train.remains import ResumeChoice, Saved
     from lora_tool_train.running import Ended
@@ -92,7 +92,7 @@ def _resumed(run: RunConfig, resume: str | None) -> ResumeChoice:
 
 def _train(run: RunConfig, choice: ResumeChoice, found: Sequence[Finding], *, dry_run: bool) -> Ended:
     """Return how it ended: refused here, or as the workers and what they saved show."""
-    from lora_tool.report import Severity
+    from lora_tool.core.report import Severity
     from lora_tool_train.job import TrainingJob, TrainingOutcome, TrainingStatus
     from lora_tool_train.launch import run_guarded
     from lora_tool_train.results import REJECTED, clear_output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_tool.report import Finding, Severity
+from lora_tool.core.report import Finding, Severity
 
 ERRORS = {
     "task-type": "{why}",

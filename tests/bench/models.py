@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import DType, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

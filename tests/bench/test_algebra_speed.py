@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import open_adapter
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import open_adapter
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
-from lora_tool.plan.algebra.grams import Reader
-from lora_tool.plan.algebra.krylov import nearest
-from lora_tool.plan.algebra.spectrum import compressed
-from lora_tool.plan.algebra.terms import factors_of_sum
+from lora_tool.plans.algebra.grams import Reader
+from lora_tool.plans.algebra.krylov import nearest
+from lora_tool.plans.algebra.spectrum import compressed
+from lora_tool.plans.algebra.terms import factors_of_sum
 from tests.bench import processes
 from tests.bench.models import EIGHT_BILLION, SMALL, Sizes, make_adapter, make_base
 from tests.bench.processes import interleaved, table

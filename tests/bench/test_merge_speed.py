@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint, open_model
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import interleaved, ratio, run, table
 

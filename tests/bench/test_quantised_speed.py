@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import DType, TensorSpec
 from tests.bench.models import SMALL, make_adapter, make_base
 from tests.bench.processes import interleaved, table
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import DType, TensorSpec
 from tests.bench.processes import run
 
 pytestmark = pytest.mark.bench

@@ -16,13 +16,13 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
-from lora_tool.errors import ExecutionError
+from lora_tool.core.errors import ExecutionError
+from lora_tool.core.report.json import schema as report_schema
+from lora_tool.core.tensors import TensorTable
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
-from lora_tool.report.json import schema as report_schema
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import Opener, WeightScan
-from lora_tool.tensors import TensorTable
 from lora_tool.workflows.ci import render
 from tests.checkpoint_edits import scrambled, tensors
 from tests.cli.calling import FIXTURES, Caller

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
-from lora_tool.report.json import schema as report_schema
+from lora_tool.core.report.json import schema as report_schema
 from lora_tool.workflows.ci import render
 from lora_tool.workflows.ci.model import Job, Outcome, Ranked, Stage, Status, Swept, best_first, best_of
 from lora_tool.workflows.ci.stages import Stages

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import open_adapter
-from lora_tool.errors import WrongValue
-from lora_tool.weighted import weighted
+from lora_tool.adapters.weighted import weighted
+from lora_tool.checkpoints import open_adapter
+from lora_tool.core.errors import WrongValue
 from tests.cli.calling import Caller
 
 ADAPTER, REWARD = "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.keys import PREFIX
+from lora_tool.core.keys import PREFIX
 from tests import checkpoint_edits as edit
 from tests.cli.calling import FIXTURES, Caller
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import lora_tool
-from lora_tool.errors import OutputExists
+from lora_tool.core.errors import OutputExists
 from tests.cli.calling import FIXTURES, Caller
 
 PLANS = (
     "lora_tool.workflows.merge.plan_merge",
     "lora_tool.workflows.consolidate.plan_consolidate",
-    "lora_tool.plan.algebra.plan_combine.plan_combine",
-    "lora_tool.plan.algebra.plan_combine.plan_resize",
-    "lora_tool.plan.algebra.plan_extract.plan_extract",
-    "lora_tool.plan.algebra.plan_prepare.plan_prepare",
-    "lora_tool.plan.convert.plan_convert.plan_convert",
+    "lora_tool.plans.algebra.plan_combine.plan_combine",
+    "lora_tool.plans.algebra.plan_combine.plan_resize",
+    "lora_tool.plans.algebra.plan_extract.plan_extract",
+    "lora_tool.plans.algebra.plan_prepare.plan_prepare",
+    "lora_tool.plans.convert.plan_convert.plan_convert",
 )
 ADAPTER, BASE = FIXTURES / "reward-qwen2" / "adapter", FIXTURES / "reward-qwen2" / "base"
 RANKS = FIXTURES / "zero" / "stage3-reward"

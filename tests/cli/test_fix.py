@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import SourceChanged
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.report.json import schema
 from lora_tool.execution.fixing import apply_change
 from lora_tool.formats.stored import read_part
-from lora_tool.report.json import schema
-from lora_tool.validation.fixes import planned_changes
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
+from lora_tool.workflows.fixes import planned_changes
 from tests.checkpoint_edits import as_classifier, fields
 from tests.checkpoint_edits import tensors as weights
 from tests.cli.calling import FIXTURES, Caller

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lora_tool.checkpoint import ModelDir, open_checkpoint
+from lora_tool.checkpoints import ModelDir, open_checkpoint
 from tests.cli.calling import FIXTURES, Caller, assert_golden
 from tests.mutations import CAUSAL, MUTATIONS, REWARD, break_, copy_of
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool import MergedOne, merge, merge_each
-from lora_tool.checkpoint import ModelDir, open_model
-from lora_tool.errors import ExecutionError, WrongValue
-from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.progress import Progress
+from lora_tool.checkpoints import ModelDir, open_model
+from lora_tool.core.errors import ExecutionError, WrongValue
+from lora_tool.core.progress import Progress
+from lora_tool.plans.merge.options import MergeArguments
 from lora_tool.workflows import caller
 from lora_tool.workflows import merge_each as workflow
 from lora_tool.workflows.merge_each import names_of

@@ -21,7 +21,7 @@ from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import all_commands, cli
-from lora_tool.version import __version__
+from lora_tool.core.version import __version__
 from tests.cli.calling import REPOSITORY, Caller
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from lora_tool.cli.terminal import folded
-from lora_tool.display import from_here
+from lora_tool.core.display import from_here
 from tests.cli.calling import REPOSITORY, Caller
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.core.report.json import report_json
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.safetensors import build_header
-from lora_tool.report.json import report_json
-from lora_tool.tensors import DType, TensorSpec
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES, REPOSITORY, Caller, assert_golden
 
 REWARD = "fixtures/reward-qwen2/adapter"

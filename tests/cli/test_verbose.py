@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.display import duration
+from lora_tool.core.display import duration
 from tests.checkpoint_edits import fields, raw, tensors
 from tests.cli.calling import FIXTURES, Called, Caller
 from tests.mutations import CAUSAL, MODEL, REWARD, copy_of

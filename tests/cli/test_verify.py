@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.core.tensors import DType, TensorTable
 from lora_tool.execution import kernels, whole_tensors, worker
 from lora_tool.execution.kernels import AnyArray
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.tensors import DType, TensorTable
 from lora_tool.verification import written
 from lora_tool.workflows import writing
 from tests.cli.calling import FIXTURES, Caller

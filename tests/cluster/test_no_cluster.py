@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.cluster import ray_cluster, reaching
-from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.reaching import require_node
-from lora_tool.errors import ExecutionError, WrongValue
-from lora_tool.plan.merge.options import MergeArguments
+from lora_tool.core.cluster import ray_cluster, reaching
+from lora_tool.core.cluster.ray_cluster import RayCluster
+from lora_tool.core.cluster.reaching import require_node
+from lora_tool.core.errors import ExecutionError, WrongValue
+from lora_tool.plans.merge.options import MergeArguments
 from tests.hostile.folders import copy_pair, left_behind, lora_tool
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")

@@ -20,10 +20,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
-from lora_tool.cluster import ray_cluster
-from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings, Task, TaskGroup
-from lora_tool.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
+from lora_tool.core.cluster import ray_cluster
+from lora_tool.core.cluster.ray_cluster import RayCluster
+from lora_tool.core.cluster.task import Surroundings, Task, TaskGroup
+from lora_tool.core.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
 from lora_tool.execution.folder import shared_folder
 from lora_tool.execution.ray_engine import RayEngine, surroundings_of
 from tests.cluster.conftest import Cluster, mounted, own_mounts, ray

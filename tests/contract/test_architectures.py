@@ -17,17 +17,17 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from lora_tool.architectures import ARCHITECTURES, Architecture, architecture_of, is_computed
-from lora_tool.architectures.ends import is_input, is_output, output_name
-from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
-from lora_tool.checkpoint import open_model
-from lora_tool.names.meta import DTYPES, default_dtype, facts_of, text_class
-from lora_tool.names.weight_mapping import WeightMapping
-from lora_tool.plan.base.known_names import KNOWN_NAMES, SWITCH, names_digest
+from lora_tool.checkpoints import open_model
+from lora_tool.core.tensors import DType
+from lora_tool.models import ARCHITECTURES, Architecture, architecture_of, is_computed
+from lora_tool.models.ends import is_input, is_output, output_name
+from lora_tool.models.mapping.meta import DTYPES, default_dtype, facts_of, text_class
+from lora_tool.models.mapping.weight_mapping import WeightMapping
+from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
+from lora_tool.plans.base.known_names import KNOWN_NAMES, SWITCH, names_digest
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.rules.model.lt3_vocabulary import MORE_ROWS, embedding_rows
 from lora_tool.rules.shared.absent_modules import is_decoder
-from lora_tool.tensors import DType
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_config, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import KINDS, Claim, Folder, ShardedDir, ShardedKind, open_checkpoint, open_sharded
-from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.checkpoints import KINDS, Claim, Folder, ShardedDir, ShardedKind, open_checkpoint, open_sharded
+from lora_tool.checkpoints.states.file_facts import AbsentFile
+from lora_tool.checkpoints.states.state import TrainingState
+from lora_tool.checkpoints.states.training_state import READERS, training_state
+from lora_tool.core.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.core.tensors import FileStamp, StoredTensor, TensorSpec
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.contents import pushable, select
 from lora_tool.rules.training.value_check import value_check
-from lora_tool.sharded.file_facts import AbsentFile
-from lora_tool.sharded.state import TrainingState
-from lora_tool.sharded.training_state import READERS, training_state
-from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
 from tests.checkpoint_edits import Raw, Tensors, read, write
 from tests.cli.calling import FIXTURES, Caller
 

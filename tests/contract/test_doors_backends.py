@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.backends.backend import refuse_nonfinite
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE, round_to
@@ -18,8 +18,8 @@ from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import Precision, RowOp
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.ops import Precision, RowOp
 from tests.property.interpret import Array, load
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "causal-llama"

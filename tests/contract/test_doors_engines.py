@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import FindingsFound
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.progress import Progress
 from lora_tool.execution.engine import execute
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.core.manifest import sha256_of
-from lora_tool.progress import Progress
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.core.manifest import sha256_of
 
 ROOT = Path(__file__).parents[2]
 

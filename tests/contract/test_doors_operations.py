@@ -41,14 +41,14 @@ USE = """
 import sys
 from pathlib import Path
 import numpy as np
-from lora_tool.actions import TensorAction
+from lora_tool.core.actions import TensorAction
 from lora_tool.execution.engine import execute
 from lora_tool.formats.weights import read_single
-from lora_tool.plan.core.ops import Assemble, Copy, Negate, Precision
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.sharding import lay_out
-from lora_tool.plan.core.steps import Step
-from lora_tool.tensors import FileStamp, TensorSpec
+from lora_tool.plans.core.ops import Assemble, Copy, Negate, Precision
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.sharding import lay_out
+from lora_tool.plans.core.steps import Step
+from lora_tool.core.tensors import FileStamp, TensorSpec
 from lora_tool.verification.written import check_written
 from tests.property.interpret import load
 
@@ -111,8 +111,8 @@ def test_an_operation_is_added_in_four_files_and_mypy_names_those_that_forget_it
         )
         assert count == 1
         imported = code.replace(
-            "from lora_tool.plan.core.ops",
-            "from lora_tool.plan.core.ops import Negate\nfrom lora_tool.plan.core.ops",
+            "from lora_tool.plans.core.ops",
+            "from lora_tool.plans.core.ops import Negate\nfrom lora_tool.plans.core.ops",
             1,
         )
         (rooms / name).write_text(imported)

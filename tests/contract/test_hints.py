@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.display import as_options
-from lora_tool.options import Options, declared
+from lora_tool.core.display import as_options
+from lora_tool.core.options import Options, declared
 
 SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
 NOT_OURS = ("cli", "train", "cluster")

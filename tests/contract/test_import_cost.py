@@ -70,7 +70,7 @@ def test_a_plain_merge_needs_numpy_and_no_torch_and_nothing_of_other_plans(tmp_p
     seen = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
     assert "numpy" in seen
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
-    assert not seen & {"lora_tool.verification.verifying", "lora_tool.plan.convert", "lora_tool.plan.algebra"}
+    assert not seen & {"lora_tool.verification.verifying", "lora_tool.plans.convert", "lora_tool.plans.algebra"}
     assert not seen & {"statistics"}
     of_quantised = {
         "formats.quantised.coded",
@@ -101,15 +101,15 @@ def test_a_plainly_stored_model_is_verified_without_torch(options: list[str], tm
 
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
-    assert not seen & {"lora_tool.plan.core.plan", "lora_tool.plan.adapter.modules", "lora_tool.names.model"}
+    assert not seen & {"lora_tool.plans.core.plan", "lora_tool.plans.adapter.modules", "lora_tool.models.mapping.model"}
     assert not seen & {"lora_tool.formats.torch_zip", "zipfile", "difflib"}
 
 
 def test_a_new_adapter_is_made_without_the_options_and_the_plan_of_a_merge(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     seen = modules(CALL.format(arguments=["prepare", ADAPTER, "--for", "vllm", "-o", out]))
-    assert not seen & {"lora_tool.plan.merge.options", "lora_tool.plan.merge.plan_merge", "lora_tool.workflows.merge"}
-    assert not seen & {"lora_tool.plan.algebra.plan_extract", "lora_tool.plan.merge.quantised", "statistics"}
+    assert not seen & {"lora_tool.plans.merge.options", "lora_tool.plans.merge.plan_merge", "lora_tool.workflows.merge"}
+    assert not seen & {"lora_tool.plans.algebra.plan_extract", "lora_tool.plans.merge.quantised", "statistics"}
 
 
 def test_what_only_moves_values_is_written_and_read_back_without_numpy(tmp_path: Path) -> None:

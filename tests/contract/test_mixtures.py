@@ -14,12 +14,12 @@ import transformers
 from safetensors.numpy import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from lora_tool.architectures import mixtures
+from lora_tool.core.tensors import DType
 from lora_tool.formats.model_config import ModelConfig, model_config_of
-from lora_tool.names.mixture import mixture_mapping
-from lora_tool.names.model import Shape
-from lora_tool.names.weight_mapping import WeightMapping
-from lora_tool.tensors import DType
+from lora_tool.models import mixtures
+from lora_tool.models.mapping.mixture import mixture_mapping
+from lora_tool.models.mapping.model import Shape
+from lora_tool.models.mapping.weight_mapping import WeightMapping
 from tests.contract.test_import_cost import CALL, loaded
 from tests.oracle.tiny import tiny_config, tiny_model
 from tests.tensor_tables.changes import fields_of

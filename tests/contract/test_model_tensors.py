@@ -14,13 +14,13 @@ import transformers
 from msgspec.structs import replace
 from transformers.core_model_loading import revert_weight_conversion
 
-from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.model_config import read_model_config
+from lora_tool.models.model_tensors import TABLE, ModelTensors, model_tensors
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model import lt3_tensors  # noqa: F401 - which registers its rules
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config, tiny_model
 from tests.tensor_tables.classes import apart

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import FindingsFound, LoraToolError, PlanError, WrongValue
-from lora_tool.report import Finding, Severity
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import FindingsFound, LoraToolError, PlanError, WrongValue
+from lora_tool.core.report import Finding, Severity
 from tests.checkpoint_edits import PREFIX
 from tests.judging import judge
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, REWARD, Mutation, places

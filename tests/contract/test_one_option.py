@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PASS = "src/lora_tool/plan/merge/passes/ends.py"
+PASS = "src/lora_tool/plans/merge/passes/ends.py"
 TOY = """\
     toy: int = option(0, "A toy.", parse=int, recorded=Recorded.IF_GIVEN, inferred=lambda merged, base: 5)
 """
@@ -22,9 +22,9 @@ from pathlib import Path
 import click
 from lora_tool import execute, merge, plan_merge
 from lora_tool.cli import ci, merge as merging
-from lora_tool.plan.merge.passes import ends
-from lora_tool.plan.merge import plan_merge as planning
-from lora_tool.plan.merge.provenance import find_inputs
+from lora_tool.plans.merge.passes import ends
+from lora_tool.plans.merge import plan_merge as planning
+from lora_tool.plans.merge.provenance import find_inputs
 
 def text(command, name):
     return command.get_help(click.Context(command, info_name=name))

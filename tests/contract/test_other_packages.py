@@ -12,10 +12,10 @@ import pytest
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors import safe_open
 
-from lora_tool.adapter import support
+from lora_tool.adapters import support
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.adapter_config import FIELD_USES, FieldUse, read_adapter_config
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import DType, TensorSpec
 
 
 def test_every_field_of_pefts_config_is_classed() -> None:

@@ -20,9 +20,9 @@ from msgspec import StructMeta
 from msgspec.structs import replace
 
 import lora_tool
-from lora_tool import errors
+from lora_tool.core import errors
 from lora_tool.hub.model import PushContent
-from lora_tool.plan.core.factor_ops import SmallMatrix
+from lora_tool.plans.core.factor_ops import SmallMatrix
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 import pytest
 
-from lora_tool.architectures import ARCHITECTURES
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.main import all_commands, cli
+from lora_tool.models import ARCHITECTURES
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, rewritten, transcripts
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}

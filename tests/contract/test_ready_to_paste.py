@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
 from lora_tool.cli import ci
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.errors import Defect, UnknownRule
-from lora_tool.report import Severity
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.core.errors import Defect, UnknownRule
+from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import RULES, SECTIONS, Need, chosen, expand, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject
 from tests.judging import judge
@@ -117,7 +117,7 @@ def test_a_code_is_given_once_and_well_formed(code: str) -> None:
 
 def test_headers_are_judged_without_heavy_imports() -> None:
     script = (
-        "import sys; from lora_tool.checkpoint import open_checkpoint; from lora_tool.validation.validating import validate; "
+        "import sys; from lora_tool.checkpoints import open_checkpoint; from lora_tool.verification.validating import validate; "
         f"validate(open_checkpoint({str(FIXTURES / CAUSAL)!r}), deep=False); "
         "print([name for name in ('numpy', 'ml_dtypes', 'torch', 'transformers', 'peft') if name in sys.modules])"
     )

@@ -13,7 +13,7 @@ import pytest
 import lora_tool
 from lora_tool.cli.main import all_commands
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from lora_tool_train.traps import CODES as GUARDS
 from tests.made_once import made_once
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT

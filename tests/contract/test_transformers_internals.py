@@ -1,4 +1,4 @@
-"""What `lora_tool.names` takes from inside transformers and PEFT: a release that moves it fails here, and not in a merge."""
+"""What `lora_tool.models.mapping` takes from inside transformers and PEFT: a release that moves it fails here, and not in a merge."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lora_tool.adapter.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
-from lora_tool.checkpoint import open_model
+from lora_tool.adapters.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
+from lora_tool.checkpoints import open_model
 from lora_tool.formats.model_config import NOT_NULL, NUMBERS, read_model_config
-from lora_tool.names.conversion import Conversion, by_template
-from lora_tool.names.model import RowMapping
-from lora_tool.names.order import in_natural_order
+from lora_tool.models.mapping.conversion import Conversion, by_template
+from lora_tool.models.mapping.model import RowMapping
+from lora_tool.models.mapping.order import in_natural_order
 from lora_tool.rules.adapter.lt2_weights import READ_PAST_LORA
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import ModelSubject

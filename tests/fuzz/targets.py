@@ -13,10 +13,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from lora_tool.checkpoint import ZERO, ShardedDir
-from lora_tool.checkpoint.folders import read_folder
-from lora_tool.checkpoint.verl import VERL
-from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, PlanError
+from lora_tool.checkpoints import ZERO, ShardedDir
+from lora_tool.checkpoints.folders import read_folder
+from lora_tool.checkpoints.verl import VERL
+from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile, PlanError
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.dcp import assemble_dcp, read_dcp
 from lora_tool.formats.manifest import read_manifest

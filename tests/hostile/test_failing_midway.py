@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import ExecutionError, LoraToolError
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.engine import execute
 from lora_tool.execution.units import ComputeUnit

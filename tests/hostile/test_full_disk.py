@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from lora_tool.errors import ExecutionError, OutOfSpace
+from lora_tool.core.errors import ExecutionError, OutOfSpace
 from lora_tool.execution import engine, output
 from lora_tool.execution.engine import execute
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.plan import Plan
 from tests.hostile.folders import Pair, copy_pair
 from tests.hostile.test_output import plan_of
 

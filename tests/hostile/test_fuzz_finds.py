@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.errors import CorruptFile
+from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.pickles import load
 from tests.fuzz.commands import must_hold, run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.core.errors import CorruptFile, Defect
 from lora_tool.formats.safetensors import MAX_HEADER_BYTES, scan_file
 from tests.headers import read_file
 from tests.hostile.folders import assert_refused, copy_pair

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from lora_tool.errors import Defect
+from lora_tool.core.errors import Defect
 from lora_tool.formats.weights import read_sharded
 
 _MANY = 30_000

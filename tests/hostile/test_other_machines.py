@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-import lora_tool.machine
-from lora_tool.errors import OutputExists
+import lora_tool.core.machine
+from lora_tool.core.errors import OutputExists
 from lora_tool.execution import in_memory
 from lora_tool.execution.folder import check_output
 from tests.cli.calling import FIXTURES, Caller
@@ -330,9 +330,9 @@ def test_a_container_has_the_cores_it_was_given(
     files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given(files, tmp_path)
-    monkeypatch.setattr(lora_tool.machine, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(lora_tool.core.machine, "CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    assert lora_tool.machine.available_cores() == cores
+    assert lora_tool.core.machine.available_cores() == cores
 
 
 def given(files: dict[str, str], folder: Path) -> None:

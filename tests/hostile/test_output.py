@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists, SourceChanged
+from lora_tool.checkpoints import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import ExecutionError, OutOfSpace, OutputExists, SourceChanged
 from lora_tool.execution.engine import execute
-from lora_tool.plan.core.plan import Plan
+from lora_tool.plans.core.plan import Plan
 from tests.hostile.folders import Pair, copy_pair, left_behind, lora_tool
 
 

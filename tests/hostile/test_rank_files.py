@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.checkpoint import open_sharded
-from lora_tool.errors import LoraToolError
+from lora_tool.checkpoints import open_sharded
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import DType
 from lora_tool.formats.dcp import Chunk, DcpTensor, uncovered
 from lora_tool.formats.safetensors import build_header
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.core.plan import Plan
-from lora_tool.report import Severity
-from lora_tool.tensors import DType
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.core.plan import Plan
+from lora_tool.verification.validating import validate
 from tests.bench.zero_checkpoints import write
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

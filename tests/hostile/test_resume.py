@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.tensors import DType
 from lora_tool.execution.engine import execute
 from lora_tool.execution.journal import NAME
-from lora_tool.plan.core.plan import Plan
-from lora_tool.tensors import DType
+from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.verified import summary_json
 from lora_tool.verification.written import check_written
 from tests.hostile.folders import Pair, copy_pair, environment, left_behind, lora_tool

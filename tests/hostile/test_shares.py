@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from lora_tool import Share, errors, execute_share, plan_consolidate, plan_merge
-from lora_tool.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
+from lora_tool import Share, execute_share, plan_consolidate, plan_merge
+from lora_tool.core import errors
+from lora_tool.core.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
 from lora_tool.execution import at_work as at_work_module
 from lora_tool.execution.attempts import Part, parts_of
 from lora_tool.execution.engine import execute
@@ -26,7 +27,7 @@ from lora_tool.execution.folder import shared_folder
 from lora_tool.execution.journal import NAME, Journal, digest_of
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.work import Work
-from lora_tool.plan.core.plan import Plan
+from lora_tool.plans.core.plan import Plan
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, environment, left_behind, lora_tool
 from tests.hostile.test_killed import SLOW
 from tests.hostile.test_output import content
@@ -98,7 +99,7 @@ def test_what_is_no_share_is_a_usage_error(part: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [["--resume"], ["--engine", "ray"]])
 def test_a_share_contradicts(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_tool.cluster.ray_cluster.RayCluster.require", lambda _: None)
+    monkeypatch.setattr("lora_tool.core.cluster.ray_cluster.RayCluster.require", lambda _: None)
     pair = copy_pair(tmp_path)
     done = lora_tool(*pair.arguments, "--part", "1/2", *option)
     assert done.code == 2

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.errors import CorruptFile, UnsupportedCheckpoint
+from lora_tool.core.errors import CorruptFile, UnsupportedCheckpoint
+from lora_tool.core.tensors import DType
 from lora_tool.formats.dcp import read_dcp
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.rank_files import RankFolder, read_rank_files
 from lora_tool.formats.torch_zip import read_torch_file
-from lora_tool.tensors import DType
 from tests.hostile.test_rank_files import repickled
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"

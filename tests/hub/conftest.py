@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.execution.engine import execute
 from tests.cli.calling import FIXTURES, REPOSITORY, Caller
 from tests.hub.server import Hub

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from lora_tool.errors import BadConfig
+from lora_tool.core.errors import BadConfig
 from lora_tool.hub import section
 from lora_tool.hub.card import Licence, MergedCard, merge_card
 from lora_tool.hub.metadata import changed, read_card

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.hub_client import downloading
+from lora_tool.checkpoints.hub_client import downloading
 from tests.cli.calling import FIXTURES, Caller
 from tests.hub.conftest import environment
 from tests.hub.server import Hub

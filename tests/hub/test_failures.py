@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils._http import hf_raise_for_status
 
+from lora_tool.checkpoints.hub_client.failures import WaitTooLong, translated
+from lora_tool.checkpoints.hub_client.redaction import redacted, redacted_logs
 from lora_tool.cli.exit_codes import exit_code
-from lora_tool.hub_client.failures import WaitTooLong, translated
-from lora_tool.hub_client.redaction import redacted, redacted_logs
 
 URL = "https://huggingface.co/api/models/me/x"
 TOKEN = "hf_" + "a1B2" * 9

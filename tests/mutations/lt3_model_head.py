@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import fields, raw, tensors
 from tests.mutations.registry import MODEL, REWARD, breaks

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
 from lora_tool.formats.fingerprint import fingerprint
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import INDEX, fields, lora, tensors, trained_tokens

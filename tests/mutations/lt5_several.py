@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoint import open_checkpoint
+from lora_tool.checkpoints import open_checkpoint
 from tests.checkpoint_edits import fields
 from tests.mutations.registry import CAUSAL, FIXTURES, REWARD, breaks
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from lora_tool.plan.algebra.plan_combine import plan_resize
+from lora_tool.plans.algebra.plan_combine import plan_resize
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CAUSAL = "causal-llama/adapter"

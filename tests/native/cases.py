@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.library import TYPES, Kernel, Level
-from lora_tool.execution.native.structures import Term
-from lora_tool.tensors import DType
+from lora_tool.native.library import TYPES, Kernel, Level
+from lora_tool.native.structures import Term
 
 Array = np.ndarray[Any, Any]
 

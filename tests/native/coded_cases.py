@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.coded_rows import KINDS, CodedRows
-from lora_tool.execution.native.library import TYPES, Kernel, Level
-from lora_tool.execution.native.structures import Term
 from lora_tool.formats.quantised.coded import Code, Scaled, Table, eight_bits, int8
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from lora_tool.native.coded_rows import KINDS, CodedRows
+from lora_tool.native.library import TYPES, Kernel, Level
+from lora_tool.native.structures import Term
 from tests.native.cases import Array, Case, Factor, assert_right, drawn_factor, packed
 
 OF_CODES = 16

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import build_kernel
-from lora_tool.execution.native import library
-from lora_tool.execution.native.library import Kernel
+from lora_tool.native import library
+from lora_tool.native.library import Kernel
 from tests.cli.calling import REPOSITORY, Caller
 
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_tool.execution.native.library import CHECKSUM, TYPES, Kernel, checksum, trial
-from lora_tool.tensors import DType
+from lora_tool.core.tensors import DType
+from lora_tool.native.library import CHECKSUM, TYPES, Kernel, checksum, trial
 from tests.native.cases import KINDS, Array, Case, Factor, assert_right, drawn_case, fma, numbers
 
 TYPE = st.sampled_from(list(TYPES))

@@ -14,7 +14,7 @@ import pytest
 
 import build_kernel
 from build_kernel import CannotCompileError, compile_kernel
-from lora_tool.execution.native import library
+from lora_tool.native import library
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import build_kernel
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import ExecutionError, WrongValue
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import ExecutionError, WrongValue
 from lora_tool.execution import kernels, units
 from lora_tool.execution.backends import native_backend, numpy_backend
 from lora_tool.execution.backends.choosing import arithmetic_of, backend_for
@@ -25,11 +25,11 @@ from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.engine import execute
 from lora_tool.execution.local_engine import LocalEngine
-from lora_tool.execution.native import library
-from lora_tool.execution.native.library import TYPES, VARIABLE, Kernel, Level, asked_for
-from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Precision, RowOp, row_ops
-from lora_tool.plan.core.plan import Plan
+from lora_tool.native import library
+from lora_tool.native.library import TYPES, VARIABLE, Kernel, Level, asked_for
+from lora_tool.plans.core.factor_ops import FactorOp
+from lora_tool.plans.core.ops import Precision, RowOp, row_ops
+from lora_tool.plans.core.plan import Plan
 from tests.cli.calling import Caller
 from tests.property.test_operations import DRAWN, Drawn, cut_at, operations, planned
 

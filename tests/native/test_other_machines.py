@@ -16,12 +16,12 @@ import pytest
 from msgspec.structs import replace
 
 import build_kernel
+from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.execution.native.library import TYPES, Kernel, Level
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.tensors import DType
+from lora_tool.native.library import TYPES, Kernel, Level
 from tests.native.cases import KINDS, Array, Case, assert_right, drawn_case
 from tests.native.coded_cases import CodedCase, drawn, weight_of
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_model
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_model
+from lora_tool.core.float_mode import ieee_arithmetic
 from lora_tool.execution.engine import execute
-from lora_tool.execution.native import library
-from lora_tool.execution.native.library import VARIABLE
-from lora_tool.float_mode import ieee_arithmetic
+from lora_tool.native import library
+from lora_tool.native.library import VARIABLE
 from lora_tool.verification.written import check_written
 from tests.property.interpret import load
 from tests.tiny_plans import EMBED, HIDDEN, NORM, VOCABULARY, Array, Q, numbers, save_adapter, save_base

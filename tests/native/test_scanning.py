@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_tool.errors import SourceChanged
-from lora_tool.execution.native import library
-from lora_tool.execution.native.library import VARIABLE, Kernel, Seen
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.files import open_regular
+from lora_tool.native import library
+from lora_tool.native.library import VARIABLE, Kernel, Seen
 from lora_tool.rules.engine import scan as scanning
 from lora_tool.rules.engine import scan_compiled as compiled_scanning
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_compiled import scan_compiled
 from lora_tool.rules.engine.scan_model import WeightScan
-from lora_tool.tensors import DType, StoredTensor
 from tests.unit.test_weights_scan import BYTES, KINDS, SPECIAL, expected, expected_of_bytes, stored
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import save_file
 
-from lora_tool.errors import FindingsFound
+from lora_tool.core.errors import FindingsFound
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, layout, load_model, merge_with_ours, randomise, save_base, saved_tensors
 

@@ -14,10 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from lora_tool import combine, resize, validate, verify
-from lora_tool.errors import FindingsFound, IncompatibleBase, LoraToolError, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, LoraToolError, UnsupportedAdapter, WrongValue
 from lora_tool.execution.engine import execute
 from lora_tool.formats.files import read_json
-from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
+from lora_tool.plans.algebra.plan_combine import plan_combine, plan_resize
 from tests.oracle.peft_merge import load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.tiny import Task
 

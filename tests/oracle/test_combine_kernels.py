@@ -15,9 +15,9 @@ from torch import nn
 from transformers import ViTConfig, ViTModel, Wav2Vec2Config, Wav2Vec2Model
 
 from lora_tool import combine, resize, verify
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.algebra.plan_combine import plan_combine
-from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.plans.algebra.plan_combine import plan_combine
+from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from tests.oracle.test_combine import EXACT, Deltas, farthest, least, summed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and PEFT, about tiny configs

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool import Server, merge, prepare, validate, verify
-from lora_tool.adapter.experts import PROJECTIONS
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.adapters.experts import PROJECTIONS
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
-from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, saved_tensors
 from tests.oracle.test_combine import EXACT, adapters_of, deltas, farthest

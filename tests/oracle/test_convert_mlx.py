@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save, save_file
 
 from lora_tool import validate, verify
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.core.errors import UnsupportedCheckpoint
+from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
-from lora_tool.keys import PREFIX
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, load_model, saved_tensors
 from tests.oracle.test_combine import EMBEDDINGS, EXACT, QV, adapters_of, deltas, farthest

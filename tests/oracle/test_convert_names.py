@@ -12,12 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from lora_tool.checkpoint import open_adapter, open_model
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.checkpoints import open_adapter, open_model
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import PREFIX
 from lora_tool.execution.engine import execute
-from lora_tool.keys import PREFIX
-from lora_tool.plan.convert import base_modules
-from lora_tool.plan.convert.plan_convert import plan_convert
+from lora_tool.plans.convert import base_modules
+from lora_tool.plans.convert.plan_convert import plan_convert
 from tests.oracle.test_convert_to_peft import FORMS, WEIGHTS, WITH_BASE, Rename, named
 from tests.oracle.tiny import Task, tiny_model
 

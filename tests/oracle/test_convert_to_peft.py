@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from lora_tool.checkpoint import open_adapter, open_model
-from lora_tool.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.checkpoints import open_adapter, open_model
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.keys import PREFIX
 from lora_tool.execution.engine import execute
-from lora_tool.keys import PREFIX
-from lora_tool.plan.convert.plan_convert import plan_convert
+from lora_tool.plans.convert.plan_convert import plan_convert
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import load_model, save_adapter, save_base
 from tests.oracle.tiny import Task

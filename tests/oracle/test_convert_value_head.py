@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
 from lora_tool import convert
-from lora_tool.errors import BrokenFile, UnsupportedAdapter
+from lora_tool.core.errors import BrokenFile, UnsupportedAdapter
 from tests.cli.calling import Caller
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import load_model, save_adapter, save_base

@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool.checkpoint import open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.checkpoints import open_checkpoint, open_sharded
+from lora_tool.checkpoints.states.dcp_state import copied_files
+from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.report.refusing import refuse_errors
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import StoredChunk
 from lora_tool.formats.torch_zip import read_torch_file
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.core.plan import Plan
-from lora_tool.report.refusing import refuse_errors
-from lora_tool.sharded.dcp_state import copied_files
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.core.plan import Plan
+from lora_tool.verification.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 BASE = FIXTURES / "reward-qwen2" / "base"

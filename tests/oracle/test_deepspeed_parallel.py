@@ -14,11 +14,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.report import Severity
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.verification.validating import validate
 from tests.made_once import made_once
 from tests.oracle.deepspeed_saves import KINDS, TAG, make
 

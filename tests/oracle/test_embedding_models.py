@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import CorruptFile
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import CorruptFile
 from lora_tool.execution.engine import execute
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub.contents import select
-from lora_tool.plan.core.plan import Plan
+from lora_tool.plans.core.plan import Plan
 from tests.oracle.test_task_types import save_adapter, save_base
 from tests.oracle.tiny import AUTO, tiny_model
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lora_tool import plan_merge, validate, verify
-from lora_tool.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
 from tests.oracle.peft_merge import different, layout, load_model, merge_with_ours, randomise, save_base, saved_tensors
 from tests.oracle.tiny import Task
 

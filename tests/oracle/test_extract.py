@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from lora_tool import extract, merge, resize, validate, verify
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
 from lora_tool.formats.stored_numbers import Matrix
 from lora_tool.formats.weights import read_single
-from lora_tool.keys import PREFIX
-from lora_tool.plan.algebra.krylov import nearest
+from lora_tool.plans.algebra.krylov import nearest
 from tests.oracle.peft_merge import different, load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import ALL, QV, deltas
 from tests.oracle.tiny import tiny_model
@@ -205,7 +205,7 @@ def test_weights_that_cannot_be_subtracted_are_refused_by_name(change: Any, mess
 
 def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, _, model = merged_model(tmp_path, "llama", ALL, torch.float32)
-    monkeypatch.setattr("lora_tool.plan.algebra.plan_extract._LARGEST", (1, 2))
+    monkeypatch.setattr("lora_tool.plans.algebra.plan_extract._LARGEST", (1, 2))
     with pytest.raises(UnsupportedAdapter, match="is not of low rank: rank 2 keeps") as refused:
         extract(model, base, keep=0.999, out=tmp_path / "out")
     assert "`save=" in str(refused.value.hint)

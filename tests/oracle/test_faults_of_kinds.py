@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from lora_tool import consolidate
-from lora_tool.checkpoint import open_sharded
-from lora_tool.errors import FindingsFound
+from lora_tool.checkpoints import open_sharded
+from lora_tool.checkpoints.states.training_state import training_state
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report import Severity
 from lora_tool.formats.torch_zip import Record
-from lora_tool.report import Severity
-from lora_tool.sharded.training_state import training_state
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from tests.hostile.folders import FIXTURES
 from tests.unit.test_ranks_on_disk import cut, whole
 

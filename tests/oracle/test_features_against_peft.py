@@ -12,8 +12,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from lora_tool import verify
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.report import Severity
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.report import Severity
 from tests.oracle.peft_merge import (
     Table,
     different,

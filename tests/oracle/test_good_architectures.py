@@ -10,7 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from lora_tool.report import Severity
+from lora_tool.core.report import Severity
 from tests.judging import judge, lines
 from tests.oracle.good_adapters import train_a_little
 from tests.oracle.tiny import Task, tiny_config, tiny_model

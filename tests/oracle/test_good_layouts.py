@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from lora_tool.report import Report
+from lora_tool.core.report import Report
 from tests.judging import judge, lines
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import tiny_model

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lora_tool.checkpoint import KINDS, ShardedKind
-from lora_tool.checkpoint.deepspeed import ZERO
-from lora_tool.checkpoint.fsdp import DCP
-from lora_tool.validation.validating import unresumable_reason
+from lora_tool.checkpoints import KINDS, ShardedKind
+from lora_tool.checkpoints.deepspeed import ZERO
+from lora_tool.checkpoints.fsdp import DCP
+from lora_tool.verification.validating import unresumable_reason
 from lora_tool_train.errors import TrainingFailed
 from lora_tool_train.remains import named
 from tests.hostile.folders import FIXTURES, environment

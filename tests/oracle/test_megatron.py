@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from lora_tool import merge
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.checkpoints.states.megatron_model import Geometry, LayerNames, MegatronModel
+from lora_tool.checkpoints.states.megatron_names import is_megatron, places
+from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import read_dcp
-from lora_tool.inventory import inventory
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.report import Severity
-from lora_tool.sharded.megatron_model import Geometry, LayerNames, MegatronModel
-from lora_tool.sharded.megatron_names import is_megatron, places
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.verification.validating import validate
+from lora_tool.workflows.inventory import inventory
 from tests.cli.calling import FIXTURES
 
 MEGATRON = FIXTURES / "megatron-lora"

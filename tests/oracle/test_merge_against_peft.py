@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
+from lora_tool.checkpoints import AdapterDir, open_checkpoint
 from tests.oracle.peft_merge import (
     Table,
     different,

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel, PreTrainedModel
 
 from lora_tool import plan_merge
-from lora_tool.errors import FindingsFound, IncompatibleBase, MissingDependency, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from tests.oracle.peft_merge import (
     Table,
@@ -329,7 +329,9 @@ def test_the_code_that_a_config_names_is_neither_run_nor_named_again(tmp_path: P
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
-    monkeypatch.setattr("lora_tool.errors.find_spec", lambda package: None if package == "transformers" else package)
+    monkeypatch.setattr(
+        "lora_tool.core.errors.find_spec", lambda package: None if package == "transformers" else package
+    )
     with pytest.raises(MissingDependency, match="transformers is not installed") as caught:
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
     assert "[merge]'" in str(caught.value.hint)
@@ -337,7 +339,7 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
 
 def test_no_fused_layer_is_one_step(tmp_path: Path) -> None:
     """The largest thing that a step reads is one expert's matrix, whatever the layer's size in memory."""
-    from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+    from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 
     base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
     opened = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, **EXPERTS}))

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lora_tool.checkpoint import open_adapter, open_checkpoint, open_model, open_sharded
-from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.checkpoints import open_adapter, open_checkpoint, open_model, open_sharded
+from lora_tool.checkpoints.states.flat_slices import flat_shapes
+from lora_tool.core.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.convert.plan_convert import plan_convert
-from lora_tool.report import Severity
-from lora_tool.sharded.flat_slices import flat_shapes
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.convert.plan_convert import plan_convert
+from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES
 from tests.judging import codes, judge
 from tests.oracle.tiny import tiny_model

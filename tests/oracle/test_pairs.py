@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from lora_tool import verify
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.merge.provenance import find_inputs
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.plans.merge.provenance import find_inputs
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification import rewards
 from lora_tool.verification.pairs import read_pairs

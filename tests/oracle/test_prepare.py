@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lora_tool import Server, combine, plan_merge, plan_prepare, prepare, validate, verify
-from lora_tool.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
-from lora_tool.keys import PREFIX
 from tests.oracle.peft_merge import load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import (
     EMBEDDINGS,

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import open_model
-from lora_tool.errors import ExecutionError, UnsupportedAdapter
+from lora_tool.checkpoints import open_model
+from lora_tool.core.errors import ExecutionError, UnsupportedAdapter
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.formats import stored
@@ -26,7 +26,7 @@ from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import FORMS, TILE, quantise
 

@@ -13,10 +13,10 @@ from peft import PeftModel
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import open_model
+from lora_tool.checkpoints import open_model
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from lora_tool.execution.kernels import AnyArray, round_to_odd
-from lora_tool.execution.native.library import VARIABLE
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.formats.quantised.arrays import STORED
@@ -24,10 +24,10 @@ from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
-from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.native.library import VARIABLE
+from lora_tool.plans.core.ops import DoraDelta, LoraDelta, Precision
+from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.terms import LoraTerm
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 from tests.quantised_models import EIGHT_BITS, FORMS, quantise
 from tests.quantised_samples import KEPT

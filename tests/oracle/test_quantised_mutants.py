@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lora_tool import verify
-from lora_tool.checkpoint import open_model
-from lora_tool.inspection.comparison import compare_models
-from lora_tool.report import Finding
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import open_model
+from lora_tool.core.report import Finding
+from lora_tool.verification.validating import validate
+from lora_tool.workflows.inspection.comparison import compare_models
 from tests.mutations import copy_of
 from tests.mutations.merged_models import quantised
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors

@@ -12,8 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lora_tool import verify
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.validation.validating import validate
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.verification.validating import validate
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import STACKS, quantise
 

@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool import plan_merge, verify
-from lora_tool.actions import TensorAction
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.execution import kernels, requantised, units
 from lora_tool.execution.backends.native_backend import NativeBackend
-from lora_tool.execution.native import requantising
 from lora_tool.execution.units import places_of
 from lora_tool.execution.whole_tensors import WholeTensors
 from lora_tool.execution.worker import batches_of
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.plan.core.ops import Copy, Precision
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.plan.merge.quantised.requantised import coded_steps
-from lora_tool.plan.merge.quantised.tall_tiles import extremes_of
+from lora_tool.native import requantising
+from lora_tool.plans.core.ops import Copy, Precision
+from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
+from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.merge.quantised.requantised import coded_steps
+from lora_tool.plans.merge.quantised.tall_tiles import extremes_of
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
 from tests.unit.test_quantised_weights import encoding_in

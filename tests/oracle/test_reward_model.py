@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
-from lora_tool.tensors import DType
+from lora_tool.checkpoints import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
+from lora_tool.core.tensors import DType
 from tests.oracle.peft_merge import (
     different,
     layout,

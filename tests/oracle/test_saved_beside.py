@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from lora_tool.errors import FindingsFound, UnsupportedAdapter
-from lora_tool.report import Severity
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.report import Severity
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors
 from tests.oracle.test_task_types import save_base

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool import Server, validate, verify
-from lora_tool.report import Finding
+from lora_tool.core.report import Finding
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import CONV1D, QV, RSLORA, adapters_of

@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import FindingsFound
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import FindingsFound
 from lora_tool.execution.engine import execute
-from lora_tool.plan.core.plan import Plan
+from lora_tool.plans.core.plan import Plan
 from tests.oracle.peft_merge import different, layout, load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_merge_against_peft import exact_inputs, exact_sum, round_exactly
 from tests.oracle.tiny import Task

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_tool import verify
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import Table, fp8_channel, nvfp4
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lora_tool import verify
-from lora_tool.errors import FindingsFound
+from lora_tool.core.errors import FindingsFound
 from tests.oracle.peft_merge import Table, different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, tiny_config, tiny_model

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lora_tool import prepare, verify
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.core.errors import UnsupportedAdapter
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lora_tool.checkpoint import open_checkpoint, open_model
-from lora_tool.errors import FindingsFound
-from lora_tool.inspection.folders import inspect_checkpoint
-from lora_tool.inspection.model import AdapterInspection
-from lora_tool.report import Severity
+from lora_tool.checkpoints import open_checkpoint, open_model
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report import Severity
+from lora_tool.workflows.inspection.folders import inspect_checkpoint
+from lora_tool.workflows.inspection.model import AdapterInspection
 from tests.judging import judge
 from tests.oracle.peft_merge import (
     different,

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool import merge
-from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.checkpoints import ShardedDir, open_checkpoint, open_sharded
+from lora_tool.checkpoints.states.training_state import training_state
+from lora_tool.core.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.inventory import Why, choose, inventory
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.report import Severity
-from lora_tool.sharded.training_state import training_state
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.verification.validating import validate
+from lora_tool.workflows.inventory import Why, choose, inventory
 from tests.contract.test_checkpoint_kinds import require_plain_data
 from tests.oracle import trainer_saves
 

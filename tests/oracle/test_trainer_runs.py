@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from lora_tool.report import Report, Severity
+from lora_tool.core.report import Report, Severity
 from tests.judging import codes, judge, lines
 from tests.oracle.tiny import tiny_model
 

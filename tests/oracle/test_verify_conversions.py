@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool import verify
-from lora_tool.errors import NotACheckpoint
+from lora_tool.core.errors import NotACheckpoint
 from lora_tool.formats.files import read_json
 from tests.cli.calling import Caller
 from tests.oracle.test_combine import QV, adapters_of

@@ -15,11 +15,11 @@ from peft.utils.warning import PeftWarning
 from safetensors.torch import load_file, save_file
 
 from lora_tool import plan_merge, verify
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import NotACheckpoint
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import NotACheckpoint
+from lora_tool.core.tensors import DType
 from lora_tool.execution.engine import execute
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.tensors import DType
 from lora_tool.verification.level import Level
 from lora_tool.verification.verified import Verification
 from tests.oracle.peft_merge import (

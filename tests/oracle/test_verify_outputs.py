@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lora_tool import verify
-from lora_tool.errors import BadConfig, CorruptFile
-from lora_tool.names.quiet import quiet
-from lora_tool.plan.merge.provenance import find_inputs
+from lora_tool.core.errors import BadConfig, CorruptFile
+from lora_tool.models.mapping.quiet import quiet
+from lora_tool.plans.merge.provenance import find_inputs
 from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification import answers
 from lora_tool.verification.answers import ask

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 
 from lora_tool import combine, merge, plan_merge, verify
-from lora_tool.errors import FindingsFound, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter, WrongValue
 from tests.oracle.peft_merge import different, layout, load_model, save_adapter, save_base, saved_tensors
 
 ALL: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

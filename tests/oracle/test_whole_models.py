@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.report import Severity
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.core.report import Severity
+from lora_tool.verification.validating import validate
 from tests.oracle.tiny import AUTO, Task, tiny_model
 
 Tensors = dict[str, torch.Tensor]

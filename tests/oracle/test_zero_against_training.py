@@ -11,13 +11,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool import keys, plan_merge
-from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound
+from lora_tool import plan_merge
+from lora_tool.checkpoints import ShardedDir, open_checkpoint, open_sharded
+from lora_tool.core import keys
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.report import Severity
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.verification.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ZERO = FIXTURES / "zero"
@@ -125,7 +126,7 @@ def test_the_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
 
 
 def test_a_smaller_type_is_rounded_once(tmp_path: Path) -> None:
-    from lora_tool.tensors import DType
+    from lora_tool.core.tensors import DType
 
     execute(plan_consolidate(opened("stage3-full"), dtype=DType.BF16, max_shard_bytes=4000), tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -12,12 +12,12 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import open_sharded
-from lora_tool.errors import FindingsFound
+from lora_tool.checkpoints import open_sharded
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.report import Severity
-from lora_tool.validation.validating import validate
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES
 
 ZERO = FIXTURES / "zero"

@@ -19,7 +19,7 @@ import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from lora_tool.errors import LoraToolError
+from lora_tool.core.errors import LoraToolError
 from tests.oracle.peft_merge import Table, different, layout, load_model, merge_with_ours, randomise, saved_tensors
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_model
 

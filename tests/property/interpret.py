@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.plan.core.factor_ops import FactorOp, Mix, SmallMatrix
-from lora_tool.plan.core.ops import BiasDelta, DoraDelta, LoraDelta, LowRank, Precision, RowOp
-from lora_tool.plan.core.plan import Plan
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.plans.core.factor_ops import FactorOp, Mix, SmallMatrix
+from lora_tool.plans.core.ops import BiasDelta, DoraDelta, LoraDelta, LowRank, Precision, RowOp
+from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.bounds import stated_bound
 from lora_tool.verification.elements import half_ulps
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from lora_tool.core.tensors import FLOAT_NAMES, DType, TensorSpec
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.safetensors import build_header
-from lora_tool.tensors import FLOAT_NAMES, DType, TensorSpec
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 WHOLE_BYTE = [dtype for dtype in DType if dtype.bits >= 8]

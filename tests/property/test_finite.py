@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_tool.sharded.file_values import _is_finite
-from lora_tool.tensors import DType
+from lora_tool.checkpoints.states.file_values import _is_finite
+from lora_tool.core.tensors import DType
 
 _TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32, DType.F64: torch.float64}
 

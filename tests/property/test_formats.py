@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from lora_tool import keys
-from lora_tool.errors import CorruptFile
+from lora_tool.core import keys
+from lora_tool.core.errors import CorruptFile
+from lora_tool.core.keys import Part
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.files import parse_json, parse_names
 from lora_tool.formats.safetensors import build_header, scan_file
-from lora_tool.keys import Part
-from lora_tool.tensors import DType, TensorSpec
 from tests.headers import read_file
 from tests.property.strategies import NAMES, specs
 

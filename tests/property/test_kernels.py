@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import (
     STORAGE,
     exact_product,
@@ -21,7 +22,6 @@ from lora_tool.execution.kernels import (
     slices,
     sums_of_squares,
 )
-from lora_tool.tensors import DType
 
 Array = np.ndarray[Any, Any]
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}

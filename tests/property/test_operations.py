@@ -15,14 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lora_tool.actions import TensorAction
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from lora_tool.execution import kernels, units
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.weights import read_single
-from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
-from lora_tool.plan.core.ops import (
+from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
+from lora_tool.plans.core.ops import (
     Assemble,
     BiasDelta,
     Cast,
@@ -34,12 +35,11 @@ from lora_tool.plan.core.ops import (
     ReplaceRows,
     row_ops,
 )
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.sharding import lay_out
-from lora_tool.plan.core.steps import Step
-from lora_tool.plan.core.terms import BiasTerm, LoraTerm
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.sharding import lay_out
+from lora_tool.plans.core.steps import Step
+from lora_tool.plans.core.terms import BiasTerm, LoraTerm
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.initial import taken
 from lora_tool.verification.level import Level

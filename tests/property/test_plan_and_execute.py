@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_tool import plan_merge
-from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.execution import kernels, units, worker
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
-from lora_tool.plan.core.ops import Cast, Copy, row_ops
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.sharding import lay_out
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from lora_tool.plans.core.ops import Cast, Copy, row_ops
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.sharding import lay_out
+from lora_tool.plans.core.steps import Shard, Step
 from tests.property.interpret import interpret, load, off_by_at_most
 from tests.property.strategies import STORED, Inputs, inputs, specs
 

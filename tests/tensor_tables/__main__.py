@@ -18,8 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from transformers.utils import logging
 
-from lora_tool.architectures import ARCHITECTURES
-from lora_tool.architectures.model_tensors import TABLE
+from lora_tool.models import ARCHITECTURES
+from lora_tool.models.model_tensors import TABLE
 from tests.tensor_tables.classes import apart
 from tests.tensor_tables.description import described
 from tests.tensor_tables.sampling import sampled

@@ -14,9 +14,9 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lora_tool.architectures import ARCHITECTURES
-from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.formats.model_config import model_config_of
+from lora_tool.models import ARCHITECTURES
+from lora_tool.models.model_tensors import model_tensors
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from lora_tool.architectures import is_computed
+from lora_tool.models import is_computed
 
 Fields = Mapping[str, Any]
 Shape = tuple[int, ...]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.verification.validating import validate
 from lora_tool_train import train_command
 from tests.cli.calling import Caller
 from tests.train.running import COMMON, QWEN2, pairs, texts, write_rows

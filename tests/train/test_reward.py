@@ -12,9 +12,9 @@ import transformers as hf
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import ModelDir, open_checkpoint
-from lora_tool.checkpoint.opening import open_model
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import ModelDir, open_checkpoint
+from lora_tool.checkpoints.opening import open_model
+from lora_tool.verification.validating import validate
 from tests.train.running import LLAMA, QWEN2, Trainings, overflowing, pairs, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -14,9 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
-from lora_tool.report import Severity
-from lora_tool.validation.validating import validate
+from lora_tool.checkpoints import AdapterDir, open_checkpoint
+from lora_tool.core.report import Severity
+from lora_tool.verification.validating import validate
 from tests.cli.calling import Caller
 from tests.train.running import COMMON, QWEN2, pairs, write_rows
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.affine_maps import cut_pieces, read_cuts
 from lora_tool.formats.pieces import assembled
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine")
 SHAPE = (24, 10)

@@ -11,8 +11,8 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from lora_tool.plan.core.aside import Aside, Carried
-from lora_tool.plan.core.factor_ops import SmallMatrix
+from lora_tool.plans.core.aside import Aside, Carried
+from lora_tool.plans.core.factor_ops import SmallMatrix
 
 
 def test_a_matrix_in_a_file_is_the_matrix() -> None:

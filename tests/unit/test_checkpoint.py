@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_tool.checkpoint import (
+from lora_tool.checkpoints import (
     ADAPTER,
     BASE_MODEL,
     DCP,
@@ -28,8 +28,8 @@ from lora_tool.checkpoint import (
     open_sharded,
     require_whole,
 )
-from lora_tool.checkpoint.nearby import consolidate_command
-from lora_tool.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
+from lora_tool.checkpoints.nearby import consolidate_command
+from lora_tool.core.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

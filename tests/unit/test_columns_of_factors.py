@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lora_tool.core.tensors import FileStamp, StoredTensor
 from lora_tool.execution.backends.choosing import backend_for
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
-from lora_tool.execution.native.library import VARIABLE
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.plan.core.ops import LoraDelta, Precision
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import FileStamp, StoredTensor
+from lora_tool.native.library import VARIABLE
+from lora_tool.plans.core.ops import LoraDelta, Precision
+from lora_tool.plans.core.terms import LoraTerm
 
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])

@@ -12,8 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange, compare_adapters, compare_models
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.workflows.inspection.comparison import (
+    Comparison,
+    Difference,
+    ModuleChange,
+    compare_adapters,
+    compare_models,
+)
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "base_model.model."

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.errors import BadConfig, CorruptFile
+from lora_tool.core.errors import BadConfig, CorruptFile
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import ModelConfig, read_model_config

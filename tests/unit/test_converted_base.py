@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from msgspec.structs import replace
 
-from lora_tool.architectures import ARCHITECTURES
-from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import FindingsFound, IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.names.model import LABELS, ModelFacts, RowMapping, RowSlice
-from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
-from lora_tool.plan.merge.fused.parts import parts_of_fused, steps_on_disk
-from lora_tool.plan.merge.model.converted import complete, converted
-from lora_tool.plan.merge.model.model import Model, ParameterConversion
-from lora_tool.plan.merge.passes.steps import added_steps, base_steps
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.models import ARCHITECTURES
+from lora_tool.models.mapping.model import LABELS, ModelFacts, RowMapping, RowSlice
+from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plans.merge.fused.parts import parts_of_fused, steps_on_disk
+from lora_tool.plans.merge.model.converted import complete, converted
+from lora_tool.plans.merge.model.model import Model, ParameterConversion
+from lora_tool.plans.merge.passes.steps import added_steps, base_steps
 from lora_tool.rules.merging import MergeJudge
 from tests.tiny_plans import HIDDEN, VOCABULARY, Array, drafted, facts, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base
 
 if TYPE_CHECKING:
-    from lora_tool.names.weight_mapping import WeightMapping
+    from lora_tool.models.mapping.weight_mapping import WeightMapping
 
 EMBED, MLP, STACK = "model.embed.weight", "model.mlp.gate_up", "model.experts.up"
 GATE, UP = "old.mlp.gate.weight", "old.mlp.up.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_tool.report import Severity
+from lora_tool.core.report import Severity
 from tests.checkpoint_edits import WEIGHTS, Raw, read
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, REWARD, SHARDED, Mutation, break_, copy_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.display import json_text
+from lora_tool.core.display import json_text
 
 TABLE: dict[str, Any] = {"a": [{"b": [1, {"c": "é\n"}], "d": {}}, []], "e": None, "f": {}}
 

@@ -24,10 +24,10 @@ from lora_tool import (
     validate,
     verify,
 )
-from lora_tool.checkpoint import open_model
-from lora_tool.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.checkpoints import open_model
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
-from lora_tool.inspection.comparison import Difference, ModuleChange
+from lora_tool.workflows.inspection.comparison import Difference, ModuleChange
 from tests.cli.calling import FIXTURES
 
 BASE, ADAPTER = FIXTURES / "causal-llama" / "base", FIXTURES / "causal-llama" / "adapter"

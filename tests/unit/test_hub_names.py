@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lora_tool.core.hub_names import HubName, hub_name
 from lora_tool.formats.quantised.names import full_precision_name
-from lora_tool.hub_names import HubName, hub_name
 
 
 @pytest.mark.parametrize(

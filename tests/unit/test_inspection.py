@@ -10,15 +10,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import AdapterDir, open_checkpoint
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.safetensors import build_header
-from lora_tool.inspection.factors import layer_norms
-from lora_tool.inspection.folders import inspect_checkpoint
-from lora_tool.inspection.model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
-from lora_tool.inspection.naming import short_names
-from lora_tool.inspection.targets import spread
-from lora_tool.tensors import DType, TensorSpec
+from lora_tool.workflows.inspection.factors import layer_norms
+from lora_tool.workflows.inspection.folders import inspect_checkpoint
+from lora_tool.workflows.inspection.model import (
+    AdapterInspection,
+    Inspection,
+    ModelInspection,
+    RunInspection,
+    ShardedInspection,
+)
+from lora_tool.workflows.inspection.naming import short_names
+from lora_tool.workflows.inspection.targets import spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "base_model.model.model.layers"
@@ -89,7 +95,7 @@ def test_a_product_that_nearly_vanishes_is_not_lost(tmp_path: Path) -> None:
 def test_blocks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
     whole = layer_norms(view_of(opened(tmp_path / "a")).layers)
-    monkeypatch.setattr("lora_tool.inspection.factors.BLOCK", 12)
+    monkeypatch.setattr("lora_tool.workflows.inspection.factors.BLOCK", 12)
     blocks = layer_norms(view_of(opened(tmp_path / "a")).layers)
     assert blocks == [pytest.approx(values, rel=1e-12) for values in whole]
 

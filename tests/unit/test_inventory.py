@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool import inventory as inventory_module
-from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
+from lora_tool.core.errors import ExecutionError, NotACheckpoint, OutputExists
+from lora_tool.core.report.runs import Run
 from lora_tool.execution.folder import remove
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.inventory import FileRole, Inventory, Why, choose, inventory
-from lora_tool.report.runs import Run
 from lora_tool.rules.training.saves import Judged, run_table
+from lora_tool.workflows import inventory as inventory_module
+from lora_tool.workflows.inventory import FileRole, Inventory, Why, choose, inventory
 
 RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lora_tool import keys
-from lora_tool.keys import Part
+from lora_tool.core import keys
+from lora_tool.core.keys import Part
 
 P = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"

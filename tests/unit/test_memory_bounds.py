@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool import machine, plan_combine, plan_merge
+from lora_tool import plan_combine, plan_merge
+from lora_tool.core import machine
 from lora_tool.execution import local_engine
 from lora_tool.execution.local_engine import workers_for
-from lora_tool.plan.algebra import plan_extract
-from lora_tool.plan.algebra.krylov import memory_of
+from lora_tool.plans.algebra import plan_extract
+from lora_tool.plans.algebra.krylov import memory_of
 
 CAUSAL = Path(__file__).parents[2] / "fixtures" / "causal-llama"
 LLAMA_8B = [(14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from lora_tool.choices import flag, positive
-from lora_tool.errors import WrongValue
-from lora_tool.options import Options, Recorded, called_with, inferred, on_command_line, option, recorded, replayed
-from lora_tool.plan.core.ops import Precision
+from lora_tool.core.choices import flag, positive
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import Options, Recorded, called_with, inferred, on_command_line, option, recorded, replayed
+from lora_tool.plans.core.ops import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, require_whole
-from lora_tool.errors import CorruptFile, UnsupportedCheckpoint
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, require_whole
+from lora_tool.core.errors import CorruptFile, UnsupportedCheckpoint
 from tests.checkpoint_edits import raw, write
 from tests.mutations import FIXTURES
 

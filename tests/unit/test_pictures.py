@@ -18,13 +18,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from lora_tool import diff
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.display import four_digits
-from lora_tool.errors import ExecutionError, NotACheckpoint
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.core.display import four_digits
+from lora_tool.core.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
-from lora_tool.inspection.curves import training_curves
-from lora_tool.inspection.naming import place
-from lora_tool.inspection.spectra import Spectrum, spectra
 from lora_tool.pictures.drawing import draw, draw_comparison
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
@@ -32,6 +29,9 @@ from lora_tool.pictures.panels import Line, curve_panels, curves_sentence, spect
 from lora_tool.pictures.saving import save
 from lora_tool.pictures.sheet import sheet
 from lora_tool.pictures.theme import themed, variables
+from lora_tool.workflows.inspection.curves import training_curves
+from lora_tool.workflows.inspection.naming import place
+from lora_tool.workflows.inspection.spectra import Spectrum, spectra
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 REWARD = FIXTURES / "reward-qwen2"

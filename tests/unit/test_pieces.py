@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lora_tool.actions import TensorAction
-from lora_tool.errors import SourceChanged
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TiledSpan
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import CopyUnit, GatherUnit, units_of
@@ -20,9 +21,8 @@ from lora_tool.execution.worker import Worker
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.stored import read_columns, read_part, same_values
-from lora_tool.plan.core.ops import Copy, Precision
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TiledSpan
+from lora_tool.plans.core.ops import Copy, Precision
+from lora_tool.plans.core.steps import Shard, Step
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""

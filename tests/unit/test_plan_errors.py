@@ -14,18 +14,12 @@ import numpy as np
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import (
-    FindingsFound,
-    LoraToolError,
-    MissingDependency,
-    OnlyInMemory,
-    UnsupportedAdapter,
-)
+from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
+from lora_tool.core.errors import FindingsFound, LoraToolError, MissingDependency, OnlyInMemory, UnsupportedAdapter
+from lora_tool.core.tensors import DType
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.plan.core.plan import Plan
-from lora_tool.tensors import DType
+from lora_tool.plans.core.plan import Plan
 from tests import checkpoint_edits as edit
 from tests.property.interpret import load
 from tests.property.strategies import write_weights

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding, dequantised
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.grids import is_requantisable
@@ -21,7 +22,6 @@ from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
 from tests import checkpoint_edits as edit
 from tests.quantised_samples import KEPT, ROUNDED, config_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lora_tool import execute, plan_consolidate, validate
-from lora_tool.errors import FindingsFound, IncompleteCheckpoint
-from lora_tool.report import Severity
+from lora_tool.core.errors import FindingsFound, IncompleteCheckpoint
+from lora_tool.core.report import Severity
 from tests.checkpoint_edits import Raw, Tensors, read, read_parts, write, write_parts
 from tests.cli.calling import FIXTURES
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from lora_tool.errors import FindingsFound
-from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.json import report_json
-from lora_tool.report.model import Checked, Report, Skipped, joined
-from lora_tool.report.text import spans
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.json import report_json
+from lora_tool.core.report.model import Checked, Report, Skipped, joined
+from lora_tool.core.report.text import spans
 
 
 def finding(

@@ -12,16 +12,16 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
-from lora_tool.report import sarif
-from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.forms import Form, rendered
-from lora_tool.report.github import CAP
-from lora_tool.report.json import report_json, schema
-from lora_tool.report.markdown import MOST_CHARACTERS
-from lora_tool.report.model import Checked, Ignored, Report, Skipped, Unread, by_subject, joined
-from lora_tool.report.runs import Run, RunCheckpoint
+from lora_tool.core.report import sarif
+from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.forms import Form, rendered
+from lora_tool.core.report.github import CAP
+from lora_tool.core.report.json import report_json, schema
+from lora_tool.core.report.markdown import MOST_CHARACTERS
+from lora_tool.core.report.model import Checked, Ignored, Report, Skipped, Unread, by_subject, joined
+from lora_tool.core.report.runs import Run, RunCheckpoint
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.validation.validating import validate  # noqa: F401 - registers the rules
+from lora_tool.verification.validating import validate  # noqa: F401 - registers the rules
 from tests.judging import judge
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, break_, copy_of
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.errors import CheckpointError
-from lora_tool.report import Finding, Report, Severity
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.core.errors import CheckpointError
+from lora_tool.core.report import Finding, Report, Severity
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines

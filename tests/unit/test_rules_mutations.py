@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lora_tool import verify
-from lora_tool.checkpoint import open_checkpoint
-from lora_tool.report import Report, Severity
+from lora_tool.checkpoints import open_checkpoint
+from lora_tool.core.report import Report, Severity
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, MODEL, MUTATIONS, REWARD, RUN, SHARDED, Mutation, break_, copy_of
 

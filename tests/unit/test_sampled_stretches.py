@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_tool.errors import SourceChanged
-from lora_tool.plan.core.ops import Copy
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TransposedSpan
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec, TransposedSpan
+from lora_tool.plans.core.ops import Copy
 from lora_tool.verification import copied
 from lora_tool.verification.copied import Copies
 from lora_tool.verification.pieces import Compared

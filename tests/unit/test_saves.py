@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool.inventory import Why, choose, inventory
-from lora_tool.report.runs import RunCheckpoint
+from lora_tool.core.report.runs import RunCheckpoint
+from lora_tool.workflows.inventory import Why, choose, inventory
 from tests.mutations import FIXTURES
 
 Injury = Callable[[Path], object]
@@ -180,7 +180,7 @@ def test_a_save_in_progress_is_not_good(run: Path) -> None:
 
 
 def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> None:
-    from lora_tool.validation.validating import unresumable_reason
+    from lora_tool.verification.validating import unresumable_reason
 
     path = run / "checkpoint-6" / "optimizer.pt"
     data = bytearray(path.read_bytes())

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lora_tool import validate
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
-from lora_tool.plan.algebra.plan_prepare import plan_prepare
-from lora_tool.report import Severity
+from lora_tool.checkpoints import AdapterDir, open_checkpoint
+from lora_tool.core.report import Severity
+from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.workflows.written import Written
 from tests import checkpoint_edits as edit

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.errors import CheckpointError, HubUnreachable, IncompleteCheckpoint, NotACheckpoint
-from lora_tool.sources import resolve
+from lora_tool.checkpoints.sources import resolve
+from lora_tool.core.errors import CheckpointError, HubUnreachable, IncompleteCheckpoint, NotACheckpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.core.tensors import DType
 from lora_tool.formats.stored_numbers import STORED, widened
-from lora_tool.inspection.spectra import Spectrum, spectra
-from lora_tool.tensors import DType
+from lora_tool.workflows.inspection.spectra import Spectrum, spectra
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.actions import TensorAction
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.names.model import RowMapping, RowSlice
-from lora_tool.plan.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
-from lora_tool.plan.core.steps import Step
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.plan.merge.fused.split_steps import cut, disk_steps
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, contiguous
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec, contiguous
+from lora_tool.models.mapping.model import RowMapping, RowSlice
+from lora_tool.plans.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
+from lora_tool.plans.core.steps import Step
+from lora_tool.plans.core.terms import LoraTerm
+from lora_tool.plans.merge.fused.split_steps import cut, disk_steps
 
 FILE = Path("model.safetensors")
 

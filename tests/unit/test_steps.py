@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_tool.actions import TensorAction
-from lora_tool.errors import IncompatibleBase, LoraToolError
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
-from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.draft import Draft
-from lora_tool.plan.merge.passes.ledger import adapter_leftovers, require_all_consumed
-from lora_tool.plan.merge.passes.steps import added_steps, base_steps, dropped_from_base
-from lora_tool.tensors import DType
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.errors import IncompatibleBase, LoraToolError
+from lora_tool.core.tensors import DType
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
+from lora_tool.plans.core.steps import Step
+from lora_tool.plans.merge.draft import Draft
+from lora_tool.plans.merge.passes.ledger import adapter_leftovers, require_all_consumed
+from lora_tool.plans.merge.passes.steps import added_steps, base_steps, dropped_from_base
 from tests.tiny_plans import (
     EMBED,
     HIDDEN,

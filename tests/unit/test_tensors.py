@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.plan.core.steps import SideFile
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.plans.core.steps import SideFile
 
 
 def test_no_two_dtypes_are_one() -> None:

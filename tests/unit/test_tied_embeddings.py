@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.architectures import ARCHITECTURES
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.model.model import as_stored
-from lora_tool.plan.merge.passes.ends import tied_copies, tied_under_one_name
-from lora_tool.plan.merge.passes.steps import base_steps
+from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.models import ARCHITECTURES
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.merge.model.model import as_stored
+from lora_tool.plans.merge.passes.ends import tied_copies, tied_under_one_name
+from lora_tool.plans.merge.passes.steps import base_steps
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Q, drafted, facts, llama, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base

@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from lora_tool.errors import CorruptFile
+from lora_tool.core.errors import CorruptFile
+from lora_tool.core.tensors import DType
 from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.tensors import DType
 
 DTYPES = {
     torch.float32: DType.F32,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lora_tool.report import Report, Severity
-from lora_tool.report.runs import Run
+from lora_tool.core.report import Report, Severity
+from lora_tool.core.report.runs import Run
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
 from tests.mutations import FIXTURES

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.actions import TensorAction
-from lora_tool.architectures import ARCHITECTURES
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import Copy, LoraDelta, ReplaceRows
-from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.draft import Draft
-from lora_tool.plan.merge.model.model import as_stored
-from lora_tool.plan.merge.passes.steps import base_steps
-from lora_tool.plan.merge.untying import require_no_lora_on_tied_ends, untying_steps
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.models import ARCHITECTURES
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.ops import Copy, LoraDelta, ReplaceRows
+from lora_tool.plans.core.steps import Step
+from lora_tool.plans.merge.draft import Draft
+from lora_tool.plans.merge.model.model import as_stored
+from lora_tool.plans.merge.passes.steps import base_steps
+from lora_tool.plans.merge.untying import require_no_lora_on_tied_ends, untying_steps
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Array, Q, drafted, embedding_lora, llama, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lora_tool.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.files import opened_regular
 from lora_tool.rules.engine import scan as scanning
 from lora_tool.rules.engine import scan_numpy
 from lora_tool.rules.engine.scan import Scans, scan
 from lora_tool.rules.engine.scan_model import LARGE, WeightScan
 from lora_tool.rules.engine.scan_numpy import scan_all, scan_exactly
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 KINDS: dict[DType, Any] = {
     DType.F64: np.float64,

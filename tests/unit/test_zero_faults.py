@@ -17,15 +17,15 @@ import torch
 from msgspec.structs import replace
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
-from lora_tool.errors import Defect, FindingsFound, NotACheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.core.plan import Plan
-from lora_tool.report import Severity
-from lora_tool.report.refusing import refuse_errors
+from lora_tool.checkpoints import ShardedDir, open_checkpoint, open_sharded
+from lora_tool.core.errors import Defect, FindingsFound, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.report import Severity
+from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.consolidating import judge_files
 from lora_tool.rules.training.sharded_subject import sharded_subject
-from lora_tool.validation.validating import ValidateOptions, findings_on, validate
+from lora_tool.verification.validating import ValidateOptions, findings_on, validate
 from tests.bench.zero_checkpoints import write
 
 ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"

@@ -33,13 +33,13 @@ from lora_tool.cli.options import (
 from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
-from lora_tool.display import from_here, printable
+from lora_tool.core.display import from_here, printable
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.model import Report
 from lora_tool.hub.options import BranchOptions
-from lora_tool.plan.merge.options import MergeOptions
-from lora_tool.report.forms import Form
-from lora_tool.report.model import Report
+from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.validation.validating import Criteria
+from lora_tool.verification.validating import Criteria
 from lora_tool.workflows.ci.model import Job, Outcome, Status
 from lora_tool.workflows.consolidate import RankFileOptions
 from lora_tool.workflows.verify import PairOptions, read_given_pairs

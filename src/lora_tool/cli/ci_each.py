@@ -19,9 +19,9 @@ from lora_tool.cli.ci_view import (
 )
 from lora_tool.cli.reporting import ReportFile, report_text
 from lora_tool.cli.terminal import progress_bar, say, tell
-from lora_tool.display import as_cell, counted, duration, printable
-from lora_tool.report.forms import Form
-from lora_tool.report.model import Ignored, Report, joined
+from lora_tool.core.display import as_cell, counted, duration, printable
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.model import Ignored, Report, joined
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.workflows.ci.model import Job, Stage, Status, Swept, best_of, in_order
 from lora_tool.workflows.ci.running import ci_each

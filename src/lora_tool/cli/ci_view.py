@@ -11,10 +11,10 @@ import click
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.reporting import SUMMARY, ReportFile
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.display import printable
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form
-from lora_tool.report.model import Ignored, Report, Unread, joined
+from lora_tool.core.display import printable
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.model import Ignored, Report, Unread, joined
 from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status
 
 _COLOURS = {
@@ -54,14 +54,14 @@ def code_of(outcome: Outcome) -> int:
 
 def findings_of(report: Report) -> list[str]:
     """Return errors and warnings as lines."""
-    from lora_tool.report.text import findings_lines  # where there is a run to show
+    from lora_tool.core.report.text import findings_lines  # where there is a run to show
 
     return list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
 
 
 def skipped_of(report: Report) -> list[str]:
     """Return the rules that could not run as lines."""
-    from lora_tool.report.text import skipped_lines  # where there is a run to show
+    from lora_tool.core.report.text import skipped_lines  # where there is a run to show
 
     return list(skipped_lines(report.skipped))
 

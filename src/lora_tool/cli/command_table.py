@@ -9,10 +9,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.options import FolderOrId, UserPath
 from lora_tool.cli.timed import Timed
+from lora_tool.core.choices import suggestion
 
 _TYPED_ONLY = frozenset({"config", "help", "json", "quiet", "verbose"})
 """Options that say how one run is shown, and where the table is."""

@@ -12,18 +12,18 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct, field
 
-from lora_tool.errors import CorruptFile, UnknownRule
+from lora_tool.core.errors import CorruptFile, UnknownRule
+from lora_tool.core.progress import decided
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.words import Ignored
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
-from lora_tool.progress import decided
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form
-from lora_tool.report.words import Ignored
 from lora_tool.rules.engine.registry import expand
 from lora_tool.rules.engine.subjects import Server
 
 if TYPE_CHECKING:
-    from lora_tool.validation.validating import Criteria
+    from lora_tool.verification.validating import Criteria
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"
@@ -51,7 +51,7 @@ class Configuration(Struct, frozen=True, kw_only=True):
     @property
     def criteria(self) -> Criteria:
         """By what `validate` judges where its command line asks for nothing else; strict means to read everything."""
-        from lora_tool.validation.validating import Criteria  # all rules, only where they judge
+        from lora_tool.verification.validating import Criteria  # all rules, only where they judge
 
         return Criteria(
             select=self.select,

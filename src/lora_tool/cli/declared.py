@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import click
 
-from lora_tool.choices import Choice, above_zero, codes, count, flag, fraction, positive, proportion
 from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order
-from lora_tool.display import as_options
-from lora_tool.errors import WrongValue
-from lora_tool.options import Option, Options, declared, on_command_line
-from lora_tool.plan.base.task import Task
+from lora_tool.core.choices import Choice, above_zero, codes, count, flag, fraction, positive, proportion
+from lora_tool.core.display import as_options
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import Option, Options, declared, on_command_line
+from lora_tool.plans.base.task import Task
 
 Chosen = TypeVar("Chosen", bound=Options)
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option
 from lora_tool.cli.terminal import print_json, progress_bar
-from lora_tool.display import printable
+from lora_tool.core.display import printable
 
 
 @click.command(

@@ -9,10 +9,10 @@ from importlib import metadata
 import click
 
 from lora_tool.cli.options import json_option
-from lora_tool.errors import LoraToolError
-from lora_tool.execution.native.library import FILE, VARIABLE, kernel, loaded
-from lora_tool.machine import available_cores
-from lora_tool.version import __version__
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.machine import available_cores
+from lora_tool.core.version import __version__
+from lora_tool.native.library import FILE, VARIABLE, kernel, loaded
 
 _PACKAGES = (
     *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich", "msgspec"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_tool import errors
+from lora_tool.core import errors
 
 DONE = 0
 FINDINGS = 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.display import counted, json_data, printable
+from lora_tool.core.display import counted, json_data, printable
 
 if TYPE_CHECKING:
     from lora_tool.workflows.fix import Fixes

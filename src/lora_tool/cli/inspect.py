@@ -12,9 +12,9 @@ from msgspec.structs import asdict
 
 from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.options import FolderOrId, json_option, plot_option
-from lora_tool.display import json_data, json_text, printable
-from lora_tool.inspection.model import Inspection
+from lora_tool.core.display import json_data, json_text, printable
 from lora_tool.workflows.inspect import InspectEachOptions, inspect_each
+from lora_tool.workflows.inspection.model import Inspection
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import fits_folded, new_table, print_all
-from lora_tool.display import as_cell, counted, number, printable, shortened
-from lora_tool.inspection.model import AdapterInspection, Inspection
-from lora_tool.inspection.naming import place, short_names
-from lora_tool.inspection.targets import spread
+from lora_tool.core.display import as_cell, counted, number, printable, shortened
+from lora_tool.workflows.inspection.model import AdapterInspection, Inspection
+from lora_tool.workflows.inspection.naming import place, short_names
+from lora_tool.workflows.inspection.targets import spread
 
 Column = Mapping[str, str]
 """What stands in each row of one folder."""

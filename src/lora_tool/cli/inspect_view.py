@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import new_table, print_all, ranges, spanning, sparkline
-from lora_tool.display import counted, number, printable, shortened, size
-from lora_tool.inspection.curves import Curves
-from lora_tool.inspection.model import (
+from lora_tool.core.display import counted, number, printable, shortened, size
+from lora_tool.workflows.inspection.curves import Curves
+from lora_tool.workflows.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,
@@ -23,7 +23,7 @@ from lora_tool.inspection.model import (
     Spread,
     Target,
 )
-from lora_tool.inspection.naming import place
+from lora_tool.workflows.inspection.naming import place
 
 _SHOWN = 8
 """Rows of lists that may be long: shards, whole tensors, problems."""

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import fits, new_table, print_all
-from lora_tool.display import counted, number, printable, size
-from lora_tool.inventory import FileRole, Inventory, Listed, PruneChoice
+from lora_tool.core.display import counted, number, printable, size
+from lora_tool.workflows.inventory import FileRole, Inventory, Listed, PruneChoice
 
 _COLOURS = {"good": "green", "warned": "yellow", "incomplete": "yellow", "broken": "red", "not judged": "yellow"}
 

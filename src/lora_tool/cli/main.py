@@ -18,13 +18,13 @@ from typing import NoReturn
 
 import click
 
-from lora_tool import doors
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import leave_stdout, show_error, warn
-from lora_tool.display import printable
-from lora_tool.errors import LoraToolError, of_system
-from lora_tool.progress import listener, reasons
-from lora_tool.version import __version__
+from lora_tool.core import doors
+from lora_tool.core.display import printable
+from lora_tool.core.errors import LoraToolError, of_system
+from lora_tool.core.progress import listener, reasons
+from lora_tool.core.version import __version__
 
 COMMANDS = {
     "validate": "Check an adapter, model, checkpoint or run folder for errors.",
@@ -115,7 +115,7 @@ class LazyGroup(click.Group):
         try:
             resolved = super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from lora_tool.choices import closest  # for mistakes alone
+            from lora_tool.core.choices import closest  # for mistakes alone
 
             meant = closest(args[0], {**COMMANDS, **doors.entry_points(doors.COMMANDS)})
             if meant is None:
@@ -157,7 +157,7 @@ def _warn_of_variables(name: str, command: click.Command) -> None:
     known = {str(param.envvar) for param in command.params if isinstance(param, click.Option)}
     for variable in sorted(os.environ.keys() - known):
         if variable.startswith(f"{ENVIRONMENT}_{name}_".upper()):
-            from lora_tool.choices import closest  # for mistakes alone
+            from lora_tool.core.choices import closest  # for mistakes alone
 
             meant = closest(variable, known, likeness=0.75)
             ask = f", did you mean {meant}?" if meant else ""
@@ -250,7 +250,7 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
         return LoraToolError(error.format_message(), hint=hint)
-    from lora_tool.choices import closest  # for mistakes alone
+    from lora_tool.core.choices import closest  # for mistakes alone
 
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
     meant = closest(error.option_name, error.possibilities or (), likeness=0.75)

@@ -12,7 +12,7 @@ from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_ta
 from lora_tool.cli.exit_codes import DONE
 from lora_tool.cli.options import FolderOrId, config_option
 from lora_tool.cli.writing import caller, part_option, run_options
-from lora_tool.plan.merge.options import MergeArguments
+from lora_tool.plans.merge.options import MergeArguments
 
 
 @click.command("merge", cls=Configured, epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")

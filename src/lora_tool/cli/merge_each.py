@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from lora_tool.cli.exit_codes import DONE, exit_code
 from lora_tool.cli.terminal import say, show_error, show_findings, warn
 from lora_tool.cli.writing import caller
-from lora_tool.display import as_cell, duration, printable, size
-from lora_tool.errors import FindingsFound
-from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.report.findings import Finding
+from lora_tool.core.display import as_cell, duration, printable, size
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report.findings import Finding
+from lora_tool.plans.merge.options import MergeArguments
 from lora_tool.workflows.merge_each import MergedOne, merge_each
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from lora_tool.errors import require_packages
-from lora_tool.progress import reasons
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form
+from lora_tool.core.errors import require_packages
+from lora_tool.core.progress import reasons
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.forms import Form
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import Struct
 
-from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
-from lora_tool.errors import LoraToolError
+from lora_tool.core.choices import suggestion
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.forms import Form, rendered
+from lora_tool.core.report.model import Report
 from lora_tool.formats.files import expanded
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Report
 from lora_tool.rules.engine.registry import RULES
 
 if TYPE_CHECKING:

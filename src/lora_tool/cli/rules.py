@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-import lora_tool.validation.validating  # noqa: F401 - importing it registers every rule
+import lora_tool.verification.validating  # noqa: F401 - importing it registers every rule
 from lora_tool.cli.options import json_option, rule_codes
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.report.findings import Severity
+from lora_tool.core.report.findings import Severity
 from lora_tool.rules.engine.registry import RULES, Need, Rule, expand
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.display import printable
+from lora_tool.core.display import printable
 
 _WIDE = 240
 """Columns where nobody watches: enough that no name is cut."""

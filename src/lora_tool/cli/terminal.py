@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lora_tool.display import as_options, json_data, printable, shortened
-from lora_tool.errors import FindingsFound, LoraToolError
+from lora_tool.core.display import as_options, json_data, printable, shortened
+from lora_tool.core.errors import FindingsFound, LoraToolError
 
 if TYPE_CHECKING:
-    from lora_tool.report.findings import Finding
+    from lora_tool.core.report.findings import Finding
 
 _COLOURS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
@@ -86,13 +86,13 @@ def print_json(**table: object) -> None:
 
 def show_findings(findings: Iterable[Finding]) -> None:
     """Write errors and warnings to stderr as `validate` prints them, and how many there are."""
-    from lora_tool.report.findings import Severity  # no word of help needs it
+    from lora_tool.core.report.findings import Severity  # no word of help needs it
 
     shown = tuple(finding for finding in findings if finding.severity > Severity.INFO)
     if not shown:
         return
-    from lora_tool.report.model import Report  # where there are findings
-    from lora_tool.report.text import findings_lines
+    from lora_tool.core.report.model import Report  # where there are findings
+    from lora_tool.core.report.text import findings_lines
 
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     for line in findings_lines(shown, color=colour):
@@ -116,7 +116,7 @@ def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool =
     else:
         tell("error", str(error))
     if as_json:
-        from lora_tool.report.json import finding_json  # for programs, where it failed
+        from lora_tool.core.report.json import finding_json  # for programs, where it failed
 
         hint = error.hint and as_options(error.hint)
         said = {"message": as_options(str(error)), "hint": hint, "exit_code": code}

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lora_tool.display import duration
+from lora_tool.core.display import duration
 
 LONG = 5.0
 """Seconds from which on somebody has waited, and wants to know how long."""

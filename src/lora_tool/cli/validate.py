@@ -27,10 +27,10 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
-from lora_tool.display import as_cell, as_options, json_text
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form
-from lora_tool.report.model import Report, joined
+from lora_tool.core.display import as_cell, as_options, json_text
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.model import Report, joined
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.validate import ValidatedOne, ValidateEachOptions, validate_each
 
@@ -115,7 +115,7 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
     if fixes is not None and fixes.kept and reporting.form is not Form.JSON:
         click.echo(f"{shown}\n", err=not text)  # before what is found now
     if fixes is not None and reporting.form is Form.JSON:
-        from lora_tool.report.json import report_json  # JSON's words, only where asked for
+        from lora_tool.core.report.json import report_json  # JSON's words, only where asked for
 
         click.echo(json_text({**report_json(report), "fixes": fixes_json(fixes)}, spread=3))
     elif not nothing and not silent:

@@ -13,9 +13,9 @@ import click
 from lora_tool.cli.exit_codes import DONE, exit_code
 from lora_tool.cli.reporting import Reporting, report_text
 from lora_tool.cli.terminal import say, show_error, wants_colour
-from lora_tool.display import as_cell, as_options, printable
-from lora_tool.report.forms import Form
-from lora_tool.report.model import joined
+from lora_tool.core.display import as_cell, as_options, printable
+from lora_tool.core.report.forms import Form
+from lora_tool.core.report.model import joined
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.verify import VerifiedOne, VerifyOptions, verify_each
 

@@ -12,14 +12,14 @@ import click
 from lora_tool.cli.declared import Parsed
 from lora_tool.cli.options import in_order, quiet_option, verbose_option
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
-from lora_tool.cluster.share import share
-from lora_tool.display import counted, json_text, printable, size
+from lora_tool.core.display import counted, json_text, printable, size
+from lora_tool.core.share import share
 from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written, intent
 
 if TYPE_CHECKING:
     from lora_tool.execution.shares import ShareWritten
-    from lora_tool.plan.core.plan import Plan
+    from lora_tool.plans.core.plan import Plan
 
 _PLAN_LEVELS = 4
 """The plan, its shards, a shard, its steps: a step is a line."""

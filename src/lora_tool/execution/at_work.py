@@ -16,9 +16,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.errors import OutputExists
+from lora_tool.core.errors import OutputExists
+from lora_tool.core.progress import told
 from lora_tool.execution.journal import SIGN, Journal
-from lora_tool.progress import told
 
 _BEAT_S = 10.0
 _LOOK_S = 1.0

@@ -14,16 +14,16 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from lora_tool.errors import ExecutionError, UnsupportedAdapter
+from lora_tool.core.errors import ExecutionError, UnsupportedAdapter
+from lora_tool.core.progress import Progress
+from lora_tool.core.report import Finding
 from lora_tool.execution.folder import errors_of_the_system, sync_folder
 from lora_tool.execution.journal import Journal, retained_in
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Finished, Work, WorkDone
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
-from lora_tool.progress import Progress
-from lora_tool.report import Finding
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard
 
 
 class AttemptEngine(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
 
-from lora_tool.cluster.spread import Spread
-from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.core.errors import ExecutionError, LoraToolError
+from lora_tool.core.progress import Progress
+from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.spread import Spread
 from lora_tool.execution.at_work import at_work
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
@@ -30,15 +32,13 @@ from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.manifest import manifest_bytes
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard, SideFile
-from lora_tool.progress import Progress
-from lora_tool.report.refusing import refuse_errors
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.manifest import manifest_bytes
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard, SideFile
 
 if TYPE_CHECKING:
-    from lora_tool.cluster.ray_cluster import RayCluster
+    from lora_tool.core.cluster.ray_cluster import RayCluster
     from lora_tool.execution.ray_engine import RayEngine
 
 

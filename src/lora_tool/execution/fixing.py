@@ -8,10 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
-from lora_tool.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged
 from lora_tool.execution.folder import copy_file, errors_of_the_system, sync_folder
 from lora_tool.formats.files import open_regular, read_at
-from lora_tool.validation.changes import FileChange
+from lora_tool.rules.changes import FileChange
 
 
 def apply_change(change: FileChange) -> Path:

@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.display import size
-from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists
+from lora_tool.core.display import size
+from lora_tool.core.errors import ExecutionError, OutOfSpace, OutputExists
 from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
 

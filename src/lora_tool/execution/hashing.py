@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 
-from lora_tool.plan.core.manifest import sha256_of
+from lora_tool.plans.core.manifest import sha256_of
 
 _BEGUN: ContextVar[Mapping[Path, Future[str]]] = ContextVar("_BEGUN", default=MappingProxyType({}))
 

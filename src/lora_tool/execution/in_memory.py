@@ -7,15 +7,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir
-from lora_tool.display import size
-from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapter
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core.display import size
+from lora_tool.core.errors import ExecutionError, MissingDependency, UnsupportedAdapter
+from lora_tool.core.machine import CONTROL_GROUP
+from lora_tool.core.tensors import FLOAT_NAMES
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import TORCH_SUFFIX
-from lora_tool.machine import CONTROL_GROUP
-from lora_tool.names.quiet import quiet
-from lora_tool.plan.merge.in_memory import InMemory
-from lora_tool.tensors import FLOAT_NAMES
+from lora_tool.models.mapping.quiet import quiet
+from lora_tool.plans.merge.in_memory import InMemory
 
 
 def available_bytes() -> int | None:

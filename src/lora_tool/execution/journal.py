@@ -18,15 +18,15 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from lora_tool.errors import MissingDependency
+from lora_tool.core.errors import MissingDependency
+from lora_tool.core.report import Finding, Severity
+from lora_tool.core.version import __version__
 from lora_tool.execution.backends.choosing import formula_of
 from lora_tool.formats.files import read_at
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.render import leftover_json, step_json
-from lora_tool.plan.core.steps import Shard
-from lora_tool.report import Finding, Severity
-from lora_tool.version import __version__
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.render import leftover_json, step_json
+from lora_tool.plans.core.steps import Shard
 
 NAME = ".lora-tool-journal"
 SIGN = ".at-work"

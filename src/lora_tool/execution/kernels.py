@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.core.tensors import DType
 from lora_tool.formats.stored_numbers import bfloat16
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.tensors import DType
+from lora_tool.plans.core.delta_retention import DeltaRetention
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

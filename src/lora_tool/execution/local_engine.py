@@ -12,8 +12,11 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.batches import batches_of_bytes
-from lora_tool.display import counted
+from lora_tool.core.batches import batches_of_bytes
+from lora_tool.core.display import counted
+from lora_tool.core.machine import available_cores, factor_workers
+from lora_tool.core.progress import Progress, decided
+from lora_tool.core.report import Finding
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for, makes_factors
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.hashing import hash_of
@@ -22,12 +25,9 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import Unit, computed_by
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.machine import available_cores, factor_workers
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.progress import Progress, decided
-from lora_tool.report import Finding
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.rules.training.value_check import ValuePart
 
 Written = Callable[[Shard, Sequence[Step]], None]

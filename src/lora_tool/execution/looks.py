@@ -6,10 +6,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from lora_tool.core.progress import Progress
+from lora_tool.core.report import Finding
 from lora_tool.execution.journal import Journal
-from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import Progress
-from lora_tool.report import Finding
+from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.training.value_check import ValuePart
 
 

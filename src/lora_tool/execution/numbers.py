@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec.structs import replace
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.execution.backends.choosing import backend_for
 from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
@@ -17,9 +18,8 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.formats.quantised.requantising import StoredAgain
-from lora_tool.plan.core.ops import Computed, Precision, RowOp, row_ops
-from lora_tool.plan.core.requantise import Requantise
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
+from lora_tool.plans.core.ops import Computed, Precision, RowOp, row_ops
+from lora_tool.plans.core.requantise import Requantise
 
 
 class Numbers:

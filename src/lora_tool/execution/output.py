@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_tool.execution.units import Unit
 from lora_tool.execution.whole_tensors import WholeTensors
 from lora_tool.execution.work import Sample
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard, Step
 
 _MOST_OPEN = 8
 

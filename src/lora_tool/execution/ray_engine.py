@@ -8,21 +8,21 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
-from lora_tool.errors import ExecutionError
+from lora_tool.core.cluster.ray_cluster import RayCluster
+from lora_tool.core.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
+from lora_tool.core.errors import ExecutionError
+from lora_tool.core.progress import Progress
+from lora_tool.core.report import Finding
 from lora_tool.execution.attempts import parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of, makes_factors
 from lora_tool.execution.journal import Journal, versions_of
 from lora_tool.execution.work import Finished, Work, WorkDone
-from lora_tool.plan.core.manifest import sha256_of
-from lora_tool.plan.core.ops import Precision
-from lora_tool.progress import Progress
-from lora_tool.report import Finding
+from lora_tool.plans.core.manifest import sha256_of
+from lora_tool.plans.core.ops import Precision
 
 
 class RayEngine(Struct, frozen=True, kw_only=True):
-    """The nodes of `cluster`, each task on one CPU: see `lora_tool.cluster.ray_cluster`."""
+    """The nodes of `cluster`, each task on one CPU: see `lora_tool.core.cluster.ray_cluster`."""
 
     cluster: RayCluster = field(default_factory=RayCluster)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import FileStamp, Span, StoredTensor
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised.encodings import rows_within
 from lora_tool.formats.stored import fill
-from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,7 +136,7 @@ class Sources(OpenFiles):
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
-        from lora_tool.execution.native.dequantising import arithmetic  # for quantised weights alone
+        from lora_tool.execution.backends.dequantising import arithmetic  # for quantised weights alone
         from lora_tool.formats.quantised.decoding import decoded
         from lora_tool.formats.quantised.strips import Strips
 

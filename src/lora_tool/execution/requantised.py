@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of, retention
-from lora_tool.execution.native.requantising import rounding
 from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.units import RequantiseUnit
-from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes, zeros_of
@@ -26,9 +26,9 @@ from lora_tool.formats.quantised.requantising import (
     stored_scales,
 )
 from lora_tool.formats.quantised.zero_points import bytes_of_zeros
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.requantise import QuantisedPart
-from lora_tool.tensors import DType
+from lora_tool.native.requantising import rounding
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.requantise import QuantisedPart
 
 _AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
 """Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""

@@ -10,8 +10,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.cluster.share import Share
-from lora_tool.errors import OutputExists
+from lora_tool.core.errors import OutputExists
+from lora_tool.core.progress import Progress
+from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.share import Share
 from lora_tool.execution.at_work import at_work
 from lora_tool.execution.attempts import AttemptEngine, require_divisible
 from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
@@ -19,10 +21,8 @@ from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
-from lora_tool.progress import Progress
-from lora_tool.report.refusing import refuse_errors
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard
 
 
 class ShareWritten(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 
 class FileSpool:

@@ -9,14 +9,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.actions import NEW, TensorAction
+from lora_tool.core.actions import NEW, TensorAction
+from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, TiledSpan
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
 from lora_tool.formats.quantised.grids import grid_of, scales_of
-from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
-from lora_tool.plan.core.steps import Shard, Step
-from lora_tool.tensors import Span, StoredTensor, TensorSpec, TiledSpan
+from lora_tool.plans.core.factor_ops import FactorOp
+from lora_tool.plans.core.ops import Cast, Computed, Dequantise, Op, RowOp, row_ops
+from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
+from lora_tool.plans.core.steps import Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.execution.units import Unit, places_of
 from lora_tool.formats.quantised.encodings import parts
-from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plans.core.factor_ops import Mix
+from lora_tool.plans.core.requantise import Requantise
+from lora_tool.plans.core.steps import Shard, Step
 
 WORTH_BYTES, _MOST_TIMES = 128 << 20, 8
 """Bytes that are worth reading back together, and how often a file is read back: each time its header is, too."""

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard
-from lora_tool.progress import Progress
-from lora_tool.report import Finding
+from lora_tool.core.progress import Progress
+from lora_tool.core.report import Finding
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard
 from lora_tool.rules.training.value_check import ValuePart
 
 

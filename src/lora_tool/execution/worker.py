@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lora_tool.batches import batches_of_bytes
+from lora_tool.core.batches import batches_of_bytes
+from lora_tool.core.exhaustive import assert_never
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, units_of
 from lora_tool.execution.work import Sample
-from lora_tool.exhaustive import assert_never
 from lora_tool.formats.room import PageBuffer
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.steps import Shard
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.steps import Shard
 
 if TYPE_CHECKING:
     from lora_tool.execution.requantised import Requantiser

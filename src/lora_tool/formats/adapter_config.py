@@ -16,13 +16,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.choices import Choice
-from lora_tool.errors import Problem
+from lora_tool.core.choices import Choice
+from lora_tool.core.errors import Problem
+from lora_tool.core.keys import is_under
 from lora_tool.formats.fields import Fields, is_number, is_object, shown
 from lora_tool.formats.files import read_object
 from lora_tool.formats.lora_config import ON_BY_OBJECT, note_refused
 from lora_tool.formats.patterns import Patterns, compiled, ignores_numbers, is_path
-from lora_tool.keys import is_under
 
 FILE_NAME = "adapter_config.json"
 _LAYOUT = "lora_B_layout"

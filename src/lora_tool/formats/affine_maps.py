@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.pieces import Piece, Shape, pieces_along
 from lora_tool.formats.torch_objects import is_sizes
-from lora_tool.tensors import StoredTensor
 
 _VERSION = 1
 _NAME = re.compile(r"\^(?P<name>(?:[\w-]|\\.)+)\$\Z")

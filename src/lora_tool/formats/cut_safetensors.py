@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeGuard
 
 from msgspec import Struct
 
-from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
+from lora_tool.core.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.safetensors import WeightsFile, scan_file
-from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
 _INFO = "DCP_SHARDING_INFO"
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.display import some
-from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.display import some
+from lora_tool.core.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 from lora_tool.formats import pieces
 from lora_tool.formats.dcp_safetensors import Archive, read_archive
 from lora_tool.formats.distributed_tensors import KNOWN
@@ -32,7 +33,6 @@ from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(?P<rank>\d{1,6})\.metadata\Z")

@@ -13,11 +13,11 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.core.errors import CorruptFile, Defect
+from lora_tool.core.tensors import StoredTensor, TensorSpec
 from lora_tool.formats.cut_safetensors import CutPart, cut_parts
 from lora_tool.formats.files import open_regular, read_at, require_inside
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.tensors import StoredTensor, TensorSpec
 
 _BEGINNING = b'{"'
 """What follows the 8 bytes of the header's length."""

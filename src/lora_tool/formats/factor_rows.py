@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import as_in_the_file, fill, read_columns
-from lora_tool.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lora_tool.choices import suggestion
-from lora_tool.errors import Defect, Problem
+from lora_tool.core.choices import suggestion
+from lora_tool.core.errors import Defect, Problem
 
 _LARGEST = 2**63 - 1
 """No config has a larger number; beyond it, the arithmetic of a scaling overflows."""

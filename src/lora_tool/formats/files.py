@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, CorruptFile, Defect
+from lora_tool.core.errors import BadConfig, CorruptFile, Defect
 
 MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from operator import attrgetter
 
+from lora_tool.core.tensors import DType
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
 from lora_tool.formats.weights import Weights
-from lora_tool.tensors import DType
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096

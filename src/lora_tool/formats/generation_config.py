@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BrokenFile
+from lora_tool.core.errors import BrokenFile
 from lora_tool.formats.files import read_object
 from lora_tool.formats.model_config import ModelConfig
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.core.errors import CorruptFile, Defect
 from lora_tool.formats.fields import is_number, shown
 from lora_tool.formats.files import read_object, read_text
 from lora_tool.formats.pickle_objects import Stub

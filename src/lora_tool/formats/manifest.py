@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.errors import BadConfig, Defect
+from lora_tool.core.errors import BadConfig, Defect
+from lora_tool.core.tensors import DType, TensorSpec
 from lora_tool.formats.fields import is_strings
 from lora_tool.formats.files import read_object
-from lora_tool.tensors import DType, TensorSpec
 
 FILE_NAME = "lora_tool.json"
 SCHEMA_VERSION = 1

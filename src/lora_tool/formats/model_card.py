@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile
+from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.files import read_all
 
 FILE_NAME = "README.md"

@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.errors import Problem
+from lora_tool.core.errors import Problem
+from lora_tool.core.tensors import FLOAT_NAMES, DType
 from lora_tool.formats.fields import Fields, shown
 from lora_tool.formats.files import read_object
-from lora_tool.tensors import FLOAT_NAMES, DType
 
 FILE_NAME = "config.json"
 

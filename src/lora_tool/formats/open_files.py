@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from lora_tool.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged
 from lora_tool.formats.files import read_pieces, read_rows
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from lora_tool.choices import TextEnum
-from lora_tool.display import some
-from lora_tool.errors import IncompleteCheckpoint
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.display import some
+from lora_tool.core.errors import IncompleteCheckpoint
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.universal import FILE
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, ZeroStage
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
 _ALIGNED = 2

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lora_tool.tensors import Span, StoredTensor, TensorSpec, Tile, TiledSpan, TransposedSpan, contiguous
+from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, Tile, TiledSpan, TransposedSpan, contiguous
 
 _LONG_RUN = 64 << 10
 """Bytes of one row of a piece from which on each is a span of its own, and is copied without a detour."""

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from lora_tool.errors import CorruptFile, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.errors import CorruptFile, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.state_dicts import RankTensor, module_tensors
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 _FLAT_PARAMETER = re.compile(r"(?:\A|\.)_?flat_param(?:_\d+)?\Z")
 

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias, TypeGuard
 
 from msgspec import Struct, field
 
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.core.errors import CorruptFile, Defect, Problem
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 from lora_tool.formats.files import instead_of_weights, open_regular, parse_names, read_at
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound (`safetensors/src/tensor.rs`, MAX_HEADER_SIZE)."""

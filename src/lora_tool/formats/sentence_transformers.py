@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.core.errors import CorruptFile, Defect
 from lora_tool.formats.files import read_json, require_inside, require_own_file
 
 MODULES = "modules.json"

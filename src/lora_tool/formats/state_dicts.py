@@ -10,13 +10,13 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.display import some
-from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
+from lora_tool.core.display import some
+from lora_tool.core.errors import CorruptFile, Defect, UnsupportedCheckpoint
+from lora_tool.core.tensors import is_tensor_name
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.pickle_objects import Known, Stub, name_of
 from lora_tool.formats.torch_objects import LazyTensor, Storage
 from lora_tool.formats.torch_zip import TorchFile
-from lora_tool.tensors import is_tensor_name
 
 Value = TypeVar("Value")
 

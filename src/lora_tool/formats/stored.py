@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from lora_tool.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.tensors import Span, StoredTensor, Tile, TiledSpan, TransposedSpan
 from lora_tool.formats.files import open_regular, read_rows
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
-from lora_tool.tensors import Span, StoredTensor, Tile, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lora_tool.core.tensors import DType, Span, StoredTensor
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.stored import read_into, read_part
-from lora_tool.tensors import DType, Span, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
 

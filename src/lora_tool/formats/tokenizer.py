@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.errors import CorruptFile, Problem
+from lora_tool.core.errors import CorruptFile, Problem
 from lora_tool.formats.files import inside, open_regular, read_at, read_json
 
 CONFIG = "tokenizer_config.json"

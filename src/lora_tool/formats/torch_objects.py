@@ -9,8 +9,8 @@ import math
 from operator import mul
 from typing import Any, NamedTuple
 
+from lora_tool.core.tensors import MAX_BYTES, DType
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
-from lora_tool.tensors import MAX_BYTES, DType
 
 
 class LazyTensor(NamedTuple):

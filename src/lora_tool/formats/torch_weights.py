@@ -8,13 +8,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.core.errors import CorruptFile, Defect, Problem
+from lora_tool.core.tensors import FileStamp, StoredTensor, is_tensor_name
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.safetensors import WeightsFile
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile, read_torch_file
-from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
 def scan_torch_weights(path: Path) -> WeightsFile:

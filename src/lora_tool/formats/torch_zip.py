@@ -19,13 +19,13 @@ from typing import IO, Any, NamedTuple
 
 from msgspec import Struct
 
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.core.errors import CorruptFile, Defect
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TransposedSpan
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TransposedSpan
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""

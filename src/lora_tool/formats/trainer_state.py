@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.errors import Problem
+from lora_tool.core.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
 

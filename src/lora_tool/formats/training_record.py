@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.errors import BadConfig, Defect
+from lora_tool.core.errors import BadConfig, Defect
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.core.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.torch_objects import LazyTensor
 

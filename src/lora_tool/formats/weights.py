@@ -14,12 +14,12 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.display import counted
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.core.display import counted
+from lora_tool.core.errors import CorruptFile, Defect, Problem
+from lora_tool.core.tensors import FileStamp, StoredTensor
 from lora_tool.formats.fields import shown
 from lora_tool.formats.files import MAX_JSON_BYTES, parse_names, read_all, require_inside
 from lora_tool.formats.safetensors import WeightsFile, scan_file
-from lora_tool.tensors import FileStamp, StoredTensor
 
 TORCH_SUFFIX = ".bin"
 

@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool import keys
-from lora_tool.errors import CorruptFile, Defect, UnsupportedCheckpoint
+from lora_tool.core import keys
+from lora_tool.core.errors import CorruptFile, Defect, UnsupportedCheckpoint
+from lora_tool.core.tensors import MAX_BYTES, is_tensor_name
 from lora_tool.formats.affine_maps import Cut, read_cuts
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile, read_scalar
-from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 Value = TypeVar("Value")
 Default = TypeVar("Default")

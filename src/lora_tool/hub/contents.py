@@ -13,10 +13,11 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, unexpected
-from lora_tool.checkpoint.kinds import matches
-from lora_tool.checkpoint.registry import sharded_kinds
-from lora_tool.errors import CorruptFile, PlanError
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, unexpected
+from lora_tool.checkpoints.kinds import matches
+from lora_tool.checkpoints.registry import sharded_kinds
+from lora_tool.core.errors import CorruptFile, PlanError
+from lora_tool.core.tensors import FileStamp
 from lora_tool.formats import (
     adapter_config,
     generation_config,
@@ -26,7 +27,6 @@ from lora_tool.formats import (
 )
 from lora_tool.formats.files import require_own_file
 from lora_tool.hub.model import LeftOut, PushContent
-from lora_tool.tensors import FileStamp
 
 README = "README.md"
 

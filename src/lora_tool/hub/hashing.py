@@ -14,10 +14,10 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import sha_fileobj
 from msgspec.structs import replace
 
-from lora_tool.errors import SourceChanged, VerificationFailed
+from lora_tool.core.errors import SourceChanged, VerificationFailed
+from lora_tool.core.progress import Progress
+from lora_tool.core.tensors import FileStamp
 from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan
-from lora_tool.progress import Progress
-from lora_tool.tensors import FileStamp
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

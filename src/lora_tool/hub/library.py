@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lora_tool.core.options import called_with
 from lora_tool.hub.options import PushOptions
 from lora_tool.hub.planning import plan_push as _plan_push
-from lora_tool.options import called_with
 
 plan_push = called_with(PushOptions)(_plan_push)

@@ -10,7 +10,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.core.errors import BadConfig, Defect, Problem
 
 # the Hub's own pattern (huggingface_hub/repocard.py, REGEX_YAML_BLOCK)
 _BLOCK = re.compile(

@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub.hf_api import RepoFile
 from msgspec import Struct, field
 
-from lora_tool.choices import TextEnum
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.tensors import FileStamp
 from lora_tool.hub.options import MAIN, PushCheck
-from lora_tool.tensors import FileStamp
 
 
 @enum.unique

@@ -6,11 +6,11 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lora_tool.choices import Choice, flag
-from lora_tool.errors import WrongValue
-from lora_tool.hub_names import require_ref_name
-from lora_tool.options import Options, option
-from lora_tool.plan.core.options import RuleOptions
+from lora_tool.core.choices import Choice, flag
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.hub_names import require_ref_name
+from lora_tool.core.options import Options, option
+from lora_tool.plans.core.options import RuleOptions
 
 MAIN = "main"
 

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from huggingface_hub.hf_api import RepoFile
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoints.hub_client.failures import PLANNING
+from lora_tool.core.errors import HubConflict, HubRefused, PlanError, VerificationFailed
+from lora_tool.core.progress import Progress
+from lora_tool.core.report import Report, Severity
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import merge_card
@@ -26,10 +29,7 @@ from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
-from lora_tool.hub_client.failures import PLANNING
-from lora_tool.progress import Progress
-from lora_tool.report import Report, Severity
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
 _SHOWN_FINDINGS = 5

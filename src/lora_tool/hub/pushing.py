@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from msgspec import Struct
 
-from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
+from lora_tool.core.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
 from lora_tool.hub.model import Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.options import MAIN, PushCheck

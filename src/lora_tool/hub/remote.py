@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 
-from lora_tool.errors import HubError, HubRefused
+from lora_tool.core.errors import HubError, HubRefused
 from lora_tool.hub.card import Licence
 from lora_tool.hub.contents import README
 from lora_tool.hub.metadata import read_card

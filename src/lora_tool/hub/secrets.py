@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from lora_tool.errors import CorruptFile, PlanError
+from lora_tool.core.errors import CorruptFile, PlanError
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.model import PushContent
 

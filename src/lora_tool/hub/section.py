@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.display import printable
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.core.display import printable
 from lora_tool.formats.manifest import Manifest
 from lora_tool.hub.origin import Origin
 

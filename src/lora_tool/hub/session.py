@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import huggingface_hub
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from lora_tool.errors import HubUnreachable, LoraToolError
-from lora_tool.hub_client.failures import PUSHING, Doing, WaitTooLong, as_ours, causes_of
-from lora_tool.hub_client.hooks import asked_wait, hooked
-from lora_tool.hub_client.redaction import redacted
+from lora_tool.checkpoints.hub_client.failures import PUSHING, Doing, WaitTooLong, as_ours, causes_of
+from lora_tool.checkpoints.hub_client.hooks import asked_wait, hooked
+from lora_tool.checkpoints.hub_client.redaction import redacted
+from lora_tool.core.errors import HubUnreachable, LoraToolError
 
 Answer = TypeVar("Answer")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lora_tool.display import printable, size
+from lora_tool.core.display import printable, size
 from lora_tool.hub.model import FileChange, Pushed, PushPlan
 
 _SCHEMA_VERSION = 1

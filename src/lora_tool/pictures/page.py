@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lora_tool.display import four_digits, printable
-from lora_tool.errors import MissingDependency
-from lora_tool.inspection.curves import Curves
-from lora_tool.inspection.spectra import Spectrum
+from lora_tool.core.display import four_digits, printable
+from lora_tool.core.errors import MissingDependency
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.panels import (
     curve_panels,
@@ -30,6 +28,8 @@ from lora_tool.pictures.panels import (
 )
 from lora_tool.pictures.sheet import Drawn
 from lora_tool.pictures.theme import by_name, depth_colours, heat_colour, variables
+from lora_tool.workflows.inspection.curves import Curves
+from lora_tool.workflows.inspection.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.inspection.curves import Curves, is_main
-from lora_tool.inspection.naming import place, short_names
-from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.theme import (
     HEAT,
@@ -31,6 +28,9 @@ from lora_tool.pictures.theme import (
     short_number,
     title,
 )
+from lora_tool.workflows.inspection.curves import Curves, is_main
+from lora_tool.workflows.inspection.naming import place, short_names
+from lora_tool.workflows.inspection.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from matplotlib.figure import Figure
 from msgspec import Struct
 
-from lora_tool.inspection.curves import Curves
-from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.panels import (
     ROW_LETTERS,
@@ -27,6 +25,8 @@ from lora_tool.pictures.panels import (
     value_range,
 )
 from lora_tool.pictures.theme import DEPTHS, SOFT, cut, depth_colours, plain
+from lora_tool.workflows.inspection.curves import Curves
+from lora_tool.workflows.inspection.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

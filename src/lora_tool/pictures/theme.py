@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from lora_tool.display import printable
-from lora_tool.errors import MissingDependency
+from lora_tool.core.display import printable
+from lora_tool.core.errors import MissingDependency
 
 try:
     from matplotlib import colormaps, rc_context

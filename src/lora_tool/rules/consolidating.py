@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lora_tool.report.findings import Finding
+from lora_tool.checkpoints.states.state import TrainingState
+from lora_tool.core.report.findings import Finding
+from lora_tool.core.tensors import TensorTable
 from lora_tool.rules.adapter import lt2_layers  # noqa: F401 - importing a family registers its rules
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 from lora_tool.rules.training.value_check import ValueCheck, value_check
-from lora_tool.sharded.state import TrainingState
-from lora_tool.tensors import TensorTable
 
 _OF_ADAPTERS = ("LT201", "LT415")
 

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_sharded
-from lora_tool.checkpoint.registry import holds_rank_files
-from lora_tool.display import size
-from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_sharded
+from lora_tool.checkpoints.registry import holds_rank_files
+from lora_tool.core.display import size
+from lora_tool.core.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.core.progress import Progress, Watch
+from lora_tool.core.report import Checked, Finding, Report, Skipped
+from lora_tool.core.report.model import joined
 from lora_tool.formats import generation_config
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.progress import Progress, Watch
-from lora_tool.report import Checked, Finding, Report, Skipped
-from lora_tool.report.model import joined
 from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
     lt2_config,
     lt2_layers,

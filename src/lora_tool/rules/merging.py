@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase
-from lora_tool.report import Report, Severity
-from lora_tool.report.model import joined
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.core.errors import IncompatibleBase
+from lora_tool.core.report import Report, Severity
+from lora_tool.core.report.model import joined
 from lora_tool.rules.engine.registry import Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch, ModelSubject
 from lora_tool.rules.judging import Judge

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lora_tool.errors import MissingDependency
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.provenance import Provenance
+from lora_tool.core.errors import MissingDependency
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification.models import Models, asking
 from lora_tool.verification.prompts import Inputs, tokenized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lora_tool.errors import MissingDependency
+from lora_tool.core.errors import MissingDependency
 
 try:
     import torch

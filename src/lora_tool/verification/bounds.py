@@ -17,9 +17,9 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
+from lora_tool.core.tensors import DType
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.plan.core.ops import LowRank, Precision, RowOp
-from lora_tool.tensors import DType
+from lora_tool.plans.core.ops import LowRank, Precision, RowOp
 from lora_tool.verification.elements import FLOATS
 
 _SINGLE = FLOATS[DType.F32].roundoff

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.batches import batches_of_bytes
-from lora_tool.float_mode import ieee_arithmetic
-from lora_tool.machine import available_cores
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Step
-from lora_tool.progress import Progress
+from lora_tool.core.batches import batches_of_bytes
+from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.machine import available_cores
+from lora_tool.core.progress import Progress
+from lora_tool.core.tensors import TensorTable
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.requantise import Requantise
+from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.tensors import TensorTable
 from lora_tool.verification.copied import Copies
 from lora_tool.verification.level import Level
 from lora_tool.verification.pieces import (

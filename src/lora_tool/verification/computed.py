@@ -6,25 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from lora_tool.adapter.fused_experts import FusedExperts, fused_experts
-from lora_tool.adapter.mlx import is_mlx
-from lora_tool.adapter.view import AdapterView, view_of
-from lora_tool.exhaustive import assert_never
+from lora_tool.adapters.fused_experts import FusedExperts, fused_experts
+from lora_tool.adapters.mlx import is_mlx
+from lora_tool.adapters.view import AdapterView, view_of
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.progress import Progress
+from lora_tool.core.tensors import DType
 from lora_tool.formats.manifest import Manifest
-from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.idle import Idle, beside_which
-from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs
-from lora_tool.plan.algebra.serving_steps import padded_steps
-from lora_tool.plan.algebra.terms import Factors, factors_of_sum, unscaled
-from lora_tool.plan.algebra.whole import magnitude_steps, whole_tensors
-from lora_tool.plan.computed import ComputedInputs
-from lora_tool.plan.convert.provenance import ConvertInputs
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.steps import Step
-from lora_tool.progress import Progress
+from lora_tool.plans.algebra.factor_steps import bias_steps
+from lora_tool.plans.algebra.idle import Idle, beside_which
+from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
+from lora_tool.plans.algebra.serving_steps import padded_steps
+from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
+from lora_tool.plans.algebra.whole import magnitude_steps, whole_tensors
+from lora_tool.plans.computed import ComputedInputs
+from lora_tool.plans.convert.provenance import ConvertInputs
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.serving.forms import FORMS
-from lora_tool.tensors import DType
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.configs import check_config
 from lora_tool.verification.converted import check_converted, is_news

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core.actions import TensorAction
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import read_object
 from lora_tool.formats.manifest import Manifest

@@ -19,19 +19,19 @@ import numpy as np
 from msgspec import Struct
 from threadpoolctl import threadpool_limits
 
-from lora_tool.adapter.experts import EXPERT, PROJECTIONS
-from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
+from lora_tool.adapters.experts import EXPERT, PROJECTIONS
+from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
+from lora_tool.core.keys import WRAPPERS
+from lora_tool.core.machine import available_cores
+from lora_tool.core.progress import Progress
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.keys import WRAPPERS
-from lora_tool.machine import available_cores
-from lora_tool.plan.algebra.terms import Term
-from lora_tool.plan.convert.forms import AdapterForm
-from lora_tool.plan.convert.provenance import ConvertInputs
-from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import Progress
+from lora_tool.plans.algebra.terms import Term
+from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.provenance import ConvertInputs
+from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.tensors import StoredTensor
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.elements import Array, Files
 from lora_tool.verification.level import Level

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lora_tool.core.tensors import Span, StoredTensor, TransposedSpan
 from lora_tool.formats.open_files import OpenFiles, opened
-from lora_tool.tensors import Span, StoredTensor, TransposedSpan
 from lora_tool.verification.pieces import Compared, Stretch
 from lora_tool.verification.tally import Tally
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_tool.tensors import DType
+from lora_tool.core.tensors import DType
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
 from lora_tool.verification.recompute import Recomputed

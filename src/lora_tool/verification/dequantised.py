@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from lora_tool.exhaustive import assert_never
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import (
     ORDER,
     Bnb4,
@@ -32,7 +33,6 @@ from lora_tool.formats.quantised.encodings import (
     rows_together,
 )
 from lora_tool.formats.quantised.strips import Strips
-from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]

@@ -9,15 +9,15 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.cluster.ray_cluster import RayCluster
-from lora_tool.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
+from lora_tool.core.cluster.ray_cluster import RayCluster
+from lora_tool.core.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
+from lora_tool.core.progress import Progress
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.weights import Weights
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Step
-from lora_tool.progress import Progress
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.tensors import StoredTensor
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.level import Level
 

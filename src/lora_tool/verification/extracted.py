@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from lora_tool.actions import TensorAction
-from lora_tool.plan.algebra.provenance import ExtractInputs
-from lora_tool.plan.algebra.terms import Factors, Term
-from lora_tool.plan.core.ops import Copy
-from lora_tool.plan.core.steps import Step
-from lora_tool.progress import Progress
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.progress import Progress
+from lora_tool.plans.algebra.provenance import ExtractInputs
+from lora_tool.plans.algebra.terms import Factors, Term
+from lora_tool.plans.core.ops import Copy
+from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Files
 from lora_tool.verification.pieces import row_blocks

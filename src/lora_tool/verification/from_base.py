@@ -14,14 +14,14 @@ from typing import TypeAlias
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.adapter.view import AdapterView, LoraLayer
-from lora_tool.architectures import architecture_of
-from lora_tool.checkpoint import ModelDir
+from lora_tool.adapters.view import AdapterView, LoraLayer
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.progress import Progress
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
-from lora_tool.plan.algebra.from_base import ChangedRows, base_weight, rows_that_differ
-from lora_tool.plan.algebra.provenance import SumInputs
-from lora_tool.plan.algebra.terms import Factors, Term
-from lora_tool.progress import Progress
+from lora_tool.models import architecture_of
+from lora_tool.plans.algebra.from_base import ChangedRows, base_weight, rows_that_differ
+from lora_tool.plans.algebra.provenance import SumInputs
+from lora_tool.plans.algebra.terms import Factors, Term
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Array, Files
 from lora_tool.verification.initial import taken

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.tensors import DType
+from lora_tool.core.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array
 from lora_tool.verification.tally import CannotTellError
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lora_tool import keys
-from lora_tool.checkpoint import AdapterDir
-from lora_tool.errors import MissingDependency
-from lora_tool.keys import PREFIX, Part
-from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorTable
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core import keys
+from lora_tool.core.errors import MissingDependency
+from lora_tool.core.keys import PREFIX, Part
+from lora_tool.core.tensors import FLOAT_NAMES, DType, StoredTensor, TensorTable
 from lora_tool.verification.elements import Files
 
 try:

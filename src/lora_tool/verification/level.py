@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from lora_tool.choices import Choice
+from lora_tool.core.choices import Choice
 
 
 @enum.unique

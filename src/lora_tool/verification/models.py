@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.core.progress import Progress
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
-from lora_tool.names.quiet import quiet
-from lora_tool.plan.base.task import Task, names_classifier
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.model.reading import plain_row
-from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import Progress
+from lora_tool.models.mapping.quiet import quiet
+from lora_tool.plans.base.task import Task, names_classifier
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.model.reading import plain_row
+from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.verification.elements import Files
 from lora_tool.verification.layers import (
     Noise,
@@ -38,7 +38,7 @@ try:
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto
 
-    from lora_tool.names import meta
+    from lora_tool.models.mapping import meta
 except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.errors import BadConfig, BrokenFile, CorruptFile, Defect
+from lora_tool.core.errors import BadConfig, BrokenFile, CorruptFile, Defect
 from lora_tool.formats.fields import shown
 from lora_tool.formats.files import parse_json, read_text
 

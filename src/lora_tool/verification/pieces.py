@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.ops import Cast, Computed, Copy, Dequantise, LowRank, Op, RowOp, row_ops
-from lora_tool.plan.core.requantise import Requantise
-from lora_tool.plan.core.steps import Step
-from lora_tool.tensors import StoredTensor
+from lora_tool.plans.core.factor_ops import Mix
+from lora_tool.plans.core.ops import Cast, Computed, Copy, Dequantise, LowRank, Op, RowOp, row_ops
+from lora_tool.plans.core.requantise import Requantise
+from lora_tool.plans.core.steps import Step
 
 if TYPE_CHECKING:
     import random

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.errors import BadConfig, Defect, MissingDependency
+from lora_tool.core.errors import BadConfig, Defect, MissingDependency
 from lora_tool.formats.fields import shown
 from lora_tool.formats.files import is_file, parse_json, read_text
 from lora_tool.formats.tokenizer import FILE_NAMES

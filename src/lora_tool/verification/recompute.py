@@ -14,11 +14,12 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.exhaustive import assert_never
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import read_columns
-from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
-from lora_tool.plan.core.ops import (
+from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
     Copy,
@@ -30,8 +31,7 @@ from lora_tool.plan.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import StoredTensor
+from lora_tool.plans.core.terms import LoraTerm
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import Rows, row_blocks, rows_and_columns, split

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lora_tool.plan.core.factor_ops import Mix
-from lora_tool.plan.core.ops import Precision, RowOp
-from lora_tool.plan.core.requantise import Requantise
+from lora_tool.plans.core.factor_ops import Mix
+from lora_tool.plans.core.ops import Precision, RowOp
+from lora_tool.plans.core.requantise import Requantise
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.counting import tally_of
 from lora_tool.verification.elements import Files, some_rows

@@ -14,12 +14,12 @@ from functools import cache
 import numpy as np
 from msgspec.structs import replace
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.quantised.encodings import BnbInt8, OffsetIntegers, PackedIntegers, Tiled, dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes, zeros_of
-from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Computed, row_ops
-from lora_tool.plan.core.requantise import QuantisedPart, Requantise, stored_parts
-from lora_tool.tensors import DType, StoredTensor, TensorTable
+from lora_tool.plans.core.operation import rows_of
+from lora_tool.plans.core.ops import Computed, row_ops
+from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.dequantised import floats_of, from_stream, small_floats
 from lora_tool.verification.elements import Array, Files

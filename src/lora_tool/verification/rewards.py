@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import StageWatch
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.core.progress import StageWatch
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification.batches import Batches
 from lora_tool.verification.models import TextModels, asking

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import RoundedAs
-from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
 Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from lora_tool.actions import TensorAction
-from lora_tool.display import counted, finite, from_here, json_data, printable, some
-from lora_tool.report.json import report_json
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.display import counted, finite, from_here, json_data, printable, some
+from lora_tool.core.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.rules.merged.verdict import Verdict

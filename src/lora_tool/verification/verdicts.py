@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lora_tool.actions import TensorAction
-from lora_tool.plan.core.ops import LowRank
-from lora_tool.plan.core.steps import Step
+from lora_tool.core.actions import TensorAction
+from lora_tool.plans.core.ops import LowRank
+from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.verdict import Verdict
 from lora_tool.verification.pieces import Compared, why_not

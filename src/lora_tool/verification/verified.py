@@ -10,10 +10,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.display import and_more
-from lora_tool.errors import VerificationFailed
-from lora_tool.plan.core.ops import Precision
-from lora_tool.report import Report, Severity, Skipped
+from lora_tool.core.display import and_more
+from lora_tool.core.errors import VerificationFailed
+from lora_tool.core.report import Report, Severity, Skipped
+from lora_tool.plans.core.ops import Precision
 from lora_tool.rules.engine.registry import Rule
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence

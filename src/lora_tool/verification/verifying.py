@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lora_tool.checkpoint import MERGED_MODEL, ModelDir
-from lora_tool.cluster.spread import HERE, Spread
-from lora_tool.errors import UnsupportedAdapter, require_packages
-from lora_tool.plan.computed import ComputedInputs
-from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import Progress, StageWatch, unwatched
-from lora_tool.report import Skipped
+from lora_tool.checkpoints import MERGED_MODEL, ModelDir
+from lora_tool.core.errors import UnsupportedAdapter, require_packages
+from lora_tool.core.progress import Progress, StageWatch, unwatched
+from lora_tool.core.report import Skipped
+from lora_tool.core.spread import HERE, Spread
+from lora_tool.plans.computed import ComputedInputs
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.registry import chosen as chosen_rules
 from lora_tool.rules.merged.evidence import TensorEvidence

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lora_tool.exhaustive import assert_never
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import (
     Bnb4,
     BnbInt8,
@@ -26,7 +27,6 @@ from lora_tool.formats.quantised.encodings import (
     Tiled,
 )
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.dequantised import Array, Read, dequantised_again
 
 Bytes = NDArray[np.uint8]

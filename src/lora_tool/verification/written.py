@@ -6,16 +6,16 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
-from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoints import MERGED_MODEL, ModelDir, open_model
+from lora_tool.checkpoints.folders import read_folder
+from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.tensors import TensorTable
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.level import Level
 from lora_tool.verification.verified import OWN_RULES, Verification, by_rules

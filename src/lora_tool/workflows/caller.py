@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 from msgspec import Struct
 
-from lora_tool.cluster.share import Share
-from lora_tool.machine import one_arena
-from lora_tool.progress import StageWatch, unwatched
-from lora_tool.report.findings import Finding
+from lora_tool.core.machine import one_arena
+from lora_tool.core.progress import StageWatch, unwatched
+from lora_tool.core.report.findings import Finding
+from lora_tool.core.share import Share
 
 if TYPE_CHECKING:
     from lora_tool.execution.shares import ShareWritten
-    from lora_tool.plan.core.plan import Plan
+    from lora_tool.plans.core.plan import Plan
     from lora_tool.workflows.written import Planned, Written
 
 Done: TypeAlias = Union["Written", "Planned", "ShareWritten"]

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lora_tool.choices import codes
-from lora_tool.hub_names import ANYWHERE
-from lora_tool.options import option
-from lora_tool.plan.core.options import OUTPUT, RankOptions, ResumableOptions
-from lora_tool.sources import Reference, opened_adapter
-from lora_tool.weighted import all_weighted, place_of
+from lora_tool.adapters.weighted import all_weighted, place_of
+from lora_tool.checkpoints.sources import Reference, opened_adapter
+from lora_tool.core.choices import codes
+from lora_tool.core.hub_names import ANYWHERE
+from lora_tool.core.options import option
+from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
@@ -46,7 +46,7 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
     caller.spare_memory()
     opened = tuple(map(opened_adapter, names))
     require_apart(out, options, *(each.root for each in opened))
-    from lora_tool.plan.algebra.plan_combine import plan_combine  # while the values are read
+    from lora_tool.plans.algebra.plan_combine import plan_combine  # while the values are read
 
     plan = plan_combine(
         opened,

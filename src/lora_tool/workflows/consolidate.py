@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import ShardedDir, open_sharded
-from lora_tool.choices import above_zero, codes, flag, number_of_bytes
-from lora_tool.display import from_here
-from lora_tool.options import Options, option
-from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
-from lora_tool.plan.core.options import FLOAT_DTYPE, OUTPUT, SHARD_SIZE, ResumableOptions, SpreadOptions
-from lora_tool.tensors import DType
+from lora_tool.checkpoints import ShardedDir, open_sharded
+from lora_tool.core.choices import above_zero, codes, flag, number_of_bytes
+from lora_tool.core.display import from_here
+from lora_tool.core.options import Options, option
+from lora_tool.core.tensors import DType
+from lora_tool.plans.consolidate.plan_consolidate import What, plan_consolidate
+from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, SHARD_SIZE, ResumableOptions, SpreadOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
 

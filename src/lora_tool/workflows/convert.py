@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.choices import codes, flag
-from lora_tool.display import from_here
-from lora_tool.errors import WrongValue
-from lora_tool.options import option
-from lora_tool.plan.convert.convertible import convertible
-from lora_tool.plan.convert.forms import AdapterForm
-from lora_tool.plan.core.options import OUTPUT, ResumableOptions
-from lora_tool.sources import Reference, opened_model
-from lora_tool.validation.bases import named_base
+from lora_tool.checkpoints.sources import Reference, opened_model
+from lora_tool.core.choices import codes, flag
+from lora_tool.core.display import from_here
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import option
+from lora_tool.plans.convert.convertible import convertible
+from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.core.options import OUTPUT, ResumableOptions
+from lora_tool.rules.bases import named_base
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
@@ -62,7 +62,7 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
     found = convertible(adapter, options.base)
     out = Path(options.out) if options.out is not None else _default_output(found.adapter.root, form)
     require_apart(out, options, found.adapter.root)
-    from lora_tool.plan.convert.plan_convert import plan_convert  # after the inputs are known to be right
+    from lora_tool.plans.convert.plan_convert import plan_convert  # after the inputs are known to be right
 
     if options.base is None:
         base, why = named_base(found.adapter)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
-from lora_tool.errors import NotACheckpoint
-from lora_tool.inspection.comparison import Comparison, compare_adapters, compare_models
-from lora_tool.progress import StageWatch, unwatched
-from lora_tool.sources import Reference, opened
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
+from lora_tool.checkpoints.sources import Reference, opened
+from lora_tool.core.errors import NotACheckpoint
+from lora_tool.core.progress import StageWatch, unwatched
+from lora_tool.workflows.inspection.comparison import Comparison, compare_adapters, compare_models
 
 
 def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) -> Comparison:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lora_tool.options import option
-from lora_tool.plan.core.options import OUTPUT, RankOptions, WritingOptions
-from lora_tool.sources import Reference, opened_model
+from lora_tool.checkpoints.sources import Reference, opened_model
+from lora_tool.core.options import option
+from lora_tool.plans.core.options import OUTPUT, RankOptions, WritingOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.resize import require_one_rank
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
@@ -39,7 +39,7 @@ def extract(model: Reference, base: Reference, options: ExtractOptions, caller: 
     require_apart(out, options, tuned.root, first.root)
     from lora_tool.execution.folder import staging_folder  # after the inputs are known to be right
     from lora_tool.execution.spool import FileSpool
-    from lora_tool.plan.algebra.plan_extract import plan_extract
+    from lora_tool.plans.algebra.plan_extract import plan_extract
 
     with staging_folder(out) as folder:
         plan = plan_extract(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.plan.base.task import Task
-from lora_tool.report.model import Report
-from lora_tool.validation.changes import FileChange
-from lora_tool.validation.fixes import planned_changes
+from lora_tool.core.report.model import Report
+from lora_tool.plans.base.task import Task
+from lora_tool.rules.changes import FileChange
+from lora_tool.workflows.fixes import planned_changes
 
 
 class Fixes(Struct, frozen=True, kw_only=True):

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import Checkpoint, ModelDir
-from lora_tool.choices import flag
-from lora_tool.errors import WrongValue
-from lora_tool.inspection.folders import inspect_checkpoint
-from lora_tool.inspection.model import Inspection
-from lora_tool.options import Options, option
-from lora_tool.sources import Reference, opened, opened_model
-from lora_tool.validation.bases import named_base
+from lora_tool.checkpoints import Checkpoint, ModelDir
+from lora_tool.checkpoints.sources import Reference, opened, opened_model
+from lora_tool.core.choices import flag
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import Options, option
+from lora_tool.rules.bases import named_base
+from lora_tool.workflows.inspection.folders import inspect_checkpoint
+from lora_tool.workflows.inspection.model import Inspection
 
 
 @dataclass(frozen=True, kw_only=True)

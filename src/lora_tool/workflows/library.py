@@ -7,10 +7,10 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, TypeVar, overload
 
-from lora_tool.options import Options, called_with
-from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.progress import unwatched
-from lora_tool.validation.validating import ValidateOptions
+from lora_tool.core.options import Options, called_with
+from lora_tool.core.progress import unwatched
+from lora_tool.plans.merge.options import MergeArguments
+from lora_tool.verification.validating import ValidateOptions
 from lora_tool.workflows import combine as combining
 from lora_tool.workflows import consolidate as consolidating
 from lora_tool.workflows import convert as converting

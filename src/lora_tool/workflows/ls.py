@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_tool.inventory import Inventory, inventory
-from lora_tool.validation.validating import Criteria
+from lora_tool.verification.validating import Criteria
+from lora_tool.workflows.inventory import Inventory, inventory
 
 
 def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> tuple[Inventory, ...]:

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from lora_tool.checkpoint import (
+from lora_tool.adapters.weighted import all_weighted
+from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
     ModelDir,
@@ -22,24 +23,7 @@ from lora_tool.checkpoint import (
     open_model,
     require_whole,
 )
-from lora_tool.cluster.spread import Spread
-from lora_tool.display import from_here, size
-from lora_tool.errors import (
-    CheckpointError,
-    IncompatibleBase,
-    NotACheckpoint,
-    OnlyInMemory,
-    UnsupportedAdapter,
-    WrongValue,
-)
-from lora_tool.formats.files import expanded
-from lora_tool.formats.manifest import FILE_NAME
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.options import MergeArguments, MergeOptions
-from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.progress import decided
-from lora_tool.rules.merging import MergeJudge
-from lora_tool.sources import (
+from lora_tool.checkpoints.sources import (
     Reference,
     Source,
     Wanted,
@@ -51,7 +35,23 @@ from lora_tool.sources import (
     resolve,
     source_of,
 )
-from lora_tool.weighted import all_weighted
+from lora_tool.core.display import from_here, size
+from lora_tool.core.errors import (
+    CheckpointError,
+    IncompatibleBase,
+    NotACheckpoint,
+    OnlyInMemory,
+    UnsupportedAdapter,
+    WrongValue,
+)
+from lora_tool.core.progress import decided
+from lora_tool.core.spread import Spread
+from lora_tool.formats.files import expanded
+from lora_tool.formats.manifest import FILE_NAME
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.options import MergeArguments, MergeOptions
+from lora_tool.plans.merge.plan_merge import plan_merge
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
 from lora_tool.workflows.written import Planned
@@ -157,7 +157,7 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     opened = open_checkpoint(sources[0].path)
     if not isinstance(opened, RunDir):
         return None
-    from lora_tool.validation.validating import validate  # for a run alone, which a merge refuses
+    from lora_tool.verification.validating import validate  # for a run alone, which a merge refuses
 
     (table,) = validate(opened).runs
     return table.best and f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(table.best)}"
@@ -246,7 +246,7 @@ def planned(
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
-        from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # for such adapters alone
+        from lora_tool.plans.merge.in_memory import ask_in_memory, plan_in_memory  # for such adapters alone
 
         asked = ask_in_memory(
             inputs.base,

@@ -13,17 +13,17 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.checkpoint import ModelDir
-from lora_tool.display import as_options
-from lora_tool.errors import FindingsFound, LoraToolError, WrongValue
+from lora_tool.adapters.weighted import weighted
+from lora_tool.checkpoints import ModelDir
+from lora_tool.checkpoints.sources import Reference, opened_model, several, source_of
+from lora_tool.core.display import as_options
+from lora_tool.core.errors import FindingsFound, LoraToolError, WrongValue
+from lora_tool.core.hub_names import hub_name
+from lora_tool.core.report.json import finding_json
 from lora_tool.execution.folder import errors_of_the_system
 from lora_tool.formats.files import expanded
-from lora_tool.hub_names import hub_name
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.options import MergeArguments
-from lora_tool.report.json import finding_json
-from lora_tool.sources import Reference, opened_model, several, source_of
-from lora_tool.weighted import weighted
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.options import MergeArguments
 from lora_tool.workflows.caller import LIBRARY, Caller
 from lora_tool.workflows.merge import merge, with_opened_base
 from lora_tool.workflows.written import Planned, Written

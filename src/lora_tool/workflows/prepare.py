@@ -9,24 +9,24 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.adapter.view import view_of
-from lora_tool.architectures.heads import head_of
-from lora_tool.checkpoint import AdapterDir
-from lora_tool.choices import codes, flag, positive
-from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.hub_names import ANYWHERE
-from lora_tool.options import option
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
-from lora_tool.plan.core.plan import Plan
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.checkpoints.sources import Reference, opened_adapter
+from lora_tool.core.choices import codes, flag, positive
+from lora_tool.core.errors import UnsupportedAdapter, WrongValue
+from lora_tool.core.hub_names import ANYWHERE
+from lora_tool.core.options import option
+from lora_tool.core.tensors import DType
+from lora_tool.models.heads import head_of
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
+from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.sources import Reference, opened_adapter
-from lora_tool.tensors import DType
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
 if TYPE_CHECKING:
-    from lora_tool.plan.algebra.spool import Spool
+    from lora_tool.plans.algebra.spool import Spool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def prepare(adapter: Reference, server: Server | str, options: PrepareOptions, c
 
 
 def _planned(opened: AdapterDir, server: Server, options: PrepareOptions, spool: Callable[[], Spool]) -> Plan:
-    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # while the values are read
+    from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
 
     return plan_prepare(
         opened,
@@ -113,8 +113,8 @@ def _plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
     """
     if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
         raise UnsupportedAdapter(f"{adapter.root} has no classifier head, so it needs no base with one")
-    from lora_tool.plan.merge.options import PlanOptions  # a merge's plan, only where one is written
-    from lora_tool.plan.merge.plan_merge import plan_merge
+    from lora_tool.plans.merge.options import PlanOptions  # a merge's plan, only where one is written
+    from lora_tool.plans.merge.plan_merge import plan_merge
     from lora_tool.workflows.merge import merge_inputs
 
     inputs = merge_inputs(adapter, base)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.choices import count, flag
-from lora_tool.errors import WrongValue
+from lora_tool.core.choices import count, flag
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import Options, option
 from lora_tool.execution.folder import remove, require_room
-from lora_tool.inventory import PruneChoice, choose, inventory
-from lora_tool.options import Options, option
-from lora_tool.validation.validating import Criteria
+from lora_tool.verification.validating import Criteria
+from lora_tool.workflows.inventory import PruneChoice, choose, inventory
 
 
 @dataclass(frozen=True, kw_only=True)

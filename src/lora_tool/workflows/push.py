@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from lora_tool.core.options import option
 from lora_tool.hub.options import PushCheck, PushOptions
-from lora_tool.options import option
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lora_tool.choices import codes
-from lora_tool.errors import WrongValue
-from lora_tool.options import option
-from lora_tool.plan.core.options import OUTPUT, RankOptions, ResumableOptions
-from lora_tool.sources import Reference, opened_adapter
+from lora_tool.checkpoints.sources import Reference, opened_adapter
+from lora_tool.core.choices import codes
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.options import option
+from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
@@ -41,7 +41,7 @@ def resize(adapter: Reference, options: ResizeOptions, caller: Caller = LIBRARY)
     caller.spare_memory()
     opened = opened_adapter(adapter)
     require_apart(out, options, opened.root)
-    from lora_tool.plan.algebra.plan_combine import plan_resize  # while the values are read
+    from lora_tool.plans.algebra.plan_combine import plan_resize  # while the values are read
 
     plan = plan_resize(opened, rank=options.rank, keep=options.keep, dtype=options.dtype, ignore=options.ignore)
     return carry_out(plan, out, options, caller)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir
-from lora_tool.choices import flag
-from lora_tool.errors import LoraToolError, WrongValue, of_system
-from lora_tool.options import option
-from lora_tool.progress import Progress
-from lora_tool.report.model import Report, Unread, joined
-from lora_tool.sources import Reference, opened, opened_adapter, opened_model
-from lora_tool.validation.validating import ValidateOptions, findings_on
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
+from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, opened_model
+from lora_tool.core.choices import flag
+from lora_tool.core.errors import LoraToolError, WrongValue, of_system
+from lora_tool.core.options import option
+from lora_tool.core.progress import Progress
+from lora_tool.core.report.model import Report, Unread, joined
+from lora_tool.verification.validating import ValidateOptions, findings_on
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:

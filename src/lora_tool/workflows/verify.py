@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from lora_tool.checkpoint import ModelDir, open_model
-from lora_tool.choices import codes, flag, positive, proportion
-from lora_tool.errors import LoraToolError, WrongValue, of_system, require_packages
-from lora_tool.hub_names import ANYWHERE
-from lora_tool.options import Options, option
-from lora_tool.plan.core.options import SpreadOptions, WatchedOptions
-from lora_tool.report.model import Report, Unread
-from lora_tool.sources import Reference, opened_model
+from lora_tool.checkpoints import ModelDir, open_model
+from lora_tool.checkpoints.sources import Reference, opened_model
+from lora_tool.core.choices import codes, flag, positive, proportion
+from lora_tool.core.errors import LoraToolError, WrongValue, of_system, require_packages
+from lora_tool.core.hub_names import ANYWHERE
+from lora_tool.core.options import Options, option
+from lora_tool.core.report.model import Report, Unread
+from lora_tool.plans.core.options import SpreadOptions, WatchedOptions
 from lora_tool.verification.level import Level
 from lora_tool.verification.verified import Verification
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:
-    from lora_tool.plan.computed import ComputedInputs
+    from lora_tool.plans.computed import ComputedInputs
     from lora_tool.verification.pairs import Pairs
 
 
@@ -132,8 +132,8 @@ def verify(
     Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
     `MissingDependency` before anything is compared, `WrongValue` for an argument.
     """
-    from lora_tool.plan.computed import find_computed  # after the options are known to be right
-    from lora_tool.plan.merge.provenance import find_inputs
+    from lora_tool.plans.computed import find_computed  # after the options are known to be right
+    from lora_tool.plans.merge.provenance import find_inputs
     from lora_tool.verification.verifying import verify_inputs
 
     spread = options.spread

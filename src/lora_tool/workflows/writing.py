@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.cluster.share import Share
-from lora_tool.cluster.spread import HERE, Spread
-from lora_tool.errors import WrongValue
+from lora_tool.checkpoints.sources import Reference
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.machine import available_cores
+from lora_tool.core.progress import StageWatch, unwatched
+from lora_tool.core.report.findings import Finding
+from lora_tool.core.share import Share
+from lora_tool.core.spread import HERE, Spread
 from lora_tool.execution.folder import check_output
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
-from lora_tool.machine import available_cores
-from lora_tool.plan.core.manifest import is_written
-from lora_tool.plan.core.options import ResumableOptions, WritingOptions
-from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import StageWatch, unwatched
-from lora_tool.report.findings import Finding
-from lora_tool.sources import Reference
+from lora_tool.plans.core.manifest import is_written
+from lora_tool.plans.core.options import ResumableOptions, WritingOptions
+from lora_tool.plans.core.plan import Plan
 from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written
 
 if TYPE_CHECKING:
+    from lora_tool.core.tensors import TensorTable
     from lora_tool.execution.shares import ShareWritten
-    from lora_tool.plan.core.steps import Shard, Step
+    from lora_tool.plans.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
-    from lora_tool.tensors import TensorTable
 
 _LARGE_FILE = 64 << 20
 """Bytes of a file that is read back while others are written: there is a thread to start, and libraries to look through."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ClassVar, NoReturn, Protocol
 
-from lora_tool.errors import ExecutionError
+from lora_tool.core.errors import ExecutionError
+from lora_tool.core.tensors import DType
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import Dequantise, Precision
-from lora_tool.tensors import DType
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.ops import Dequantise, Precision
 
 
 class Backend(Protocol):

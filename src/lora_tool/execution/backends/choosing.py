@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import DType
 from lora_tool.execution.backends.backend import Backend
-from lora_tool.execution.native.library import TYPES, kernel
-from lora_tool.exhaustive import assert_never
-from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Cast, Precision, RowOp, row_ops
-from lora_tool.plan.core.plan import Plan
-from lora_tool.tensors import DType
+from lora_tool.native.library import TYPES, kernel
+from lora_tool.plans.core.factor_ops import FactorOp
+from lora_tool.plans.core.ops import Cast, Precision, RowOp, row_ops
+from lora_tool.plans.core.plan import Plan
 
 ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
 

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
+from lora_tool.execution.backends.passing import FileRows, Memory, Target, passed_on, rows_in_file, write_array
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.native.library import TYPES, Level, kernel
-from lora_tool.execution.native.passing import FileRows, Memory, Target, passed_on, rows_in_file, write_array
-from lora_tool.execution.native.rows import PlainRows
-from lora_tool.execution.native.structures import Term
 from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable
-from lora_tool.plan.core.factor_ops import FactorOp
-from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.native.library import TYPES, Level, kernel
+from lora_tool.native.rows import PlainRows
+from lora_tool.native.structures import Term
+from lora_tool.plans.core.factor_ops import FactorOp
+from lora_tool.plans.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
+from lora_tool.plans.core.terms import LoraTerm
 
 if TYPE_CHECKING:
-    from lora_tool.execution.native.coded_rows import CodedRows
-    from lora_tool.execution.native.requantising import Panel
     from lora_tool.formats.quantised.arrays import F32
     from lora_tool.formats.quantised.requantising import StoredAgain
+    from lora_tool.native.coded_rows import CodedRows
+    from lora_tool.native.requantising import Panel
 
     Rows = PlainRows | CodedRows
 
@@ -182,8 +182,8 @@ class NativeBackend(NumpyBackend):
         finite. The unit's rows are whole rows of tiles, and all that have these scales; the first `kept` are returned as
         numbers, too. The codes are this worker's buffer.
         """
-        from lora_tool.execution.native.requantising import panel_of, storing_of  # for quantised weights alone
         from lora_tool.formats.quantised.requantising import StoredAgain
+        from lora_tool.native.requantising import panel_of, storing_of  # for quantised weights alone
 
         grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
         panel = panel_of(self._kernel, grid, count)
@@ -210,8 +210,8 @@ class NativeBackend(NumpyBackend):
         Its scales are fewer than the unit's where the rest is better done in a call of its own, or in another way; None
         where all of it is. Of the codes the first `kept` rows are returned.
         """
-        from lora_tool.execution.native.requantising import panel_of, storing_of  # for quantised weights alone
         from lora_tool.formats.quantised.requantising import StoredAgain
+        from lora_tool.native.requantising import panel_of, storing_of  # for quantised weights alone
 
         grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)
@@ -249,7 +249,7 @@ class NativeBackend(NumpyBackend):
         """Return rows of a weight as they are read: quantised ones as they are stored."""
         part = self._sources.coded(tensor, first, last)
         if part is not None:
-            from lora_tool.execution.native.coded_rows import CodedRows  # for quantised weights alone
+            from lora_tool.native.coded_rows import CodedRows  # for quantised weights alone
 
             return CodedRows(self._kernel, part, tensor.dtype)
         return PlainRows(self._kernel, self._stored(tensor, first, last).reshape(last - first, -1), tensor.dtype)

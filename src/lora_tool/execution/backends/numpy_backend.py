@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.backends.numpy_factors import NumpyFactors
@@ -20,12 +23,10 @@ from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.exhaustive import assert_never
-from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.room import Room
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
-from lora_tool.plan.core.ops import (
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
     Copy,
@@ -38,8 +39,7 @@ from lora_tool.plan.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.plans.core.terms import LoraTerm
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.formats.room import Room
-from lora_tool.plan.core.factor_ops import Beside, Mix
-from lora_tool.tensors import StoredTensor
+from lora_tool.plans.core.factor_ops import Beside, Mix
 
 _WIDE = np.dtype(np.float64)
 _STRIP, _TALL = 1 << 9, 1 << 9

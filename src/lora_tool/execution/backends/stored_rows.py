@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.reading import Sources
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.room import Room
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import StoredTensor
+from lora_tool.plans.core.terms import LoraTerm
 
 
 class StoredRows:

@@ -11,18 +11,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NoReturn
 
-from lora_tool.errors import MissingDependency
+from lora_tool.core.errors import MissingDependency
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import FLOAT_NAMES, StoredTensor
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.kernels import retention
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.factor_ops import Beside, Columns, Mix
-from lora_tool.plan.core.ops import (
+from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.factor_ops import Beside, Columns, Mix
+from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
     Copy,
@@ -35,8 +36,7 @@ from lora_tool.plan.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import FLOAT_NAMES, StoredTensor
+from lora_tool.plans.core.terms import LoraTerm
 
 try:
     import torch

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.core.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
 F32 = NDArray[np.float32]

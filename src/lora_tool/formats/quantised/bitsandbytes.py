@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from lora_tool.core.tensors import FLOAT_NAMES, DType, StoredTensor, TensorSpec
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, NestedScales
 from lora_tool.formats.quantised.parts import MATRIX, LayoutError, Parts
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorSpec
 
 STATE = ".quant_state.bitsandbytes__"
 """Stands in the name of the tensor that says shape and type of a four-bit weight, before the kind of its levels."""

@@ -13,10 +13,10 @@ from functools import cache
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.choices import TextEnum
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, Fp4, NestedScales, PackedIntegers, Tiled
-from lora_tool.tensors import DType, StoredTensor
 
 _ONE = np.float32(1)
 _NIBBLE = 4

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding
 from lora_tool.formats.quantised.parts import MATRIX, SCALES, LayoutError, Parts, groups_of_inputs
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _WORD = 32
 _ADDED = {None: 1, "gptq": 1, "gptq_v2": 0}

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_tool.exhaustive import assert_never
+from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, numbers, rows_of, widened
 from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows
 from lora_tool.formats.quantised.encodings import (
@@ -29,7 +30,6 @@ from lora_tool.formats.quantised.encodings import (
 )
 from lora_tool.formats.quantised.rounded_as import rounded_as
 from lora_tool.formats.quantised.strips import Strips
-from lora_tool.tensors import DType, StoredTensor
 
 
 class Arithmetic:

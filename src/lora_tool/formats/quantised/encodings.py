@@ -11,7 +11,7 @@ from typing import TypeVar, get_args
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 
 
 class _Stored(Struct, frozen=True, kw_only=True):

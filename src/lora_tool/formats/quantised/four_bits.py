@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from lora_tool.choices import Choice
+from lora_tool.core.choices import Choice
 
 if TYPE_CHECKING:
-    from lora_tool.tensors import StoredTensor
+    from lora_tool.core.tensors import StoredTensor
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

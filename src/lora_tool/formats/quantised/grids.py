@@ -8,8 +8,8 @@ from typing import TypeGuard
 
 from msgspec import Struct
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import BnbInt8, Encoding, OffsetIntegers, PackedIntegers, Tiled
-from lora_tool.tensors import DType, StoredTensor
 
 Requantisable = Tiled | BnbInt8 | OffsetIntegers | PackedIntegers
 """What merged numbers can be stored as again: codes of eight bits, each times the scale of its tile; see `is_requantisable`."""

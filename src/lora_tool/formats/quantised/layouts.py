@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec, TensorTable
 from lora_tool.formats.quantised.auto_round import in_known_words, not_read
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
 from lora_tool.formats.quantised.columns import columns
@@ -22,7 +23,6 @@ from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.quantised.schemes import always, least_bits, sizes
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
-from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
 _Layout = Callable[[str, StoredTensor], Encoding]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.hub_names import hub_id_of
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.auto_round import METHODS as AUTO_ROUND
-from lora_tool.hub_names import hub_id_of
 
 _BITS = (
     r"bnb|nf4|[2-8](?:\.\d+)?-?(?:bit|bpw)|gptq|awq|(?:nv|mx)?fp[48]|gguf|exl[23]|hqq|aqlm|int[48]|i?q[2-8](?:_\w+)?"

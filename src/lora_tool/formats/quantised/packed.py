@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.formats.quantised.encodings import Encoding, PackedIntegers
 from lora_tool.formats.quantised.parts import MATRIX, SCALES, LayoutError, Parts, groups_of_inputs
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 
 def packed(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import DType, StoredTensor, TensorTable
 
 SCALES = (DType.F32, DType.BF16, DType.F16)
 """The types of scales that are floats."""

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from lora_tool.core.tensors import DType
 from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, bytes_of, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers
@@ -29,7 +30,6 @@ from lora_tool.formats.quantised.grids import (
     type_of_codes,
 )
 from lora_tool.formats.quantised.zero_points import moved, stored_zeros
-from lora_tool.tensors import DType
 
 _CACHED = 1 << 16
 """Weights that are divided, rounded and packed together."""

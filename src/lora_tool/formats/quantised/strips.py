@@ -10,8 +10,8 @@ import threading
 
 import numpy as np
 
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.quantised.arrays import Bytes, Read, bytes_of
-from lora_tool.tensors import StoredTensor
 
 _TENSORS = 4
 """Of one weight: codes, scales, zeros and groups."""

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 CODES = "_qdata"
 """The end of the names of codes."""

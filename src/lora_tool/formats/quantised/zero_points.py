@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.arrays import F32, STORED, Array, Bytes, Read, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.grids import WORD, Requantisable, grid_of, limits, scales_of, zeros_of
-from lora_tool.tensors import DType, StoredTensor
 
 _HALF = np.float32(0.5)
 

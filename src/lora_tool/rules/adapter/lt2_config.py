@@ -5,20 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
-from lora_tool.adapter import targeting
-from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
-from lora_tool.adapter.tied_lora import is_lost_on_loading
-from lora_tool.adapter.view import LoraLayer, WholeTensor
-from lora_tool.architectures.ends import is_end
-from lora_tool.display import counted
-from lora_tool.errors import Defect
+from lora_tool.adapters import targeting
+from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
+from lora_tool.adapters.tied_lora import is_lost_on_loading
+from lora_tool.adapters.view import LoraLayer, WholeTensor
+from lora_tool.core.display import counted
+from lora_tool.core.errors import Defect
+from lora_tool.core.keys import Part
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import Part
-from lora_tool.report import Severity
+from lora_tool.models.ends import is_end
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
-from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _REFUSES = "`lora-tool merge` refuses it"

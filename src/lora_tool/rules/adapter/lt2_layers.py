@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lora_tool.adapter.targeting import ranks_of
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX
-from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
-from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
+from lora_tool.adapters.targeting import ranks_of
+from lora_tool.adapters.view import LoraLayer
+from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS
+from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
+from lora_tool.core.keys import Part
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.weights import read_single
-from lora_tool.keys import Part
-from lora_tool.report import Severity
+from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, LoraSubject
-from lora_tool.tensors import StoredTensor
 
 _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.adapter.naming import AS_THEY_ARE, drift
-from lora_tool.adapter.readings import Readings
-from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.ends import is_end
-from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.module_names import module_names
-from lora_tool.display import size
+from lora_tool.adapters.naming import AS_THEY_ARE, drift
+from lora_tool.adapters.readings import Readings
+from lora_tool.adapters.view import AdapterView
+from lora_tool.core.display import size
+from lora_tool.core.keys import PREFIX, Part
+from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import PREFIX, Part
-from lora_tool.report import Severity
+from lora_tool.models.ends import is_end
+from lora_tool.models.heads import head_of
+from lora_tool.models.module_names import module_names
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.absent_modules import is_decoder

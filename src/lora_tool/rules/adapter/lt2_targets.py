@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapter import targeting
-from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
-from lora_tool.keys import Part, is_under
-from lora_tool.report import Severity
+from lora_tool.adapters import targeting
+from lora_tool.core.keys import Part, is_under
+from lora_tool.core.report import Severity
+from lora_tool.models.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX
+from lora_tool.adapters.view import LoraLayer
+from lora_tool.core.keys import Part
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import read_part
-from lora_tool.keys import Part
-from lora_tool.report import Severity
+from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.shared.heads import head_weight, saved_heads
-from lora_tool.tensors import StoredTensor
 
 _MOST_RANKS = 1024
 """More processes than train an adapter."""

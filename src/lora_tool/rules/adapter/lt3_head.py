@@ -5,19 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.adapter.targeting import is_of_base_model, trained_for
-from lora_tool.architectures import architecture_of
-from lora_tool.architectures.heads import (
-    CLASSIFICATION_HEADS,
-    CLASSIFICATION_TASKS,
-    PEFT_CLASSIFIERS,
-    VALUE_HEADS,
-    head_of,
-)
-from lora_tool.checkpoint.nearby import consolidate_command
-from lora_tool.display import counted
-from lora_tool.keys import Part
-from lora_tool.report import Severity
+from lora_tool.adapters.targeting import is_of_base_model, trained_for
+from lora_tool.checkpoints.nearby import consolidate_command
+from lora_tool.core.display import counted
+from lora_tool.core.keys import Part
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
+from lora_tool.models import architecture_of
+from lora_tool.models.heads import CLASSIFICATION_HEADS, CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, VALUE_HEADS, head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import (
@@ -29,7 +24,6 @@ from lora_tool.rules.shared.heads import (
     lora_heads,
     saved_heads,
 )
-from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _IMAGE_OR_TEXT = 'this is right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'

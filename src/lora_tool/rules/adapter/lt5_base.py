@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from lora_tool.adapter import targeting
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX, is_end
-from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
-from lora_tool.architectures.layers import is_beyond
-from lora_tool.choices import closest
-from lora_tool.keys import INDEX, Part, split_layer
-from lora_tool.report import Severity
+from lora_tool.adapters import targeting
+from lora_tool.adapters.view import LoraLayer
+from lora_tool.core.choices import closest
+from lora_tool.core.keys import INDEX, Part, split_layer
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.models.ends import MATRIX, is_end
+from lora_tool.models.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.models.layers import is_beyond
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.absent_modules import is_decoder, may_be_absent, of_causal_lm
 from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
-from lora_tool.tensors import DType, StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _SAME = _ALL | {Need.SAME_NAMES}
@@ -316,7 +316,7 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bo
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
     if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
         return False
-    from lora_tool.architectures.model_tensors import may_have  # for what the base does not have
+    from lora_tool.models.model_tensors import may_have  # for what the base does not have
 
     of_class = (match.arch.model_type, match.arch.sequence_classification or "")
     if subject.is_reward() and may_have(*of_class, name) is False:

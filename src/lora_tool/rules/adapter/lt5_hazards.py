@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.adapter.tied_lora import add_the_same
-from lora_tool.architectures.ends import is_end, output_name
-from lora_tool.checkpoint import ModelDir, computed_from, open_model
-from lora_tool.display import from_here
-from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
+from lora_tool.adapters.tied_lora import add_the_same
+from lora_tool.checkpoints import ModelDir, computed_from, open_model
+from lora_tool.checkpoints.sources import local_folder, moved_to, resolve, source_of
+from lora_tool.core.display import from_here
+from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile
+from lora_tool.core.hub_names import hub_id_of
+from lora_tool.core.report import Severity
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
 from lora_tool.formats.training_record import TrainingRecord, read_training_record
-from lora_tool.hub_names import hub_id_of
-from lora_tool.report import Severity
+from lora_tool.models.ends import is_end, output_name
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.sources import local_folder, moved_to, resolve, source_of
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from lora_tool.adapter.support import UNMERGED
-from lora_tool.adapter.targeting import trained_for
-from lora_tool.adapter.tied_lora import saved_as_one
-from lora_tool.architectures.ends import MATRIX, embeddings, is_end, output_name
-from lora_tool.architectures.heads import head_of, last_weights
-from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
-from lora_tool.checkpoint.nearby import way_to_head
-from lora_tool.display import counted
+from lora_tool.adapters.support import UNMERGED
+from lora_tool.adapters.targeting import trained_for
+from lora_tool.adapters.tied_lora import saved_as_one
+from lora_tool.checkpoints.nearby import way_to_head
+from lora_tool.core.display import counted
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.report import Severity
+from lora_tool.models.ends import MATRIX, embeddings, is_end, output_name
+from lora_tool.models.heads import head_of, last_weights
+from lora_tool.models.vocabulary import Vocabulary, other_vocabulary, stored_twice
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
@@ -27,7 +28,6 @@ from lora_tool.rules.shared.heads import (
     lora_heads,
     saved_heads,
 )
-from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _NUMBERED = re.compile(r"\.\d+\.")
@@ -197,7 +197,7 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
 
 
 def _own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
-    from lora_tool.architectures.model_tensors import own_tensors  # for adapters beside a base alone
+    from lora_tool.models.model_tensors import own_tensors  # for adapters beside a base alone
 
     return own_tensors(model_type, class_name)
 

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator
 from itertools import combinations
 
-from lora_tool.adapter.targeting import trained_for
-from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
-from lora_tool.checkpoint import computed_from
-from lora_tool.display import some
+from lora_tool.adapters.targeting import trained_for
+from lora_tool.adapters.view import AdapterView
+from lora_tool.checkpoints import computed_from
+from lora_tool.core.display import some
+from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
-from lora_tool.report import Severity
+from lora_tool.models.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lora_tool.adapter import targeting
-from lora_tool.adapter.experts import IN_EXPERT
-from lora_tool.architectures.ends import MATRIX
-from lora_tool.architectures.heads import ADDED_BY_PEFT
-from lora_tool.architectures.layers import is_beyond
-from lora_tool.display import counted
-from lora_tool.keys import INDEX, split_layer
-from lora_tool.report import Severity
+from lora_tool.adapters import targeting
+from lora_tool.adapters.experts import IN_EXPERT
+from lora_tool.core.display import counted
+from lora_tool.core.keys import INDEX, split_layer
+from lora_tool.core.report import Severity
+from lora_tool.models.ends import MATRIX
+from lora_tool.models.heads import ADDED_BY_PEFT
+from lora_tool.models.layers import is_beyond
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.absent_modules import may_be_absent

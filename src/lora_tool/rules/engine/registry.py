@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from lora_tool.choices import closest
-from lora_tool.errors import UnknownRule
-from lora_tool.report import Finding, Severity
+from lora_tool.core.choices import closest
+from lora_tool.core.errors import UnknownRule
+from lora_tool.core.report import Finding, Severity
 from lora_tool.rules.engine.subjects import Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.checkpoint import AdapterDir
-from lora_tool.errors import LoraToolError
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.records import kept
+from lora_tool.core.tensors import Span, StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.records import kept
 from lora_tool.rules.engine.scan_model import (
     LAYOUTS,
     NOT_FINITE,
@@ -31,10 +32,9 @@ from lora_tool.rules.engine.scan_model import (
     has_sign,
     shorter,
 )
-from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 if TYPE_CHECKING:
-    from lora_tool.execution.native.library import Kernel
+    from lora_tool.native.library import Kernel
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
@@ -84,7 +84,7 @@ def scans_of(_: AdapterDir) -> Scans:
 
 def _kernel() -> Kernel | None:
     """Return the compiled kernel, None without one: values are also judged where a merge would refuse its setting."""
-    from lora_tool.execution.native.library import kernel  # ctypes, for what is large
+    from lora_tool.native.library import kernel  # ctypes, for what is large
 
     with contextlib.suppress(LoraToolError):
         return kernel()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from lora_tool.execution.native.library import Kernel, Seen
+from lora_tool.core.tensors import StoredTensor
+from lora_tool.native.library import Kernel, Seen
 from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Opener, WeightScan, magnitude
-from lora_tool.tensors import StoredTensor
 
 _CALL_BYTES = 8 << 20
 """Scanned in one call: a run that fails waits for it."""

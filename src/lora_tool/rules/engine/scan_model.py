@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.errors import SourceChanged
-from lora_tool.machine import available_cores
-from lora_tool.tensors import DType, Span
+from lora_tool.core.errors import SourceChanged
+from lora_tool.core.machine import available_cores
+from lora_tool.core.tensors import DType, Span
 
 Opener = Callable[[Path], AbstractContextManager[int]]
 """Gives a descriptor of a file for as long as it is read."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.rules.engine.scan_model import (
     LAYOUTS,
@@ -24,7 +25,6 @@ from lora_tool.rules.engine.scan_model import (
     shorter,
 )
 from lora_tool.rules.engine.scan_pool import scan_in_threads
-from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lora_tool.batches import batches_of_bytes
+from lora_tool.core.batches import batches_of_bytes
+from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.rules.engine.scan_model import WeightScan, scan_workers
-from lora_tool.tensors import StoredTensor, TensorTable
 
 ScanSome = Callable[[Sequence[StoredTensor], threading.Event], list[WeightScan]]
 """Scans tensors one after the other, until the event is set: then its results are not used."""

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.adapter.half_pairs import HalfPair, half_pair_in
-from lora_tool.adapter.targeting import trained_for
-from lora_tool.adapter.view import AdapterView, LoraLayer
-from lora_tool.architectures import Architecture
-from lora_tool.architectures.text_classes import TextClass, text_class_of
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
-from lora_tool.choices import Choice
-from lora_tool.errors import Problem
+from lora_tool.adapters.half_pairs import HalfPair, half_pair_in
+from lora_tool.adapters.targeting import trained_for
+from lora_tool.adapters.view import AdapterView, LoraLayer
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir
+from lora_tool.core.choices import Choice
+from lora_tool.core.errors import Problem
+from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.models import Architecture
+from lora_tool.models.text_classes import TextClass, text_class_of
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import WeightScan
-from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
 if TYPE_CHECKING:
-    from lora_tool.architectures.layers import OddTensor
-    from lora_tool.architectures.model_tensors import ModelTensors
-    from lora_tool.names.model import ModelFacts
+    from lora_tool.models.layers import OddTensor
+    from lora_tool.models.mapping.model import ModelFacts
+    from lora_tool.models.model_tensors import ModelTensors
 
 
 @enum.unique
@@ -114,7 +114,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def plain(self) -> ModelDir:
         """The model with a matrix for each quantised weight; as it is stored where those are not read."""
-        from lora_tool.checkpoint.quantised import as_matrices  # for models alone
+        from lora_tool.checkpoints.quantised import as_matrices  # for models alone
 
         return as_matrices(self.checkpoint)
 
@@ -126,7 +126,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def class_tensors(self) -> ModelTensors | None:
         """The tensors beside those of the model's class; None where headers cannot tell them."""
-        from lora_tool.architectures.model_tensors import model_tensors  # for models alone
+        from lora_tool.models.model_tensors import model_tensors  # for models alone
 
         return None if self._config is None else model_tensors(self._config, self.matrices)
 
@@ -135,7 +135,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like
         it.
         """
-        from lora_tool.architectures.layers import is_regular, odd_tensors  # for models alone
+        from lora_tool.models.layers import is_regular, odd_tensors  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.base is not None:
             return ()
@@ -144,7 +144,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def lost_end(self) -> str | None:
         """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
-        from lora_tool.architectures.layers import is_regular, lost_end  # for models alone
+        from lora_tool.models.layers import is_regular, lost_end  # for models alone
 
         config = self.plain.config
         if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
@@ -154,7 +154,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def lost_everywhere(self) -> tuple[str, ...]:
         """Where neither headers, nor a base, nor a ledger tell: what says that a tensor is lost from every layer."""
-        from lora_tool.architectures.layers import is_regular, lost_everywhere  # for models alone
+        from lora_tool.models.layers import is_regular, lost_everywhere  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.base is not None or self.expected:
             return ()
@@ -163,7 +163,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def why_no_class(self) -> str | None:
         """Why the tensors of the model's class are not known; None where they are, or where all that it should hold is."""
-        from lora_tool.architectures.model_tensors import why_unknown  # for models alone
+        from lora_tool.models.model_tensors import why_unknown  # for models alone
 
         if self._config is None or self.class_tensors is not None or self.expected:
             return None

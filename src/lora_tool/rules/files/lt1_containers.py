@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import AdapterDir, Folder
-from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
-from lora_tool.checkpoint.registry import holds_rank_files
-from lora_tool.display import counted
-from lora_tool.errors import CorruptFile, Defect
+from lora_tool.checkpoints import AdapterDir, Folder
+from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
+from lora_tool.checkpoints.registry import holds_rank_files
+from lora_tool.core.display import counted
+from lora_tool.core.errors import CorruptFile, Defect
+from lora_tool.core.report import Severity
+from lora_tool.core.report.groups import grouped
 from lora_tool.formats import manifest
 from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file, way_to_open
-from lora_tool.report import Severity
-from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from lora_tool.actions import TensorAction
+from lora_tool.core.actions import TensorAction
 from lora_tool.rules.merged.verdict import Verdict
 
 

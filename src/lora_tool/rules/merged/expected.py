@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from lora_tool.tensors import TensorSpec
+from lora_tool.core.tensors import TensorSpec
 
 
 class ExpectedFile(Protocol):

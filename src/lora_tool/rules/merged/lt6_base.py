@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lora_tool.architectures import architecture_of, is_computed
-from lora_tool.architectures.ends import is_end, is_input
-from lora_tool.architectures.heads import head_of
-from lora_tool.checkpoint import ModelDir
-from lora_tool.checkpoint.quantised import as_matrices
+from lora_tool.checkpoints import ModelDir
+from lora_tool.checkpoints.quantised import as_matrices
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import read_part
-from lora_tool.report import Severity
+from lora_tool.models import architecture_of, is_computed
+from lora_tool.models.ends import is_end, is_input
+from lora_tool.models.heads import head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.tensors import StoredTensor
 
 _COMPARED = frozenset({Need.WEIGHTS, Need.BASE})
 _FIRST = 4096
@@ -44,7 +44,7 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
 
 def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Return which of the base's tensors the model's class has no place for."""
-    from lora_tool.architectures.model_tensors import model_tensors  # for models alone
+    from lora_tool.models.model_tensors import model_tensors  # for models alone
 
     config = subject.plain.config
     found = None if config is None or subject.class_tensors is None else model_tensors(config, names)

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.architectures import architecture_of, is_computed
-from lora_tool.architectures.heads import head_of
-from lora_tool.display import counted
-from lora_tool.errors import CorruptFile
+from lora_tool.core.display import counted
+from lora_tool.core.errors import CorruptFile
+from lora_tool.core.keys import has_lora_factor
+from lora_tool.core.report import Severity
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
 from lora_tool.formats.quantised.bitsandbytes import STATE
 from lora_tool.formats.tokenizer import FILE_NAMES
-from lora_tool.keys import has_lora_factor
-from lora_tool.report import Severity
+from lora_tool.models import architecture_of, is_computed
+from lora_tool.models.heads import head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.subject import MergedSubject

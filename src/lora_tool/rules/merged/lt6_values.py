@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lora_tool.actions import TensorAction
-from lora_tool.report import Severity
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.merged.verdict import Verdict

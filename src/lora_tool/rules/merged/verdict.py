@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from lora_tool.choices import TextEnum
+from lora_tool.core.choices import TextEnum
 
 
 @enum.unique

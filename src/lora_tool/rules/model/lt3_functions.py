@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from lora_tool.architectures.model_tensors import prefixes_of
-from lora_tool.choices import suggestion
+from lora_tool.core.choices import suggestion
+from lora_tool.core.report import Severity
 from lora_tool.formats.fields import shown
-from lora_tool.report import Severity
+from lora_tool.models.model_tensors import prefixes_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS, UNMERGED
+from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS, UNMERGED
+from lora_tool.core.report import Severity
 from lora_tool.formats import adapter_config
-from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 

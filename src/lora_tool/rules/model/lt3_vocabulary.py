@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import INPUTS, MATRIX, is_input
-from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.checkpoint.quantised import as_matrices
-from lora_tool.display import named, some
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.checkpoints.quantised import as_matrices
+from lora_tool.core.display import named, some
+from lora_tool.core.keys import Part
+from lora_tool.core.report import Severity
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import tokens_in_use
-from lora_tool.keys import Part
-from lora_tool.report import Severity
+from lora_tool.models import architecture_of
+from lora_tool.models.ends import INPUTS, MATRIX, is_input
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _FEWER_LAYERS = frozenset({"albert", "efficientnet"})
@@ -123,7 +123,7 @@ def _other_than_the_config(subject: ModelSubject, config: ModelConfig) -> Iterat
 
 
 def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
-    from lora_tool.architectures.layers import length, stacks  # for models alone
+    from lora_tool.models.layers import length, stacks  # for models alone
 
     found = stacks(subject.shapes)
     lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from lora_tool.adapter.experts import EXPERT, is_taken_for_stacks
-from lora_tool.adapter.fused_experts import fused_experts
-from lora_tool.adapter.view import AdapterView
-from lora_tool.architectures.ends import MATRIX, is_end, is_tied
-from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
-from lora_tool.checkpoint import ModelDir
-from lora_tool.display import named
+from lora_tool.adapters.experts import EXPERT, is_taken_for_stacks
+from lora_tool.adapters.fused_experts import fused_experts
+from lora_tool.adapters.view import AdapterView
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.display import named
+from lora_tool.core.keys import Part, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
-from lora_tool.keys import Part, split_layer
+from lora_tool.models.ends import MATRIX, is_end, is_tied
+from lora_tool.models.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.left_out import hides_experts, outside_language, packed_queries
 from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names

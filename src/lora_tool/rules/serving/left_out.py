@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lora_tool.adapter.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX
+from lora_tool.adapters.experts import STACKED_BY_PEFT, UNKNOWN_TO_PEFT
+from lora_tool.adapters.view import LoraLayer
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.models.ends import MATRIX
 
 _OUTSIDE = re.compile(
     r"(?:^|\.)(?:(?:high_res_)?vision|visual|audio|image|video|speech|embed_(?:audio|vision)|language_projection|qformer"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.adapter.fused_experts import fused_experts
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import MATRIX
-from lora_tool.display import named
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.adapters.fused_experts import fused_experts
+from lora_tool.adapters.view import LoraLayer
+from lora_tool.core.display import named
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.report import Severity
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
-from lora_tool.report import Severity
+from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way

@@ -12,9 +12,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.adapter.fused_experts import fused_experts
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.report import Severity
+from lora_tool.adapters.fused_experts import fused_experts
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import (

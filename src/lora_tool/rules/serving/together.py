@@ -17,12 +17,12 @@ from types import MappingProxyType
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.adapter.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
-from lora_tool.checkpoint import ModelDir
-from lora_tool.checkpoint.quantised import as_matrices
+from lora_tool.adapters.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
+from lora_tool.checkpoints import ModelDir
+from lora_tool.checkpoints.quantised import as_matrices
+from lora_tool.core.keys import split_layer
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.keys import split_layer
-from lora_tool.tensors import StoredTensor
 
 _Beside = Mapping[str, tuple[str, ...]]
 """Module → those that must have LoRA where it has."""

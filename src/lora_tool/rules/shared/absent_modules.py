@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lora_tool.adapter.targeting import trained_for
-from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.model_tensors import tied_modules
+from lora_tool.adapters.targeting import trained_for
+from lora_tool.models.heads import head_of
+from lora_tool.models.model_tensors import tied_modules
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _DECODERS = (".lm_head.decoder", ".predictions.decoder", ".entity_predictions.decoder")

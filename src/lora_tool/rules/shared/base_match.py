@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from lora_tool.adapter.experts import IN_EXPERT
-from lora_tool.architectures import Architecture, architecture_of
-from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
-from lora_tool.checkpoint import ModelDir
-from lora_tool.checkpoint.quantised import in_full_precision
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.adapters.experts import IN_EXPERT
+from lora_tool.checkpoints import ModelDir
+from lora_tool.checkpoints.quantised import in_full_precision
+from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.models import Architecture, architecture_of
+from lora_tool.models.heads import head_of
+from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.rules.engine.subjects import BaseMatch
 
 _OUTPUT = "lm_head.weight"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures.ends import embeddings
+from lora_tool.adapters.view import LoraLayer
+from lora_tool.core.tensors import StoredTensor
+from lora_tool.models.ends import embeddings
 from lora_tool.rules.engine.subjects import BaseMatch
-from lora_tool.tensors import StoredTensor
 
 
 def held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lora_tool.architectures.ends import MATRIX, is_end
-from lora_tool.architectures.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of, is_last_layer, last_weights
-from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.keys import Part
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.model_config import TRANSFORMERS_LABELS
-from lora_tool.keys import Part
+from lora_tool.models.ends import MATRIX, is_end
+from lora_tool.models.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of, is_last_layer, last_weights
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.tensors import StoredTensor
 
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
 """How the names of the classes end whose heads have one row per label."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from lora_tool.checkpoint.folders import is_numbered, listed
-from lora_tool.checkpoint.kinds import step_of
-from lora_tool.checkpoint.registry import is_save, is_step
-from lora_tool.display import from_here
+from lora_tool.checkpoints.folders import is_numbered, listed
+from lora_tool.checkpoints.kinds import step_of
+from lora_tool.checkpoints.registry import is_save, is_step
+from lora_tool.core.display import from_here
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
 _DEEPEST = 4

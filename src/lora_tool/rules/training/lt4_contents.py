@@ -10,16 +10,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lora_tool.display import and_more, counted
-from lora_tool.keys import PREFIX, has_lora_factor
-from lora_tool.report import Severity
+from lora_tool.core.display import and_more, counted
+from lora_tool.core.keys import PREFIX, has_lora_factor
+from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.training.advice import another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.file_facts import FileFacts
-    from lora_tool.sharded.state import TrainingState
+    from lora_tool.checkpoints.states.file_facts import FileFacts
+    from lora_tool.checkpoints.states.state import TrainingState
 
 V = TypeVar("V", bound=Hashable)
 

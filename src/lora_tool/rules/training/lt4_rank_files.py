@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.display import counted, some
-from lora_tool.errors import Defect
+from lora_tool.core.display import counted, some
+from lora_tool.core.errors import Defect
+from lora_tool.core.report import Severity
 from lora_tool.formats import model_config
 from lora_tool.formats.files import way_to_open
-from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.training.advice import COPY, another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.file_facts import KnownRows
-    from lora_tool.sharded.state import TrainingState
+    from lora_tool.checkpoints.states.file_facts import KnownRows
+    from lora_tool.checkpoints.states.state import TrainingState
 
 _NO_NAME = "archive"
 """The folder in files that DeepSpeed's other writers made, whatever they called the file."""

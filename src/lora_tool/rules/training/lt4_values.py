@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lora_tool.report import Finding, Severity
+from lora_tool.core.report import Finding, Severity
 from lora_tool.rules.engine.registry import RULES, Fault, rule
 from lora_tool.rules.training.advice import another_save
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.value_facts import ValueFacts
+    from lora_tool.checkpoints.states.value_facts import ValueFacts
 
 
 @rule("LT411", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -28,7 +28,7 @@ def damaged(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    from lora_tool.sharded.value_facts import Damaged, Unreadable  # for few folders
+    from lora_tool.checkpoints.states.value_facts import Damaged, Unreadable  # for few folders
 
     for found in subject.values(Damaged):
         crcs = f"its CRC32 is {found.crc:08x}, but the archive says {found.saved_crc:08x}"
@@ -54,7 +54,7 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Use an earlier save: `lora-tool consolidate CKPT --tag T`, or an earlier `checkpoint-N`.
     """
-    from lora_tool.sharded.value_facts import NotFinite  # for few folders
+    from lora_tool.checkpoints.states.value_facts import NotFinite  # for few folders
 
     for found in subject.values(NotFinite):
         hint = f"the run had diverged; {another_save(found.path, earlier=True)}"
@@ -75,7 +75,7 @@ def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    from lora_tool.sharded.value_facts import AllZero  # for few folders
+    from lora_tool.checkpoints.states.value_facts import AllZero  # for few folders
 
     for found in subject.values(AllZero):
         what = "every trained weight of this rank" if found.trained else "every weight in it"
@@ -103,7 +103,7 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
 
     ZenFlow updates some of the 16-bit weights without their masters. The finding then says how to take these weights.
     """
-    from lora_tool.sharded.value_facts import NotRounded  # for few folders
+    from lora_tool.checkpoints.states.value_facts import NotRounded  # for few folders
 
     for found in subject.values(NotRounded):
         why = "it is from another run or step"

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core.report import Severity
 from lora_tool.formats import trainer_state
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import RunSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.training.saves import incomplete_reason

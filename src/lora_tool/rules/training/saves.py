@@ -16,18 +16,18 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import Checkpoint, ShardedDir, open_sharded
-from lora_tool.checkpoint.folders import Folder, is_numbered, listed, read_folder
-from lora_tool.checkpoint.kinds import matches, read_pointer, step_of
-from lora_tool.checkpoint.registry import holds_rank_files
-from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
+from lora_tool.checkpoints import Checkpoint, ShardedDir, open_sharded
+from lora_tool.checkpoints.folders import Folder, is_numbered, listed, read_folder
+from lora_tool.checkpoints.kinds import matches, read_pointer, step_of
+from lora_tool.checkpoints.registry import holds_rank_files
+from lora_tool.core.errors import CheckpointError, UnsupportedCheckpoint
+from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.groups import by_rule
+from lora_tool.core.report.model import Report
+from lora_tool.core.report.runs import Run, RunCheckpoint
 from lora_tool.formats.files import inside, is_file
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.groups import by_rule
-from lora_tool.report.model import Report
-from lora_tool.report.runs import Run, RunCheckpoint
 
 FINISHED = "(finished)"
 """What the weights in the run folder itself are called in the table."""

@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from lora_tool.adapter.half_pairs import HalfPair, half_pairs_among
-from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import CheckpointError, LoraToolError, Problem
-from lora_tool.progress import Watch
-from lora_tool.report import Severity
+from lora_tool.adapters.half_pairs import HalfPair, half_pairs_among
+from lora_tool.checkpoints import ShardedDir
+from lora_tool.checkpoints.states.reading_values import run_parts
+from lora_tool.checkpoints.states.training_state import training_state
+from lora_tool.core.errors import CheckpointError, LoraToolError, Problem
+from lora_tool.core.progress import Watch
+from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import LoraSubject
-from lora_tool.sharded.reading_values import run_parts
-from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.frozen_heads import Heads
-    from lora_tool.sharded.state import TrainingState
-    from lora_tool.sharded.value_facts import ValueFact, ValueFacts
+    from lora_tool.checkpoints.states.frozen_heads import Heads
+    from lora_tool.checkpoints.states.state import TrainingState
+    from lora_tool.checkpoints.states.value_facts import ValueFact, ValueFacts
 
 F = TypeVar("F")
 
@@ -47,7 +47,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
     @property
     def problems(self) -> tuple[Problem, ...]:
         """See `Subject`; and what is wrong with the config near it, or with the files that would make one."""
-        from lora_tool.sharded.frozen_heads import config_problems  # slow to import, for few folders
+        from lora_tool.checkpoints.states.frozen_heads import config_problems  # slow to import, for few folders
 
         return (*self.checkpoint.problems, *config_problems(self.state))
 
@@ -78,7 +78,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
     @cached_property
     def heads(self) -> Heads | None:
         """The heads that `save_pretrained` would not save; None where there is no LoRA."""
-        from lora_tool.sharded.frozen_heads import (  # slow to import, for few folders
+        from lora_tool.checkpoints.states.frozen_heads import (  # slow to import, for few folders
             has_lora,
             heads_of,
             near_adapter_config,
@@ -95,7 +95,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     def half_pairs(self) -> Iterator[HalfPair]:
         """See `LoraSubject`."""
-        from lora_tool.sharded.frozen_heads import has_lora, parsed_keys  # slow to import, for few folders
+        from lora_tool.checkpoints.states.frozen_heads import has_lora, parsed_keys  # slow to import, for few folders
 
         if has_lora(self.state.entries):
             parsed = parsed_keys(self.state)
@@ -104,7 +104,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @cached_property
     def _values(self) -> ValueFacts:
-        from lora_tool.sharded.value_facts import Unreadable, ValueFacts  # slow to import, for few folders
+        from lora_tool.checkpoints.states.value_facts import Unreadable, ValueFacts  # slow to import, for few folders
 
         facts: list[ValueFact]
         try:

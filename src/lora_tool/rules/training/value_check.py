@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from lora_tool.progress import Progress
-from lora_tool.report.findings import Finding
-from lora_tool.sharded.reading_values import run_parts
-from lora_tool.tensors import TensorTable
+from lora_tool.checkpoints.states.reading_values import run_parts
+from lora_tool.core.progress import Progress
+from lora_tool.core.report.findings import Finding
+from lora_tool.core.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.state import TrainingState
-    from lora_tool.sharded.value_facts import ValueReader
+    from lora_tool.checkpoints.states.state import TrainingState
+    from lora_tool.checkpoints.states.value_facts import ValueReader
 
 
 class ValuePart(Protocol):
@@ -46,8 +46,8 @@ class JudgedValues(Struct, frozen=True, kw_only=True):
 
     def run(self, advance: Progress) -> list[Finding]:
         """Return what the rules find in the values."""
+        from lora_tool.checkpoints.states.value_facts import ValueFacts
         from lora_tool.rules.training.lt4_values import judge_values  # plans do not run
-        from lora_tool.sharded.value_facts import ValueFacts
 
         return judge_values(ValueFacts(facts=tuple(self.reader.run(advance))))
 

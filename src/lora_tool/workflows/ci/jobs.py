@@ -10,20 +10,13 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.checkpoint import (
-    TRAINED_MODEL,
-    AdapterDir,
-    ModelDir,
-    ShardedDir,
-    open_checkpoint,
-    open_sharded,
-)
-from lora_tool.errors import LoraToolError, NotACheckpoint, WrongValue
+from lora_tool.checkpoints import TRAINED_MODEL, AdapterDir, ModelDir, ShardedDir, open_checkpoint, open_sharded
+from lora_tool.core.errors import LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import read_manifest
-from lora_tool.inventory import checkpoints_under
 from lora_tool.workflows.ci.mending import has_rank_files
 from lora_tool.workflows.ci.model import Job
+from lora_tool.workflows.inventory import checkpoints_under
 
 
 class Sweep(Struct, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_sharded
-from lora_tool.errors import CheckpointError
-from lora_tool.report.findings import Finding
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_sharded
+from lora_tool.core.errors import CheckpointError
+from lora_tool.core.report.findings import Finding
 from lora_tool.rules.consolidating import is_about_rank_files
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from lora_tool.choices import TextEnum
-from lora_tool.errors import LoraToolError
-from lora_tool.plan.merge.options import MergeOptions
-from lora_tool.report.findings import Severity
-from lora_tool.report.model import Report
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.errors import LoraToolError
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.model import Report
+from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs

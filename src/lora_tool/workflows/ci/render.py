@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from lora_tool.display import printable
-from lora_tool.report.json import report_json
-from lora_tool.report.markdown import code, report_markdown, text
-from lora_tool.report.model import Page, Report
+from lora_tool.core.display import printable
+from lora_tool.core.report.json import report_json
+from lora_tool.core.report.markdown import code, report_markdown, text
+from lora_tool.core.report.model import Page, Report
 from lora_tool.workflows.ci.model import Outcome, Stage, Status, Swept, best_first, best_of, in_order
 
 _MARKS = {Status.PASSED: "✅", Status.REUSED: "✅ as proven before", Status.FAILED: "❌", Status.SKIPPED: "–"}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from lora_tool.display import as_options
-from lora_tool.errors import FindingsFound, LoraToolError, of_system
-from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import StageWatch, unwatched
-from lora_tool.sources import opened_model
+from lora_tool.checkpoints.sources import opened_model
+from lora_tool.core.display import as_options
+from lora_tool.core.errors import FindingsFound, LoraToolError, of_system
+from lora_tool.core.progress import StageWatch, unwatched
+from lora_tool.plans.core.plan import Plan
 from lora_tool.workflows.ci.jobs import sweep_of
 from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status, Swept
 from lora_tool.workflows.ci.stage_cache import StageCache

@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from lora_tool.errors import CorruptFile
+from lora_tool.core.errors import CorruptFile
+from lora_tool.core.version import __version__
 from lora_tool.execution.folder import replace_file
 from lora_tool.formats.files import is_file, read_json
-from lora_tool.version import __version__
 from lora_tool.workflows.ci.model import Ranked
 
 Stamps = dict[str, list[int]]

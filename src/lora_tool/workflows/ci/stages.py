@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lora_tool.architectures.heads import LANGUAGE_MODELS
-from lora_tool.checkpoint import (
+from lora_tool.checkpoints import (
     TRAINED_MODEL,
     AdapterDir,
     Checkpoint,
@@ -21,8 +20,9 @@ from lora_tool.checkpoint import (
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.display import as_options, counted, size
-from lora_tool.errors import (
+from lora_tool.checkpoints.sources import opened_model
+from lora_tool.core.display import as_options, counted, size
+from lora_tool.core.errors import (
     FindingsFound,
     NotACheckpoint,
     OutputExists,
@@ -30,17 +30,17 @@ from lora_tool.errors import (
     UnsupportedCheckpoint,
     VerificationFailed,
 )
+from lora_tool.core.progress import StageWatch
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.model import Report
 from lora_tool.execution.folder import check_output
-from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
-from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.options import SAME_RESULT
-from lora_tool.progress import StageWatch
-from lora_tool.report.findings import Severity
-from lora_tool.report.model import Report
+from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
+from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.merge.options import SAME_RESULT
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sources import opened_model
-from lora_tool.validation.validating import validate
+from lora_tool.verification.validating import validate
 from lora_tool.workflows.ci.mending import curable, has_rank_files
 from lora_tool.workflows.ci.model import Job, Ranked, Stage, Status
 from lora_tool.workflows.ci.stage_cache import StageCache, key_of
@@ -271,7 +271,7 @@ class Stages:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         if merged is None or self.result is None:
             return self._rank_alone()
-        from lora_tool.plan.merge.provenance import find_inputs
+        from lora_tool.plans.merge.provenance import find_inputs
         from lora_tool.verification.verified import summary_json
         from lora_tool.verification.verifying import verify_inputs
 

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint
-from lora_tool.display import counted, size
-from lora_tool.plan.core.plan import Plan
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_checkpoint
+from lora_tool.core.display import counted, size
+from lora_tool.plans.core.plan import Plan
 
 if TYPE_CHECKING:
-    from lora_tool.report.runs import Run
+    from lora_tool.core.report.runs import Run
     from lora_tool.verification.verified import Verification
 
 

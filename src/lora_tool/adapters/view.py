@@ -1,0 +1,291 @@
+"""One view of an adapter: its tensors by what they do to a model, grouped once for everybody who asks.
+
+The view describes and never judges: a factor that is missing is None, two tensors for one place are the first and a
+repeat. It is made from names and headers alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from lora_tool.adapters.experts import parameter_of
+from lora_tool.adapters.naming import bare_path
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.core.keys import Part, without_numbers, without_wrapped
+from lora_tool.core.records import kept
+from lora_tool.core.tensors import StoredTensor
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.models.ends import MATRIX
+
+FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
+"""The parts that hold A and B, and the bias of B."""
+LAYER_PARTS = FACTORS | {Part.MAGNITUDE}
+"""Everything that belongs to the LoRA of a module."""
+
+Found = TypeVar("Found")
+Place: TypeAlias = tuple[Part, str | None]
+"""Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""
+
+_BASE_LAYER = f".{Part.BASE_LAYER.value}"
+_LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias"), (Part.MAGNITUDE, None)})
+_EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None), (Part.MAGNITUDE, None)})
+
+
+class LoraLayer(Struct, frozen=True, kw_only=True, eq=False):
+    """The LoRA tensors of one module. `module` is its path in the model, without anything that was put before it."""
+
+    module: str
+    adapter_name: str | None
+    """The adapter's name, where the tensors' names still have it."""
+    parts: Mapping[Place, StoredTensor]
+    target: str
+    """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
+    path: str
+    """What the config's patterns are matched with: the target, or the parameter of it that is changed."""
+    scaling: float | None
+    """What B·A is multiplied by; None where the config cannot be read."""
+    kind: int
+    """Layers of one kind differ in the numbers in their paths and in their values alone: the config treats them alike,
+    and their tensors have the same types and shapes.
+    """
+    a: StoredTensor | None = None
+    """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
+    b: StoredTensor | None = None
+    """The matrix that maps from the rank: (out, r)."""
+    pair: tuple[StoredTensor, StoredTensor] | None = None
+    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution.
+
+    All three are taken from the parts, whatever is given for them.
+    """
+
+    def __post_init__(self) -> None:
+        # a dozen rules ask a hundred thousand layers for them
+        parts = self.parts
+        a = parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None))
+        b = parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None))
+        fits = a is not None and b is not None and a.nbytes and b.nbytes and len(a.shape) == len(b.shape) >= MATRIX
+        force_setattr(self, "a", a)
+        force_setattr(self, "b", b)
+        force_setattr(self, "pair", (a, b) if fits else None)
+
+    @property
+    def bias(self) -> StoredTensor | None:
+        """The bias of lora_B, of `lora_bias` adapters."""
+        return self.parts.get((Part.LORA_B, "bias"))
+
+    @property
+    def magnitude(self) -> StoredTensor | None:
+        """DoRA's vector of column norms."""
+        return self.parts.get((Part.MAGNITUDE, None))
+
+    @property
+    def embedding(self) -> bool:
+        """Whether the module is an embedding, whose A, not B, begins as zeros."""
+        return (Part.EMBEDDING_A, None) in self.parts or (Part.EMBEDDING_B, None) in self.parts
+
+    @property
+    def zero_initialised(self) -> StoredTensor | None:
+        """The factor that is zero before training and must not be so afterwards."""
+        return self.a if self.embedding else self.b
+
+    @property
+    def factors(self) -> tuple[StoredTensor, ...]:
+        """A and B, those that are there."""
+        return tuple(factor for factor in (self.a, self.b) if factor is not None)
+
+    @property
+    def strays(self) -> tuple[StoredTensor, ...]:
+        """Those of its tensors that PEFT's layer, linear or embedding, does not have: the bias of a lora_A."""
+        places = self.parts.keys()
+        return tuple(self.parts[place] for place in min(places - _LINEAR, places - _EMBEDDING, key=len))
+
+    @property
+    def any_tensor(self) -> StoredTensor:
+        """The first of its tensors, to name the layer by."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that both factors have; None where they disagree. Grouped convolutions split B's."""
+        pair = self.pair
+        if pair is None:
+            return None
+        a, b = pair
+        grouped = len(a.shape) > MATRIX and b.shape[1] and a.shape[0] % b.shape[1] == 0
+        return a.shape[0] if a.shape[0] == b.shape[1] or grouped else None
+
+
+class WholeTensor(Struct, frozen=True, kw_only=True, eq=False):
+    """A tensor of an adapter that is in no LoRA layer, as it stands in the file."""
+
+    tensor: StoredTensor
+    part: Part
+    module: str
+    """Its module's path in the base, without anything that was put before or into it."""
+    leaf: str | None
+
+    @property
+    def name(self) -> str:
+        """The model's own name of the tensor: ``score.weight``."""
+        return ".".join(filter(None, (self.module, self.leaf)))
+
+
+class TrainedTokens(Struct, frozen=True, kw_only=True, eq=False):
+    """Rows of an embedding that were trained by themselves: [rows, columns], and where each belongs."""
+
+    rows: StoredTensor
+    indices: tuple[int, ...]
+
+    @property
+    def of_none(self) -> bool:
+        """Whether PEFT was given a list of no tokens, and saved a matrix of no rows."""
+        return not self.indices and self.rows.shape[:1] == (0,) != self.rows.shape  # ZeRO-3 leaves [0]
+
+
+class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
+    """What an adapter holds, by what it does."""
+
+    adapter: AdapterDir
+    config: AdapterConfig
+    """PEFT's defaults where the file could not be read."""
+    paths: Mapping[str, str]
+    """Module path as the tensors' names have it → in the model, without anything that was put before it."""
+    layers: tuple[LoraLayer, ...]
+    """One for each module, and for each adapter's name where a file holds several."""
+    kinds: tuple[LoraLayer, ...]
+    """The first layer of each kind: of a hundred thousand layers of experts there are a dozen."""
+    whole: tuple[WholeTensor, ...]
+    """Every tensor that is in no layer, in the order of the file."""
+    saved: Mapping[str, StoredTensor]
+    """The model's own name → what replaces or adds to the base's: plain tensors, `modules_to_save`, trained biases."""
+    frozen: Mapping[str, StoredTensor]
+    """The model's own name → the frozen tensor under LoRA or trained tokens, where the adapter carries it."""
+    tokens: Mapping[str, TrainedTokens]
+    """Embedding → its rows that were trained by themselves."""
+    repeats: Mapping[str, StoredTensor]
+    """Tensor name → the tensor that is in the file for the same place already."""
+
+    def found(self, look: Callable[[LoraLayer], Iterable[Found]]) -> Iterator[Found]:
+        """Yield what `look` finds in each layer, in their order; it is not asked again for a kind where it found nothing.
+
+        It may look at the layer's tensors but for their values, at what the config says of it, and at its path but for
+        the numbers.
+        """
+        sound = {first.kind for first in self.kinds if not any(True for _ in look(first))}
+        for layer in self.layers if len(sound) < len(self.kinds) else ():
+            if layer.kind not in sound:
+                yield from look(layer)
+
+    def parts(self, *parts: Part) -> Iterator[WholeTensor]:
+        """Yield the tensors of these parts that are in no layer, in the order of the file."""
+        return (item for item in self.whole if item.part in parts)
+
+
+@kept
+def view_of(adapter: AdapterDir) -> AdapterView:
+    """Return the view of an opened adapter, whether or not it is sound: made once, and the same for everybody."""
+    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
+    tensors = adapter.tensors
+    paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
+    held: dict[tuple[str, str | None], dict[Place, StoredTensor]] = defaultdict(dict)
+    repeats: dict[str, StoredTensor] = {}
+    whole: list[WholeTensor] = []
+    for name, key in adapter.keys.items():
+        tensor, part, module = tensors[name], key.part, paths[key.module]
+        if part in LAYER_PARTS:
+            # PEFT keeps the magnitude in a module of its own, and saves an embedding's under both names
+            place = (part, None if part is Part.MAGNITUDE else key.leaf)
+            first = held[module, key.adapter_name].setdefault(place, tensor)
+            if first is not tensor:
+                repeats[name] = first
+        else:
+            whole.append(WholeTensor(tensor=tensor, part=part, module=without_wrapped(module), leaf=key.leaf))
+    layers = tuple(_layers(held, None if adapter.config is None else config))
+    saved = _saved(whole, config, repeats)
+    frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))
+    taken = {*repeats, *(tensor.name for tensor in saved.values())}
+    return AdapterView(
+        adapter=adapter,
+        config=config,
+        paths=paths,
+        layers=layers,
+        kinds=tuple({layer.kind: layer for layer in reversed(layers)}.values()),
+        whole=tuple(whole),
+        saved=saved,
+        frozen={item.name: item.tensor for item in frozen if item.tensor.name not in taken},
+        tokens={
+            item.module: TrainedTokens(rows=item.tensor, indices=config.tokens(item.module))
+            for item in whole
+            if item.part is Part.TOKENS_DELTA
+        },
+        repeats=repeats,
+    )
+
+
+def _layers(
+    held: Mapping[tuple[str, str | None], Mapping[Place, StoredTensor]], config: AdapterConfig | None
+) -> Iterator[LoraLayer]:
+    alike = config is not None and config.ignores_numbers
+    kinds: dict[object, int] = {}
+    scalings: dict[str, float] = {}
+    together = _wrapped_together(held, config)
+    for (module, name), parts in held.items():
+        form = without_numbers(module) if alike else module
+        target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
+        path = _path(module, target, config, together[target, name]) if together and config else target
+        if config is not None and form not in scalings:
+            scalings[form] = config.scaling(path)
+        kind = form, name, tuple((place, tensor.dtype, tensor.shape) for place, tensor in parts.items())
+        yield LoraLayer(
+            module=module,
+            adapter_name=name,
+            parts=parts,
+            target=target,
+            path=path,
+            scaling=scalings.get(form),
+            kind=kinds.setdefault(kind, len(kinds)),
+        )
+
+
+def _wrapped_together(
+    held: Iterable[tuple[str, str | None]], config: AdapterConfig | None
+) -> Counter[tuple[str, str | None]]:
+    """Return how many parameters of each module have LoRA; nothing where the config names no parameters."""
+    if config is None or not config.target_parameters:
+        return Counter()
+    return Counter((module.replace(_BASE_LAYER, ""), name) for module, name in held)
+
+
+def _path(module: str, target: str, config: AdapterConfig, count: int) -> str:
+    if not config.target_parameters or config.targets(target):
+        return target
+    nested = module.count(_BASE_LAYER)
+    found = parameter_of(target, config.target_parameters, nested=nested, count=count)
+    return target if found is None else f"{target}.{found}"
+
+
+def _saved(
+    whole: list[WholeTensor], config: AdapterConfig, repeats: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the whole tensors by the model's names; a second one for the same name goes into `repeats`.
+
+    A plain name goes first: it is the one that PEFT loads.
+    """
+    saved: dict[str, StoredTensor] = {}
+    trained = config.bias != "none"
+    copies = [item for item in whole if item.part is Part.SAVED_MODULE]
+    plain = (
+        item
+        for item in whole
+        if item.part is Part.PLAIN or (trained and item.part is Part.BASE_LAYER and item.leaf == "bias")
+    )
+    for item in (*plain, *copies):
+        first = saved.setdefault(item.name, item.tensor)
+        if first is not item.tensor:
+            repeats[item.tensor.name] = first
+    return saved

@@ -1,0 +1,35 @@
+"""What a folder is and holds, from names, JSON files and tensor headers: never a weight."""
+
+from lora_tool.checkpoints.adapters import ADAPTER as ADAPTER
+from lora_tool.checkpoints.adapters import ADAPTER_PICKLE as ADAPTER_PICKLE
+from lora_tool.checkpoints.adapters import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
+from lora_tool.checkpoints.adapters import TRAINED_ADAPTER as TRAINED_ADAPTER
+from lora_tool.checkpoints.adapters import UNMERGED as UNMERGED
+from lora_tool.checkpoints.adapters import VALUE_HEAD as VALUE_HEAD
+from lora_tool.checkpoints.adapters import adapters_below as adapters_below
+from lora_tool.checkpoints.adapters import base_around as base_around
+from lora_tool.checkpoints.adapters import computed_from as computed_from
+from lora_tool.checkpoints.deepspeed import ZERO as ZERO
+from lora_tool.checkpoints.folders import Folder as Folder
+from lora_tool.checkpoints.fsdp import DCP as DCP
+from lora_tool.checkpoints.kinds import AdapterDir as AdapterDir
+from lora_tool.checkpoints.kinds import Checkpoint as Checkpoint
+from lora_tool.checkpoints.kinds import Claim as Claim
+from lora_tool.checkpoints.kinds import Kind as Kind
+from lora_tool.checkpoints.kinds import ModelDir as ModelDir
+from lora_tool.checkpoints.kinds import RunDir as RunDir
+from lora_tool.checkpoints.kinds import ShardedDir as ShardedDir
+from lora_tool.checkpoints.kinds import ShardedKind as ShardedKind
+from lora_tool.checkpoints.kinds import unexpected as unexpected
+from lora_tool.checkpoints.models import BASE_MODEL as BASE_MODEL
+from lora_tool.checkpoints.models import MERGED_MODEL as MERGED_MODEL
+from lora_tool.checkpoints.models import TRAINED_MODEL as TRAINED_MODEL
+from lora_tool.checkpoints.opening import as_adapter as as_adapter
+from lora_tool.checkpoints.opening import as_model as as_model
+from lora_tool.checkpoints.opening import open_adapter as open_adapter
+from lora_tool.checkpoints.opening import open_checkpoint as open_checkpoint
+from lora_tool.checkpoints.opening import open_model as open_model
+from lora_tool.checkpoints.opening import open_sharded as open_sharded
+from lora_tool.checkpoints.opening import require_whole as require_whole
+from lora_tool.checkpoints.registry import KINDS as KINDS
+from lora_tool.checkpoints.runs import RUN as RUN

@@ -1,0 +1,80 @@
+"""Transformers models, base and merged: `config.json` and weights, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import re
+
+from msgspec.structs import replace
+
+from lora_tool.checkpoints import other_formats
+from lora_tool.checkpoints.folders import Folder, read_config, without_weights
+from lora_tool.checkpoints.kinds import Claim, Kind, ModelDir
+from lora_tool.core.errors import Defect, Problem
+from lora_tool.formats import manifest, model_config
+from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.model_config import read_model_config
+from lora_tool.formats.weights import Weights, read_sharded, read_single
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_READERS = {_WEIGHTS: read_single, _INDEX: read_sharded, _PICKLE: read_single, _PICKLE_INDEX: read_sharded}
+"""The single file before the shards, safetensors before torch files: what transformers loads where several are there."""
+_SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    if not _READERS.keys().isdisjoint(folder.files) or any(map(_SHARD.match, folder.files)):
+        return Claim.WEIGHTS
+    return Claim.CONFIG if model_config.FILE_NAME in folder.files else None
+
+
+def _open(folder: Folder) -> ModelDir:
+    config, problems = read_config(folder, model_config.FILE_NAME, read_model_config)
+    if config is not None and config.model_type is None:
+        other_formats.refuse_config(config.path)
+    written: Manifest | None = None
+    manifest_problems: tuple[Problem, ...] = ()
+    if manifest.FILE_NAME in folder.files:
+        written, manifest_problems = read_config(folder, manifest.FILE_NAME, read_manifest)
+    weights = weights_in(folder)
+    return ModelDir(
+        kind=MERGED_MODEL if written is not None else BASE_MODEL if folder.trainer is None else TRAINED_MODEL,
+        folder=folder,
+        config=config,
+        weights=weights,
+        manifest=written,
+        problems=(*folder.problems, *problems, *manifest_problems, *weights.problems),
+    )
+
+
+def weights_in(folder: Folder) -> Weights:
+    """Return the weights that transformers would load from the folder; what is wrong with them is in `problems`."""
+    shards = [name for name in folder.files if _SHARD.match(name)]
+    found = next((name for name in _READERS if name in folder.files), None)
+    if found is None and not shards:
+        other_formats.refuse_files(folder, adapter=False)
+        return without_weights(folder, _WEIGHTS)
+    if found is None:
+        index = _INDEX if shards[0].endswith(".safetensors") else _PICKLE_INDEX
+        message = f"is missing, but {len(shards)} shards are there: without the index nothing says which of them belong together"
+        return without_weights(folder, index, message)
+    weights = _READERS[found](folder.root / found)
+    if any(problem.fatal for problem in weights.problems):
+        return weights
+    read = {file.path.name for file in weights.files}
+    stray = tuple(
+        Problem(
+            defect=Defect.STRAY_WEIGHTS,
+            path=str(folder.root / name),
+            message="is a weights file that no index names; transformers ignores it",
+            fatal=False,
+        )
+        for name in shards
+        if name not in read
+    )
+    return replace(weights, problems=(*weights.problems, *stray))
+
+
+BASE_MODEL = Kind(name="base model", sign=model_config.FILE_NAME, command="validate", recognise=_recognise, open=_open)
+MERGED_MODEL = replace(BASE_MODEL, name="merged model", command="verify")
+TRAINED_MODEL = replace(BASE_MODEL, name="trainer checkpoint")

@@ -1,0 +1,87 @@
+"""The list of all kinds of checkpoint: a new kind is a module beside these and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lora_tool.checkpoints.adapters import ADAPTER
+from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
+from lora_tool.checkpoints.deepspeed import ZERO
+from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
+from lora_tool.checkpoints.fsdp import DCP
+from lora_tool.checkpoints.fsdp_ranks import FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.kinds import Claim, Kind, ShardedKind, matches
+from lora_tool.checkpoints.megatron import MEGATRON
+from lora_tool.checkpoints.models import BASE_MODEL
+from lora_tool.checkpoints.runs import RUN
+from lora_tool.checkpoints.state_file import STATE_FILE
+from lora_tool.checkpoints.verl import VERL
+from lora_tool.core.errors import CheckpointError
+
+KINDS: list[Kind] = [
+    ADAPTER,
+    BASE_MODEL,
+    ZERO,
+    FSDP_RANKS,
+    FSDP_FULL,
+    CUT_SAFETENSORS,
+    MEGATRON,
+    DCP,
+    VERL,
+    RUN,
+    STATE_FILE,
+]
+"""In the order in which they are asked."""
+
+
+def recognised(folder: Folder, kinds: Iterable[Kind]) -> tuple[Kind, Claim] | None:
+    """Return the one of `kinds` that has the best claim to the folder, and the claim; None where none has one."""
+    best: tuple[Kind, Claim] | None = None
+    for kind in kinds:
+        claim = kind.recognise(folder)
+        if claim is not None and (best is None or claim > best[1]):
+            best = kind, claim
+        if claim is Claim.WEIGHTS:  # the others would look into each folder of a large checkpoint
+            break
+    return best
+
+
+def sharded_kinds() -> Iterator[ShardedKind]:
+    """Yield the kinds whose weights lie in pieces."""
+    return (kind for kind in KINDS if isinstance(kind, ShardedKind))
+
+
+def piece_folders(folder: Folder) -> tuple[str, ...]:
+    """Return the names of the folders in it that hold pieces of a training checkpoint: DeepSpeed's tags, FSDP's parts."""
+    return tuple(name for name in folder.folders if holds_pieces(name))
+
+
+def holds_rank_files(folder: Folder) -> bool:
+    """Return whether pieces of a training checkpoint lie in the folder, themselves or in folders of their own."""
+    patterns = [pattern for kind in sharded_kinds() for pattern in kind.weights]
+    return bool(piece_folders(folder)) or any(matches(name, patterns) for name in folder.files)
+
+
+def holds_pieces(name: str) -> bool:
+    """Return whether a folder of this name is a part of the checkpoint that it lies in."""
+    return any(matches(name, kind.folders) for kind in sharded_kinds())
+
+
+def is_step(name: str) -> bool:
+    """Return whether a folder of this name is a save of a run: `checkpoint-N`, or as its framework calls them."""
+    return is_numbered(name) or any(kind.steps and kind.steps.match(name) for kind in sharded_kinds())
+
+
+def is_save(path: Path) -> bool:
+    """Return whether the folder `path` is a save of a run: by its name, or by a common name and the pieces in it."""
+    if is_step(path.name):
+        return True
+    kinds = [kind for kind in sharded_kinds() if kind.common_steps and kind.common_steps.match(path.name)]
+    if not kinds:
+        return False
+    try:
+        folder = read_folder(path)
+    except CheckpointError:  # it cannot be listed
+        return False
+    return recognised(folder, kinds) is not None

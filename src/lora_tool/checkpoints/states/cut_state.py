@@ -1,0 +1,95 @@
+"""The training state in one safetensors file for each rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+
+from lora_tool.checkpoints import ShardedDir
+from lora_tool.checkpoints.cut_safetensors import CUT_FILE
+from lora_tool.checkpoints.states.file_facts import KnownRows, NumberedFiles
+from lora_tool.checkpoints.states.model_sizes import size_near
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import require_tag_here
+from lora_tool.core.display import counted
+from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
+from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.models.ends import is_input
+
+_LAST_NORM = re.compile(r"(\A|\.)(norm|ln_f|final_layer_?norm)\.weight\Z")
+
+
+class CutState(TrainingState, frozen=True, kw_only=True):
+    """The state of a module in one safetensors file for each rank."""
+
+    model: CutModel
+    shards: frozenset[int]
+    """The numbers in the names of its files."""
+
+    def numbered_files(self) -> Iterator[NumberedFiles]:
+        """See `TrainingState`; where every tensor is whole, no file is missing between others."""
+        if self._gaps:
+            numbers = range(1, max(self.shards) + 1)
+            yield NumberedFiles(folder=self.folder, of="shard", numbers=numbers, there=self.shards)
+
+    def known_rows(self) -> Iterator[KnownRows] | None:
+        """Yield the embeddings and the last norm, where a config near tells their rows; None where a gap says enough."""
+        return None if self.problems or self._gaps else self._known_rows()
+
+    def _known_rows(self) -> Iterator[KnownRows]:
+        for name in self.model.parts:
+            shape = self.model.shape(name)
+            is_end = is_input(name.removesuffix(".weight"))
+            size = "vocab_size" if is_end else "hidden_size" if _LAST_NORM.search(name) else None
+            wanted = size and size_near(size, self.folder)
+            if wanted and shape:
+                yield KnownRows(name, shape[0], wanted)
+
+    def copies(self) -> Iterator[tuple[Path, Path]]:
+        """See `TrainingState`."""
+        yield from self.model.doubled
+
+    def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
+        """See `TrainingState`."""
+        for name, parts in self.model.parts.items():
+            yield name, {part.stored.path: part.stored.dtype for part in parts}
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """See `TrainingState`."""
+        if not self.problems and len(self.shards) == max(self.shards):
+            for name, gap in self._gaps.items():
+                yield self.folder, name, gap
+
+    @property
+    def lists_all_names(self) -> bool:
+        """Whether every file can be read and every tensor in them is whole."""
+        return not self.problems and not self._gaps
+
+    @property
+    def _gaps(self) -> dict[str, str]:
+        return {name: gap for name in self.model.parts if (gap := self.model.gap(name))}
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `assemble_cut`."""
+        return assemble_cut(self.model, wanted)
+
+
+def cut_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in the files of all ranks; see `training_state`."""
+    require_tag_here(checkpoint, tag)
+    folder, names = checkpoint.root, checkpoint.rank_files["."]
+    model = read_cut_safetensors(folder, names)
+    return CutState(
+        root=folder,
+        folder=folder,
+        title=f"distributed safetensors checkpoint {folder}, {counted(len(names), 'file')}",
+        entries={name: StateEntry(role=Role.SAVED, shape=model.shape(name)) for name in model.parts},
+        without_values=base_layers_left_out(model.parts),
+        problems=model.problems,
+        model=model,
+        shards=frozenset(int(match["shard"]) for match in map(CUT_FILE.match, names) if match),
+        stamps=model.stamps,
+        facts={"format": str(checkpoint.kind), "tag": ".", "files": len(names)},
+    )

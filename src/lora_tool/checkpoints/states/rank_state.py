@@ -1,0 +1,201 @@
+"""The training state in one file for each rank: verl's, accelerate's without DCP, and a whole one in one file."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from lora_tool.checkpoints import ShardedDir
+from lora_tool.checkpoints.folders import read_folder
+from lora_tool.checkpoints.fsdp_ranks import FULL_FILE, RANK_FILE
+from lora_tool.checkpoints.states import rank_facts
+from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, Replica, UngatheredFile
+from lora_tool.checkpoints.states.flat_slices import flat_shapes
+from lora_tool.checkpoints.states.model_sizes import size_near
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import choose_tag, is_critic, require_tag_here, saved_tags
+from lora_tool.checkpoints.verl import MODEL_FILE, POINTER, ranks_of
+from lora_tool.core.display import counted
+from lora_tool.core.errors import UnsupportedCheckpoint
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorTable
+from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
+from lora_tool.formats.torch_zip import Record
+
+
+class RankState(TrainingState, frozen=True, kw_only=True):
+    """The state of a module in one file for each rank."""
+
+    found: RankFolder
+    ranks: int
+    """How many processes saved."""
+    there: frozenset[int]
+    """Those whose files exist, readable or not."""
+    alone: bool = False
+    """Whether the one file should hold everything."""
+    extra: tuple[tuple[Path, int], ...] = ()
+    """Files of another run in the folder, each with its number of ranks."""
+
+    def numbered_files(self) -> Iterator[NumberedFiles]:
+        """See `TrainingState`; under HSDP other ranks may hold all that a missing file held."""
+        if not self.alone:
+            found = self.found
+            spare = bool(found.files) and not rank_facts.is_flat(found) and not rank_facts.gaps_in(found)
+            yield NumberedFiles(folder=found.folder, numbers=range(self.ranks), there=self.there, spare=spare)
+
+    def ungathered_files(self) -> Iterator[UngatheredFile]:
+        """See `TrainingState`."""
+        if self._is_ungathered:
+            for file in self.found.files.values():
+                yield UngatheredFile(file.path, file.saved_by or 0, self.ranks)
+
+    def files(self) -> Iterator[FileFacts]:
+        """See `TrainingState`."""
+        yield from rank_facts.file_facts(self.found, ranks=self.ranks, alone=self.alone)
+        for path, ranks in self.extra:
+            yield FileFacts(path=path, ranks=ranks, all_ranks=self.ranks, is_extra=True)
+
+    def contents(self) -> Iterator[tuple[Path, Hashable]]:
+        """See `TrainingState`."""
+        return rank_facts.contents(self.found)
+
+    def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
+        """See `TrainingState`."""
+        return rank_facts.types(self.found)
+
+    def replicas(self) -> Iterator[Replica]:
+        """See `TrainingState`."""
+        return rank_facts.replicas(self.found)
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """See `TrainingState`."""
+        if self.lists_all_names and not self._is_ungathered:
+            for name, gap in rank_facts.gaps_in(self.found).items():
+                yield self.found.folder, name, gap
+
+    @property
+    def lists_all_names(self) -> bool:
+        """Whether no rank's file is missing or broken."""
+        return not self.problems and (self.alone or self.there.issuperset(range(self.ranks)))
+
+    @property
+    def _is_ungathered(self) -> bool:
+        return self.alone and self.ranks > 1 and bool(rank_facts.gaps_in(self.found))
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `assemble_ranks`."""
+        return assemble_ranks(self.found, wanted)
+
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
+        """Return the archive members that hold the tensors."""
+        held = (part for name in tensors for part in self.found.tensors[name].parts)
+        return frozenset(part.holder.file.record(part.local) for part in held)
+
+
+def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state of one module of verl: the actor of the step that the run points at, or of `tag`."""
+    name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="steps")
+    folder = _inside(checkpoint, name)
+    matches = {file: match for file in checkpoint.rank_files[name] if (match := MODEL_FILE.match(file))}
+    sizes = Counter(int(match["ranks"]) for match in matches.values())
+    ranks = ranks_of(read_folder(folder)) or sizes.most_common(1)[0][0]
+    paths = {int(match["rank"]): folder / file for file, match in matches.items() if int(match["ranks"]) == ranks}
+    extra = tuple(
+        (folder / file, int(match["ranks"])) for file, match in matches.items() if int(match["ranks"]) != ranks
+    )
+    steps = [tag for tag in checkpoint.rank_files if not is_critic(tag)]
+    saved = saved_tags(checkpoint, names=steps, pointer=POINTER) if tag is None else None
+    title = f"verl checkpoint {folder}, {ranks} ranks"
+    return replace(_state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved)
+
+
+def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in the rank files that accelerate wrote; see `training_state`."""
+    require_tag_here(checkpoint, tag)
+    matches = {file: match for file in checkpoint.rank_files["."] if (match := RANK_FILE.match(file))}
+    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
+    paths = {int(match["rank"]): checkpoint.root / file for file, match in matches.items()}
+    title = f"FSDP checkpoint {checkpoint.root}, {counted(len(paths), 'rank file')}"
+    return _state(checkpoint, ".", paths, ranks=None, title=title)
+
+
+def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in the one file that accelerate wrote; see `training_state`."""
+    require_tag_here(checkpoint, tag)
+    matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
+    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
+    path = checkpoint.root / next(iter(matches))
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}", alone=True)
+
+
+def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`.
+
+    `tag` is the wanted module of a file that holds several.
+    """
+    (name,) = checkpoint.rank_files["."]
+    path = checkpoint.root / name
+    module = tag if tag != "." else None
+    title = f"training state {path}"
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=title, alone=True, module=module)
+
+
+def _state(
+    checkpoint: ShardedDir,
+    tag: str,
+    paths: Mapping[int, Path],
+    *,
+    ranks: int | None,
+    title: str,
+    alone: bool = False,
+    module: str | None = None,
+) -> RankState:
+    folder = _inside(checkpoint, tag)
+    found = read_rank_files(folder, paths, module)
+    flat = {name: math.prod(tensor.shape) for name, tensor in found.tensors.items() if tensor.flat}
+    known = flat_shapes(flat, hidden=size_near("hidden_size", folder, folder.absolute().parent)) if flat else {}
+    shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}
+    found = replace(found, tensors={**found.tensors, **shaped})
+    ranks = ranks or _ranks(found.ranks, files=max(paths) + 1)
+    return RankState(
+        root=checkpoint.root,
+        folder=folder,
+        title=title,
+        entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        without_values=base_layers_left_out(found.tensors),
+        shapeless=frozenset(flat.keys() - known.keys()),
+        problems=found.problems,
+        found=found,
+        ranks=ranks,
+        there=frozenset(paths),
+        alone=alone,
+        stamps={file.path: file.file.stamp for file in found.files.values()},
+        facts={
+            "format": str(checkpoint.kind),
+            "tag": tag,
+            "world_size": ranks,
+            "serialization_ids": {file.path.name: file.file.serialization_id for file in found.files.values()},
+        },
+    )
+
+
+def _ranks(told: int, *, files: int) -> int:
+    """Return how many processes saved, where no name of a file says it; `files` is what the highest rank's makes likely.
+
+    Tensors tell how many share them: under HSDP that may be a part of all processes, which it divides.
+    """
+    return files if not told or files % told == 0 else told
+
+
+def _inside(checkpoint: ShardedDir, tag: str) -> Path:
+    return checkpoint.root if tag == "." else checkpoint.root / tag
+
+
+def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
+    if len(models) > 1:
+        message = f"{checkpoint.root} holds the states of {len(models)} models"
+        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")

@@ -1,0 +1,211 @@
+"""The state in a training checkpoint of any kind: names with roles, where their bytes are, and what its files say."""
+
+from __future__ import annotations
+
+import abc
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from lora_tool.checkpoints.states.file_facts import (
+    AbsentFile,
+    Amount,
+    FileFacts,
+    KnownRows,
+    NumberedFiles,
+    Replica,
+    SavedTags,
+    UngatheredFile,
+)
+from lora_tool.checkpoints.states.file_values import FileValues, ValuePiece
+from lora_tool.checkpoints.states.value_facts import ValueReader
+from lora_tool.core.errors import Problem
+from lora_tool.core.keys import LORA_FACTOR, has_lora_factor
+from lora_tool.core.records import AbstractRecord
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorTable
+from lora_tool.formats.files import is_folder
+from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.torch_zip import Record
+
+_BESIDE = ("lora_adapter", "huggingface")
+"""Folders in which verl puts the adapter with its config, up to 2025, and the model's config and tokenizer."""
+
+
+_BASE = re.compile(r"\.base_layer(?=\.)")
+
+
+class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
+    """The tensors of a training run at one step: plain data, of which each kind of checkpoint has a class of its own."""
+
+    root: Path
+    folder: Path
+    """Where the rank files are: `root` or the tag's folder in it."""
+    title: str
+    """One line for people: the kind of checkpoint, the number of ranks, the step."""
+    entries: Mapping[str, StateEntry]
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Tied tensors: other name → the name under which it is in `entries`."""
+    beside: tuple[str, ...] = ()
+    """Keys of the other states in the checkpoint, which are left there."""
+    without_values: tuple[str, ...] = ()
+    """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
+    shapeless: frozenset[str] = frozenset()
+    """Names of tensors whose elements are there but whose shapes are unknown; in `entries` they have one dimension."""
+    problems: tuple[Problem, ...] = ()
+    """Of files that cannot be read."""
+    tags: SavedTags | None = None
+    """The saves that this one was chosen from; None where the caller named it."""
+    stamps: Mapping[Path, FileStamp]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifest records about it."""
+
+    @abc.abstractmethod
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """Return its tensors whose names are in `wanted`, each as the spans that hold its elements.
+
+        Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
+        """
+
+    def optimised(self) -> frozenset[str]:
+        """Return the names of the tensors that an optimizer beside them has states of: those that were trained.
+
+        None are known where no optimizer was saved, or one that lora-tool does not look into.
+        """
+        return frozenset()
+
+    # what its files say, for the rules; a kind says what it knows
+
+    def numbered_files(self) -> Iterator[NumberedFiles]:
+        """Yield the files that it should have by their numbers."""
+        yield from ()
+
+    def absent_files(self) -> Iterator[AbsentFile]:
+        """Yield the files that others name and that do not exist."""
+        yield from ()
+
+    def ungathered_files(self) -> Iterator[UngatheredFile]:
+        """Yield the files that should hold whole tensors, and hold what one rank had of them."""
+        yield from ()
+
+    def known_rows(self) -> Iterator[KnownRows] | None:
+        """Yield the tensors whose rows the model's config tells; None for kinds whose files say how many ranks saved."""
+        return None
+
+    def files(self) -> Iterator[FileFacts]:
+        """Yield what each rank file says about itself and its run."""
+        yield from ()
+
+    def contents(self) -> Iterator[tuple[Path, Hashable]]:
+        """Yield the files whose content no other file should have, with what stands for it."""
+        yield from ()
+
+    def copies(self) -> Iterator[tuple[Path, Path]]:
+        """Yield the files that hold the content of another rank's file, each with the other."""
+        seen: dict[Hashable, Path] = {}
+        for path, content in self.contents():
+            other = seen.setdefault(content, path)
+            if other != path:
+                yield path, other
+
+    def strangers(self) -> Iterator[tuple[Path, str]]:
+        """Yield the parameters in its files that the module does not have, each with its place."""
+        yield from ()
+
+    def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
+        """Yield the tensors of which several files hold parts, with the type that each file has."""
+        yield from ()
+
+    def replicas(self) -> Iterator[Replica]:
+        """Yield what several ranks hold and must hold in the same way."""
+        yield from ()
+
+    def gaps(self) -> Iterator[tuple[Path, str, str]]:
+        """Yield file or folder, name and gap of each tensor that is not whole although no file is missing."""
+        yield from ()
+
+    def amounts(self) -> Iterator[Amount]:
+        """Yield how many elements the files hold of what they share out."""
+        yield from ()
+
+    @property
+    def names_path(self) -> Path:
+        """The file or folder that lists the module's tensors."""
+        return self.folder
+
+    @property
+    def hides_frozen(self) -> bool:
+        """Whether frozen parameters were left out, and no file lists their names."""
+        return False
+
+    @property
+    def lists_all_names(self) -> bool:
+        """Whether no file is missing or broken that may name further tensors."""
+        return not self.problems
+
+    @property
+    def has_module_names(self) -> bool:
+        """Whether its names are those of the training module, and not translated."""
+        return True
+
+    # its values
+
+    def value_readers(self, tensors: TensorTable) -> tuple[ValueReader, ...]:
+        """Return what reads the values of `tensors`, some of its own, in parts that can run at the same time."""
+        masters = frozenset(name for name in tensors if self._is_trained(name))
+        return file_readers(tensors, self.records(tensors), masters=masters)
+
+    def _is_trained(self, name: str) -> bool:
+        role = self.entries[name].role
+        return role is Role.TRAINED or (role is Role.SAVED and has_lora_factor(name))
+
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
+        """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
+        return frozenset(place for tensor in tensors.values() for place in tensor.places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, roughly: tensors not read yet count as float32."""
+        return sum(4 * math.prod(entry.shape) for entry in self.entries.values())
+
+    @property
+    def near(self) -> tuple[Path, ...]:
+        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside, verl in folders
+        beside the pieces.
+        """
+        beside = (place / name for place in (self.folder, self.root) for name in _BESIDE)
+        exported = filter(is_folder, beside)
+        return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent, *exported)))
+
+
+def file_readers(
+    tensors: TensorTable, records: Collection[Record | Span], *, masters: frozenset[str]
+) -> tuple[FileValues, ...]:
+    """Return the readers of each file's values; `records` hold the tensors, `masters` are the trained ones."""
+    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
+    for record in records:
+        by_path[record.path].append(record)
+    pieces: dict[Path, list[ValuePiece]] = defaultdict(list)
+    for tensor in tensors.values():
+        for span in tensor.places:
+            piece = ValuePiece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype)
+            pieces[span.path].append(piece)
+    return tuple(
+        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
+        for path in sorted(by_path)
+    )
+
+
+def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
+    adapted = {name[: match.start()] for name in names if (match := LORA_FACTOR.search(name))}
+    # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
+    # PEFT saves a bias there that it trained, without the weight
+    weights = [name for name in names if ".lora_" not in name and not name.endswith(".base_layer.bias")]
+    held = {name[: match.start()] for name in weights for match in _BASE.finditer(name)}
+    held |= {module for module in adapted if f"{module}.weight" in names}  # prime-rl saves the base under its own names
+    return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))

@@ -1,0 +1,1 @@
+"""Words that every room uses, and reports: imports nothing else of ours."""

@@ -1,0 +1,167 @@
+"""Options of a use case, declared once: a field of a dataclass that says what it does and how it is written.
+
+The library takes the fields as keywords (`called_with`), a command line as options, a file as keys.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
+
+from msgspec import Struct
+
+from lora_tool.core.errors import WrongValue
+
+Keywords = ParamSpec("Keywords")
+Chosen = TypeVar("Chosen", bound="Options")
+First = TypeVar("First")
+Second = TypeVar("Second")
+Result = TypeVar("Result")
+
+
+class Recorded(enum.Enum):
+    """What the manifest of an output records of an option."""
+
+    ALWAYS = enum.auto()
+    IF_GIVEN = enum.auto()
+    AS_DECIDED = enum.auto()
+    """What the plan decided where the option left it open; the plan records that itself."""
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """One option: its effect, in a sentence, its spelling on a command line, and how a manifest keeps it.
+
+    `parse` makes a value of the given one, and raises `WrongValue`; None takes it unchanged.
+    """
+
+    help: str
+    parse: Callable[[Any], Any] | None = None
+    name: str | None = None
+    """Without its dashes; None takes the name of the field."""
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+    off: str | None = None
+    """The spelling of a flag's opposite, such as ``no-verify``."""
+    many: bool = False
+    """Whether it may be repeated: `parse` makes each value of a tuple."""
+    existing: bool = False
+    """Whether a command line takes only a path that exists."""
+    library_only: bool = False
+    """Whether no command has it."""
+    recorded: Recorded | None = None
+    """None where no manifest has it under its name."""
+    inferred: Callable[..., Any] | None = None
+    """Gives its value for an output that has no manifest, from the output and what it was made of."""
+
+
+def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 - as `dataclasses.field`
+    """Return a dataclass field that is an option; `spelling` is that of `Option`."""
+    return field(default=default, metadata={"option": Option(help=text, **spelling)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The base of the options of a use case. Raises `WrongValue` for a bad value, naming its field."""
+
+    common: ClassVar[bool] = False
+    """Whether the class declares what several use cases share; such options are listed last."""
+
+    def __post_init__(self) -> None:
+        for name, (how, _) in declared(type(self)).items():
+            given = getattr(self, name)
+            if given is not None and how.parse is not None:
+                try:
+                    object.__setattr__(self, name, tuple(map(how.parse, given)) if how.many else how.parse(given))
+                except WrongValue as error:
+                    raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+
+
+def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
+    """Return the declared options by the names of their fields, each with its default (`MISSING` for one that is
+    required): those of the use case before the `common` ones.
+    """
+    known = {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+    common = {name for kind in options.__mro__ if vars(kind).get("common") for name in vars(kind)["__annotations__"]}
+    own = {name: how for name, how in known.items() if name not in common}
+    return own | {name: how for name, how in known.items() if name in common}
+
+
+def on_command_line(options: type[Options]) -> dict[str, tuple[Option, object]]:
+    """Return the options that a command has, as `declared` does."""
+    return {name: found for name, found in declared(options).items() if not found[0].library_only}
+
+
+def recorded(options: Options) -> dict[str, Any]:
+    """Return what a manifest records of the options as they were given."""
+    values: dict[str, Any] = {}
+    for name, (how, _) in declared(type(options)).items():
+        value = getattr(options, name)
+        if how.recorded is Recorded.ALWAYS or (how.recorded is Recorded.IF_GIVEN and value):
+            values[name] = value.value if isinstance(value, enum.Enum) else value
+    return values
+
+
+def replayed(options: type[Options], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a manifest recorded, without those whose value nobody knows any more."""
+    values: dict[str, Any] = {}
+    for name, (how, _) in declared(options).items():
+        if how.recorded is None or record.get(name) is None:
+            continue
+        try:
+            values[name] = how.parse(record[name]) if how.parse is not None else record[name]
+        except WrongValue:  # "as in the base", or a word of another release
+            continue
+    return values
+
+
+def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
+    """Return the options that an output without a manifest shows; `seen` are the output and what it was made of."""
+    return {name: how.inferred(*seen) for name, (how, _) in declared(options).items() if how.inferred is not None}
+
+
+class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
+    """Give a function that takes options those options as keywords instead, with their types and sentences.
+
+    Its parameters after the options keep their defaults.
+    """
+
+    def __init__(self, options: Callable[Keywords, Chosen]) -> None:
+        self.options = options
+
+    @overload
+    def __call__(
+        self, function: Callable[[First, Second, Chosen], Result]
+    ) -> Callable[Concatenate[First, Second, Keywords], Result]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[First, Chosen], Result]
+    ) -> Callable[Concatenate[First, Keywords], Result]: ...
+
+    def __call__(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return `function` with keywords; its signature and docstring list them."""
+        own = inspect.signature(function, eval_str=True)
+        kinds = [each.annotation for each in own.parameters.values()]
+        position = next(at for at, kind in enumerate(kinds) if isinstance(kind, type) and issubclass(kind, Options))
+        leading, kind = list(own.parameters.values())[:position], kinds[position]
+
+        @functools.wraps(function)
+        def call(*inputs: Any, **keywords: Any) -> Result:
+            given = inspect.Signature(leading).bind(*inputs)
+            given.apply_defaults()
+            return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`
+
+        types = get_type_hints(kind)
+        parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading]
+        for name, (_, default) in declared(kind).items():
+            given = inspect.Parameter.empty if default is MISSING else default
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=types[name])
+            )
+        vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
+        lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(kind).items()]
+        call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
+        return call

@@ -1,0 +1,146 @@
+"""What a check says: findings, what was looked at, and what could not be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from msgspec import Struct
+
+from lora_tool.core.display import as_html, counted, shortened, some
+from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.runs import Run
+from lora_tool.core.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
+from lora_tool.core.report.words import Checked, Ignored, Page, Skipped, Unread
+
+__all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
+
+T = TypeVar("T")
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """The outcome of one check of one or more folders."""
+
+    subjects: tuple[Checked, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    runs: tuple[Run, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
+
+    @property
+    def worst(self) -> Severity | None:
+        """The severity of the worst finding, None without findings."""
+        return max({finding.severity for finding in self.findings}, default=None)
+
+    def at_least(self, severity: Severity) -> tuple[Finding, ...]:
+        """Return the findings of that severity or worse."""
+        bad = {other for other in Severity if other >= severity}
+        return tuple(finding for finding in self.findings if finding.severity in bad)
+
+    def count(self, severity: Severity) -> int:
+        """Return how many findings have exactly that severity."""
+        return sum(finding.severity is severity for finding in self.findings)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        paths = some([subject.path for subject in self.subjects], 3)
+        return f"Report({paths}: {shortened(self.counts(), 300)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+    def text(self, *, color: bool = False, limit: int = SHOWN) -> str:
+        """Return the findings, run tables, skipped checks and one summary line, as the command prints them.
+
+        Of findings that are alike in a file, `limit` are spelled out. Nothing in it acts on a terminal but the colours
+        that `color` asks for.
+        """
+        lines = [*findings_lines(self.findings, color=color, limit=limit)]
+        for run in self.runs:
+            lines += [*run_lines(run, color=color), ""]
+        lines += [*ignored_lines(self.ignored), *skipped_lines(self.skipped), self.summary()]
+        worst = [finding for finding in self.at_least(Severity.WARNING) if finding.severity is self.worst]
+        if worst:  # in the file that stands first above
+            code = min(finding.code for finding in worst if finding.path == worst[0].path)
+            lines.append(f"lora-tool rules {code} explains the first of them")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return one line: what was looked at and how many findings there are."""
+        kinds = [subject.kind for subject in self.subjects]
+        looked_at = ", ".join(counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
+        found = [
+            counted(self.count(severity), name)
+            for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
+            if self.count(severity)
+        ]
+        skipped = [f"{counted(len(self.skipped), 'rule')} skipped"] if self.skipped else []
+        return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
+
+    def counts(self) -> str:
+        """Return how many errors and warnings there are, and their codes."""
+        found = [(self.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
+        numbers = [counted(count, what) for count, what in found if count]
+        codes = dict.fromkeys(finding.code for finding in self.at_least(Severity.WARNING))
+        return f"{', '.join(numbers)}: {', '.join(codes)}" if numbers else "no findings"
+
+    def raise_for_errors(self) -> None:
+        """Return if there is no error. Raises `FindingsFound` naming the first one and how many there are."""
+        self.raise_at(Severity.ERROR)
+
+    def raise_at(self, severity: Severity, *, hint: str | None = None) -> None:
+        """Return if every finding is less severe than that.
+
+        Raises `FindingsFound`, which holds this report, names the first of the worst findings and says how many there
+        are; `hint` replaces the finding's own.
+        """
+        found = self.at_least(severity)
+        if found:
+            first = next(finding for finding in found if finding.severity is self.worst)
+            what = f"more {first.severity}" if len({finding.severity for finding in found}) == 1 else "more finding"
+            more = f" (and {counted(len(found) - 1, what)})" if len(found) > 1 else ""
+            raise FindingsFound(f"{first}{more}", hint=hint or first.hint, report=self)
+
+
+def joined(reports: Iterable[Report]) -> Report:
+    """Return one report with the contents of all `reports`, in their order and without duplicates."""
+    listed = tuple(reports)
+    return Report(
+        subjects=tuple(subject for report in listed for subject in report.subjects),
+        findings=_once(finding for report in listed for finding in report.findings),
+        skipped=_once(skipped for report in listed for skipped in report.skipped),
+        runs=tuple(run for report in listed for run in report.runs),
+        unread=tuple(unread for report in listed for unread in report.unread),
+        ignored=_once(ignored for report in listed for ignored in report.ignored),
+    )
+
+
+def _once(items: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...]:
+    """Return each folder with its findings: those whose path lies in it, but not in a folder inside it.
+
+    The first folder has those that lie in none, as in a base model elsewhere.
+    """
+    if not report.subjects:
+        return ()
+    found: dict[str, list[Finding]] = {checked.path: [] for checked in report.subjects}
+    first = report.subjects[0].path
+    for finding in report.findings:
+        path = finding.path
+        while path and path not in found:
+            path = path.rpartition("/")[0]
+        found[path or first].append(finding)
+    # a folder that was looked at twice, as an adapter and as rank files, is shown once
+    kept: dict[str, Checked] = {}
+    for checked in report.subjects:
+        earlier = kept.get(checked.path)
+        rules = checked.rules if earlier is None else tuple(sorted({*earlier.rules, *checked.rules}))
+        kept[checked.path] = Checked(path=checked.path, kind=(earlier or checked).kind, rules=rules)
+    return tuple((checked, tuple(found[path])) for path, checked in kept.items())

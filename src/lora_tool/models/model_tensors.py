@@ -1,0 +1,320 @@
+"""Which tensors a class of transformers has, and their shapes, told from its config.json without transformers.
+
+`model_tensors.jsonl` has a line for each model type that is stored as it is in memory. It was made by building every
+class of it on the meta device under hundreds of configs (`python -m tests.tensor_tables`): names that are always there,
+names that come and go together, and each dimension as a product or sum of the config's fields. What depends on more
+than that is unknown there, and the functions here say nothing about it.
+
+In the table ``@`` stands for what a class calls its base model (``model.``, ``transformer.``), and ``*`` for the number
+of a layer; a checkpoint of the base model alone has no such beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from lora_tool.core.keys import split_layer
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.models.sizes import Sizes
+from lora_tool.models.table import is_computed
+
+TABLE = Path(__file__).with_name("model_tensors.jsonl")
+_MOST_LAYERS = 4096
+_KNOWN_LISTS = frozenset({"attention_types", "attention_window", "moe_layers", "no_rope_layers", "type_vocab_sizes"})
+"""Lists of numbers in configs that the table was made with."""
+_LEGACY = {"gamma": "weight", "beta": "bias"}
+"""What layer norms of TensorFlow's checkpoints call their parameters; transformers renames them."""
+
+
+class ModelTensors(Struct, frozen=True, kw_only=True):
+    """The tensors of one checkpoint beside those that its class has. Names are those of the checkpoint."""
+
+    class_name: str | None
+    """The config's class, None where only what all classes of its type share is known."""
+    missing: tuple[str, ...]
+    """What the class has and the checkpoint lacks: transformers would initialise it at random."""
+    unexpected: tuple[str, ...]
+    """What the checkpoint has and no class of its type: transformers would leave it out."""
+    of_other_classes: tuple[str, ...]
+    """What the checkpoint has and another class of its type has, too."""
+    shapes: Mapping[str, tuple[int | None, ...]]
+    """The shape that the config gives each of the checkpoint's tensors; None for a dimension that is not known."""
+    left_out: tuple[str, ...]
+    """Fields of the config that decide these shapes, or how many layers there are, and have no number in it."""
+
+
+def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
+    """Return what the class of `config` has beside the tensors `names` of a checkpoint.
+
+    None where headers cannot tell: `why_unknown` says why.
+    """
+    row = _row(config.model_type or "")
+    if row is None or _why_no_row(config) is not None:
+        return None
+    known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
+    found = _Compared(row, row["classes"].get(known), config, names)
+    return found.result(known) if found.fits else None
+
+
+def has_tensors(model_type: str, names: Collection[str]) -> bool:
+    """Return whether every class of the model type has these tensors, by their names in the table."""
+    row = _row(model_type)
+    return row is not None and row["tensors"].keys() >= set(names)
+
+
+def may_have(model_type: str, class_name: str, name: str) -> bool | None:
+    """Return whether a class of the model type, such as this one, may have a tensor of that name; None if no table knows
+    the class.
+    """
+    row = _row(model_type)
+    if row is None or class_name not in row["classes"]:
+        return None
+    paths = {name, *(f"@{name.removeprefix(f'{prefix}.')}" for prefix in prefixes_of(model_type).values())}
+    return not row["tensors"].keys().isdisjoint(paths)
+
+
+def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
+    """Return the names of what a class may have beside its base model, a head and an output layer; None if no table
+    knows it.
+    """
+    row = _row(model_type)
+    if row is None or class_name not in row["classes"]:
+        return None
+    own = row["classes"][class_name]
+    names = (
+        *row["always"],
+        *own["always"],
+        *own["others"],
+        *(n for each in (row, own) for g in each["groups"] for n in g),
+    )
+    return frozenset(name for name in names if not name.startswith("@"))
+
+
+def prefixes_of(model_type: str) -> Mapping[str, str]:
+    """Return the classes of a model type, each with what those that have a head call their base model.
+
+    That is empty for a class that holds the parts of the base model itself, as T5ForConditionalGeneration does.
+    """
+    row = _row(model_type)
+    return {name: str(entry["prefix"]) for name, entry in row["classes"].items()} if row else {}
+
+
+@cache
+def tied_modules(model_type: str) -> Mapping[str, str]:
+    """Return modules whose weight is another's in some class of the model type → that other one.
+
+    Both have the paths of that class, and those of a checkpoint of the base model alone. An output layer is not among
+    them.
+    """
+    row = _row(model_type)
+    found: dict[str, str] = {}
+    for entry in row["classes"].values() if row else ():
+        for one, other in entry["tied"].items():
+            for trunk in (f"{entry['prefix']}." if entry["prefix"] else "", ""):
+                if one.startswith("@") and one.endswith(".weight") and other.startswith("@"):
+                    found[trunk + one[1:].removesuffix(".weight")] = trunk + other[1:].removesuffix(".weight")
+    return found
+
+
+@cache
+def base_prefixes() -> frozenset[str]:
+    """Return what all classes of the table that have a head call their base models."""
+    return frozenset(re.findall(r'"prefix":"(\w+)"', TABLE.read_text(encoding="utf-8")))
+
+
+def why_unknown(config: ModelConfig) -> str:
+    """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
+    return _why_no_row(config) or "the weights hold less than half of the tensors of its class under their names"
+
+
+def _why_no_row(config: ModelConfig) -> str | None:
+    if config.custom_code:
+        return "the model's class is custom code, so lora-tool does not know its tensors"
+    if config.quantization:
+        return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
+    row = _row(config.model_type or "")
+    if row is None:
+        return f"lora-tool has no table of the tensors of {config.model_type or 'untyped'} models"
+    for name in config.architectures[:1]:
+        if name in row.get("apart", ()):  # a decoder alone, whose encoder is not lost
+            return f"lora-tool has no table of the tensors of a {name}"
+    return (
+        "config.json lists layers of several kinds, so lora-tool does not know their tensors"
+        if lists_layers(config.raw)
+        else None
+    )
+
+
+@cache
+def _row(model_type: str) -> Mapping[str, Any] | None:
+    beginning = f'{{"model_type":"{model_type}",'
+    with TABLE.open(encoding="utf-8") as lines:
+        line = next((line for line in lines if line.startswith(beginning)), None)
+    row: Mapping[str, Any] | None = None if line is None else json.loads(line)
+    return row
+
+
+def lists_layers(config: Mapping[str, Any]) -> bool:
+    """Return whether a field of a config lists numbers, which may be layers of another kind."""
+    return any(
+        isinstance(value, list) and any(isinstance(each, int | list) for each in value)
+        for name, value in config.items()
+        if name not in _KNOWN_LISTS and not name.endswith(("token_id", "token_ids", "tokens"))
+    )
+
+
+def _any_class(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what may be said of a class that is not in the row: what is tied in one may be tied in another."""
+    tied = {name: of for entry in row["classes"].values() for name, of in entry["tied"].items()}
+    return {"always": [], "groups": [], "others": [], "tied": tied, "tied_anyway": tied, "ignored": []}
+
+
+class _Compared:
+    """The names of a checkpoint as the table has them, and what of its class they are."""
+
+    def __init__(
+        self, row: Mapping[str, Any], own: Mapping[str, Any] | None, config: ModelConfig, names: Collection[str]
+    ) -> None:
+        self._row = row
+        self._stacks = tuple(row["stacks"])
+        self._own = own or _any_class(row)
+        self._sizes = Sizes(row, config)
+        self._lengths = {stack: self._sizes.value(length) for stack, length in row["stacks"].items()}
+        self._strict = own is not None
+        self._prefix = self._prefix_of(names)
+        self._bare = not any(name.startswith(self._prefix) for name in names)
+        self._held = {self._in_table(name): name for name in names}
+        self._placed = {name: self._template(name) for name in self._held}
+        self._always = [*row["always"], *self._own["always"]]
+        self._tied = self._own["tied"] if self._sizes.tied is not False else self._own["tied_anyway"]
+        self._layers: dict[str, set[int]] = defaultdict(set)
+        for path, layer in self._placed.values():
+            if layer is not None:
+                self._layers[path.partition(".*.")[0]].add(layer)
+
+    def _prefix_of(self, names: Collection[str]) -> str:
+        """Return what the checkpoint puts before the base model's names."""
+        prefixes = {entry["prefix"] for entry in self._row["classes"].values()} if not self._strict else ()
+        tried = [f"{prefix}." for prefix in (prefixes or (self._own["prefix"],))]
+        return max(tried, key=lambda prefix: sum(name.startswith(prefix) for name in names), default="")
+
+    def _in_table(self, name: str) -> str:
+        rest, _, leaf = name.rpartition(".")
+        if leaf in _LEGACY and rest.endswith("LayerNorm"):
+            name = f"{rest}.{_LEGACY[leaf]}"
+        if name.startswith(self._prefix):
+            return f"@{name.removeprefix(self._prefix)}"
+        known = self._template(name)[0] in self._row["tensors"]
+        return f"@{name}" if self._bare and not known else name
+
+    def _template(self, name: str) -> tuple[str, int | None]:
+        for stack in self._stacks:
+            if name.startswith(stack) and name[len(stack) : len(stack) + 1] == ".":
+                number, dot, rest = name[len(stack) + 1 :].partition(".")
+                if dot and number.isdecimal() and len(number) < 6:  # noqa: PLR2004 - no model has so many layers
+                    return f"{stack}.*.{rest}", int(number)
+        return name, None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the checkpoint has at least half of what its model always has."""
+        held = {path for path, _ in self._placed.values()}
+        return 2 * len(held & set(self._row["always"])) >= len(self._row["always"]) and bool(held)
+
+    def result(self, class_name: str | None) -> ModelTensors:
+        beyond = {name for name, (path, layer) in self._placed.items() if not self._is_in_stack(path, layer)}
+        mine = {*self._always, *self._own["others"], *(n for g in self._groups for n in g)}
+        lists = {split_layer(path)[1] for path in self._row["tensors"] if split_layer(path)[0] is not None}
+        strange = [
+            name
+            for name in self._held
+            if name in beyond or not (self._placed[name][0] in mine or split_layer(self._placed[name][0])[1] in lists)
+        ]
+        strange = [name for name in strange if not self._is_ignored(name)] if self._strict else []
+        known = {name for name in strange if self._placed[name][0] in self._row["tensors"] and name not in beyond}
+        doubtful = self._sizes.doubtful
+        return ModelTensors(
+            class_name=class_name,
+            missing=tuple(self._on_disk(name) for name in dict.fromkeys(self._missing())),
+            unexpected=() if doubtful else tuple(self._held[name] for name in strange if name not in known),
+            of_other_classes=tuple(self._held[name] for name in strange if name in known),
+            shapes={} if doubtful else dict(self._shapes()),
+            left_out=() if doubtful else tuple(self._left_out()),
+        )
+
+    @property
+    def _groups(self) -> list[list[str]]:
+        return [*self._row["groups"], *self._own["groups"]]
+
+    def _is_in_stack(self, path: str, layer: int | None) -> bool:
+        length = self._lengths[path.partition(".*.")[0]] if layer is not None else None
+        return layer is None or length is None or layer < length
+
+    def _is_ignored(self, name: str) -> bool:
+        on_disk = self._held[name]
+        return is_computed(on_disk) or any(re.search(pattern, on_disk) for pattern in self._own["ignored"])
+
+    def _missing(self) -> Iterator[str]:
+        """Yield the names, in the table's words, that the class has under this config and the checkpoint lacks."""
+        for path in self._always:
+            yield from self._lost(path).values()
+        for group in self._groups:
+            there = Counter(layer for path in group for layer in self._instances(path))
+            lost: dict[int | None, list[str]] = defaultdict(list)
+            for path in group:
+                for layer, name in self._lost(path).items():
+                    lost[layer].append(name)
+            for layer, count in there.items():
+                if len(lost[layer]) < count:
+                    yield from lost[layer]
+        for path in self._row["alike"]:
+            names = self._lost(path).values()
+            if 2 * len(names) <= len(self._instances(path)):
+                yield from names
+
+    def _instances(self, path: str) -> Mapping[int | None, str]:
+        """Return layer → the name that a path of the table has there."""
+        stack, star, rest = path.partition(".*.")
+        if not star:
+            return {None: path}
+        length = self._lengths[stack]
+        held = self._layers[stack]
+        layers = sorted(held) if length is None else range(min(length, _MOST_LAYERS))
+        # of a layer that is lost as a whole LT310 tells
+        return {layer: f"{stack}.{layer}.{rest}" for layer in layers if layer in held or not held}
+
+    def _lost(self, path: str) -> Mapping[int | None, str]:
+        """Return those of a path's names that the checkpoint has neither by themselves nor by what they are tied to."""
+        of = self._tied.get(path, path)
+        tied = {of, *(other for other, its in self._tied.items() if its == of)} - {path}
+        return {
+            layer: name
+            for layer, name in self._instances(path).items()
+            if name not in self._held and not any(each.replace(".*.", f".{layer}.") in self._held for each in tied)
+        }
+
+    def _on_disk(self, name: str) -> str:
+        if not name.startswith("@"):
+            return name
+        return name[1:] if self._bare else self._prefix + name[1:]
+
+    def _left_out(self) -> list[str]:
+        dims = [self._row["tensors"].get(path) or () for path in {path for path, _ in self._placed.values()}]
+        lengths = [self._row["stacks"][stack] for stack in self._layers if stack in self._row["stacks"]]
+        return self._sizes.left_out([*lengths, *(each for of in dims for each in of)])
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        dims = {path: self._row["tensors"].get(path) for path, _ in self._placed.values()}
+        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items() if of is not None}
+        for name, on_disk in self._held.items():
+            path = self._placed[name][0]
+            if path in shapes:
+                yield on_disk, shapes[path]

@@ -1,0 +1,336 @@
+"""The compiled kernel: found beside this file, tested once, and called with addresses. `merge.c` says what it computes.
+
+It exists if lora-tool was installed where a C compiler is. `LORA_TOOL_KERNEL` says whether it is used: `auto` (if
+possible), `off`, `require`, or one of its levels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from lora_tool.core.choices import TextEnum, wrong_value
+from lora_tool.core.errors import ExecutionError
+from lora_tool.core.tensors import DType
+from lora_tool.native.structures import Codes, Term
+
+VARIABLE = "LORA_TOOL_KERNEL"
+FILE = Path(__file__).with_name("kernel.so")
+"""What `build_kernel.py` makes of `merge.c`."""
+VERSION = 1
+"""Of the functions in `merge.c`, and of the arithmetic that they define."""
+TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
+"""The types that it reads and writes."""
+
+
+@enum.unique
+class Level(TextEnum):
+    """A set of vector instructions. All give the same bits."""
+
+    SCALAR = "scalar"
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    NEON = "neon"
+
+    @property
+    def number(self) -> int:
+        return list(Level).index(self)
+
+
+class Seen(NamedTuple):
+    """What `Kernel.scan` saw, in bits of an element."""
+
+    first: int
+    largest: int
+    """The largest of the bits under the mask."""
+    differing: int
+    """Those in which any element differs from the first."""
+
+
+_FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
+_OTHER_CHOICES = ("auto", "off", "require")
+
+
+class Kernel(Struct, frozen=True, kw_only=True):
+    """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
+
+    level: Level
+    rows: int
+    columns: int
+    """Of a tile: how wide the panels of left and right factors are."""
+    library: Any
+
+    def pack(
+        self, packed: int, width: int, factor: int, dtype: DType, size: tuple[int, int], strides: tuple[int, int]
+    ) -> None:
+        """Lay out the factor of `size` (its rows or columns, its rank) and `strides`, in elements, for `merge`."""
+        self.library.lora_tool_pack(packed, width, factor, TYPES[dtype], *size, *strides)
+
+    def merge(
+        self,
+        source: int,
+        source_type: DType,
+        out: int,
+        out_type: DType,
+        size: tuple[int, int],
+        terms: tuple[Term, ...],
+    ) -> bool:
+        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
+        listed = (Term * len(terms))(*terms)
+        types = TYPES[source_type], TYPES[out_type]
+        flagged: int = self.library.lora_tool_merge(
+            self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
+        )
+        return flagged == 0
+
+    def convert(self, source: int, source_type: DType, out: int, out_type: DType, count: int) -> bool:
+        """Write `count` elements as another type at `out`; return False where one is NaN or infinite."""
+        types = TYPES[source_type], TYPES[out_type]
+        flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
+        return flagged == 0
+
+    def merge_codes(
+        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...] = ()
+    ) -> bool:
+        """Write the numbers of the codes, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
+        listed = (Term * len(terms))(*terms)
+        flagged: int = self.library.lora_tool_merge_codes(
+            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
+        )
+        return flagged == 0
+
+    def extremes(self, codes: Codes, numbers: int, size: tuple[int, int], low: int, high: int) -> None:
+        """Lower the float32 at `low`, and raise those at `high`, to what the numbers of each scale reach."""
+        self.library.lora_tool_extremes(self.level.number, codes, numbers, *size, low, high)
+
+    def quantise(
+        self, codes: Codes, out: int, numbers: int, size: tuple[int, int], *, divided: bool, least: float
+    ) -> None:
+        """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
+        self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
+
+    def requantise(self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[Term, ...]) -> bool:
+        """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
+        listed = (Term * len(terms))(*terms)
+        number = self.level.number
+        flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
+        return flagged == 0
+
+    def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
+        """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
+        done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
+        return done
+
+    def pass_on(self, passage: int, terms: tuple[Term, ...]) -> int:
+        """Write rows from file to file; return how many before something has to be done otherwise; see `passage_of`."""
+        listed = (Term * len(terms))(*terms)
+        done: int = self.library.lora_tool_pass(self.level.number, passage, listed, len(terms))
+        return done
+
+    def scan(self, file: int, offset: int, nbytes: int, width: int, mask: int) -> Seen | None:
+        """Return what elements of `width` bytes in a file are like; None where not all could be read."""
+        seen = (ctypes.c_uint64 * 3)()
+        done = self.library.lora_tool_scan(self.level.number, file, offset, nbytes, width, mask, seen)
+        return Seen(*seen) if done else None
+
+    def __str__(self) -> str:
+        return f"kernel {VERSION} ({self.level})"
+
+
+def kernel() -> Kernel | None:
+    """Return the kernel that `LORA_TOOL_KERNEL` chooses, None if numpy is to compute.
+
+    Raises `WrongValue` for an unknown value of `LORA_TOOL_KERNEL`, `ExecutionError` if this machine lacks the kernel or
+    the level that it requires.
+    """
+    return asked_for(os.environ.get(VARIABLE) or "auto", FILE)
+
+
+@lru_cache
+def asked_for(asked: str, file: Path) -> Kernel | None:
+    """Return the kernel in the library `file` that the value `asked` chooses; see `kernel`."""
+    word = asked.lower()
+    if word not in (*_OTHER_CHOICES, *Level):
+        raise wrong_value(VARIABLE, asked, [*_OTHER_CHOICES, *map(str, Level)])
+    if word == "off":
+        return None
+    found, why_not = loaded(file)
+    if word == "auto":
+        return found[0] if found else None
+    if why_not is not None:
+        raise ExecutionError(
+            f"{VARIABLE}={asked}, but the compiled kernel cannot be used: {why_not}",
+            hint=f"install lora-tool again on a machine with a C compiler, or unset {VARIABLE} to compute with numpy",
+        )
+    if word == "require":
+        return found[0]
+    level = next((one for one in found if one.level == word), None)
+    if level is None:
+        has = ", ".join(str(one.level) for one in found)
+        raise ExecutionError(
+            f"{VARIABLE}={asked}: this processor supports {has}", hint=f"choose one of these, or unset {VARIABLE}"
+        )
+    return level
+
+
+@lru_cache
+def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
+    """Return the kernel at each level that this processor supports, the fastest first; or none, with the reason."""
+    if not file.exists():
+        return (), "it was not built when lora-tool was installed"
+    try:
+        library = _declared(ctypes.CDLL(str(file)))
+        version = library.lora_tool_version()
+    except (OSError, AttributeError) as error:
+        return (), f"{file.name} cannot be loaded: {error}"
+    if version != VERSION:
+        return (), f"{file.name} has version {version}, but version {VERSION} is needed"
+    if _is_stale(file):  # what it is called with may lie elsewhere for it
+        return (), (
+            f"{file.name} was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
+        )
+    levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
+    found = tuple(
+        Kernel(
+            level=level,
+            rows=rows,
+            columns=library.lora_tool_columns(level.number),
+            library=library,
+        )
+        for level, rows in levels
+        if rows
+    )
+    wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
+    if wrong:
+        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; its compiler may be faulty"
+    return found, None
+
+
+def _is_stale(file: Path) -> bool:
+    """Return whether the library's own account of its sources is not of those that lie beside it."""
+    beside = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
+    with contextlib.suppress(OSError, AttributeError):
+        sources = hashlib.sha256(b"".join(path.read_bytes() for path in beside))
+        return bool(beside) and sources_of(file) != sources.hexdigest()
+    return False
+
+
+def sources_of(file: Path) -> str:
+    """Return the sha256 of the sources that the library was compiled from. Raises OSError, AttributeError."""
+    told = ctypes.CDLL(str(file)).lora_tool_sources  # alone: an older library lacks some of the others
+    told.restype = ctypes.c_char_p
+    sources: bytes = told()
+    return sources.decode()
+
+
+def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by name
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.lora_tool_pack.argtypes = [pointer, size, pointer, number, size, size, size, size]
+    library.lora_tool_pack.restype = None
+    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
+    library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
+    codes = ctypes.POINTER(Codes)
+    library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
+    library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
+    library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
+    library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
+    library.lora_tool_write.argtypes = [number, pointer, size, size, size]
+    library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
+    library.lora_tool_scan.argtypes = [number, number, size, size, number, ctypes.c_uint64, pointer]
+    library.lora_tool_write.restype = library.lora_tool_pass.restype = size
+    return library
+
+
+_ROWS, _COLUMNS, _DEPTH = 13, 37, 5
+_GROUP, _GROUPS = 12, 4
+CHECKSUM = 2822294617
+"""Of what `checksum` computes, by the definition in `merge.c`."""
+
+
+def trial() -> tuple[list[float], list[float], list[int]]:
+    """Return the left factor, the right factor and the bits of W, bfloat16, of the test that every kernel passes."""
+    state, drawn = 1, []
+    for _ in range(_DEPTH * (_ROWS + _COLUMNS) + _ROWS * _COLUMNS):
+        state = (1664525 * state + 1013904223) % 2**32  # Numerical Recipes' quick generator
+        drawn.append(state >> 8)
+    factors = [(value - 2**23) / 2**24 for value in drawn[: _DEPTH * (_ROWS + _COLUMNS)]]
+    # signs and fractions of all kinds, exponents from the subnormals of float16 to 2
+    bits = [(value >> 8 & 0x807F) | (100 + value % 29) << 7 for value in drawn[len(factors) :]]
+    return factors[: _DEPTH * _ROWS], factors[_DEPTH * _ROWS :], bits
+
+
+def checksum(kernel: Kernel) -> int:
+    """Return the CRC-32 of what the kernel makes of `trial`: of W + 0.3·(B·A) and W + B·A + 0.3·(B·A), stored as each type
+    from each type; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as codes again.
+    """
+    b, a, bits = trial()
+    left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
+    packed = [(ctypes.c_float * (64 * _DEPTH))() for _ in range(2)]
+    kernel.pack(
+        ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
+    )
+    kernel.pack(
+        ctypes.addressof(packed[1]),
+        kernel.columns,
+        ctypes.addressof(right),
+        DType.F32,
+        (_COLUMNS, _DEPTH),
+        (1, _COLUMNS),
+    )
+    addresses = [ctypes.addressof(each) for each in packed]
+    scaled, plain = Term(*addresses, _DEPTH, 0.3), Term(*addresses, _DEPTH, 1.0)
+    weights = (ctypes.c_uint16 * len(bits))(*bits)
+    total = 0
+    for source_type in TYPES:
+        source = ctypes.create_string_buffer(4 * len(bits))
+        kernel.convert(ctypes.addressof(weights), DType.BF16, ctypes.addressof(source), source_type, len(bits))
+        for out_type in TYPES:
+            for terms in (scaled,), (plain, scaled):
+                out = ctypes.create_string_buffer(out_type.bits // 8 * len(bits))
+                kernel.merge(
+                    ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
+                )
+                total = zlib.crc32(out.raw, total)
+    for kind in range(3):
+        for part in _of_codes(kernel, kind, weights, scaled):
+            total = zlib.crc32(part, total)
+    return total
+
+
+def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[bytes]:  # noqa: ANN401 - an array
+    """Yield the numbers that the bytes of W are as codes of a kind, with ΔW, and these as codes of eight bits again."""
+    raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
+    if kind == 0:  # the largest code of E4M3 is NaN
+        raw = bytearray(byte - (byte & 0x7F == 0x7F) for byte in raw)  # noqa: PLR2004
+    stored = (ctypes.c_char * len(raw)).from_buffer(raw)
+    scales = (ctypes.c_float * _GROUPS)(*(0.01 * (at + 1) for at in range(_GROUPS)))
+    table = (ctypes.c_float * 512)(*(float(at % 37 - 18) for at in range(512)))
+    codes = Codes(
+        bytes=ctypes.addressof(stored),
+        table=ctypes.addressof(table),
+        scales=ctypes.addressof(scales),
+        stride=_COLUMNS,
+        apart=_GROUPS,
+        group=_GROUP,
+        tall=_ROWS,
+        again=1.0,
+        kind=kind,
+        type=TYPES[DType.F32],
+    )
+    numbers, again = (ctypes.create_string_buffer(each * _ROWS * _COLUMNS) for each in (4, 1))
+    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS), (term,))
+    yield numbers.raw
+    if kind < 2:  # noqa: PLR2004 - two codes in a byte are not written again
+        place = ctypes.addressof(numbers)
+        kernel.quantise(codes, ctypes.addressof(again), place, (_ROWS, _COLUMNS), divided=kind == 0, least=-127.0)
+        yield again.raw

@@ -1,0 +1,82 @@
+"""The steps that write one module's factors: put beside one another, or turned to a lower rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.keys import PREFIX
+from lora_tool.core.tensors import DType, TensorSpec
+from lora_tool.plans.algebra.terms import Factors, biases
+from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
+from lora_tool.plans.core.ops import Assemble, Op, copied_as, row_ops
+from lora_tool.plans.core.steps import Step
+
+_POWER_OF_TWO = 0.5
+"""frexp's mantissa of a power of two."""
+
+
+def exact_type(sums: Iterable[Factors], *, turned: bool = False) -> DType:
+    """Return the type in which the factors of all sums can be written without rounding, float32 where none is.
+
+    None is where one is `turned` to a lower rank. A power of two as scale rounds nothing, but in float16, which has few exponents.
+    """
+    found, scaled = set(), turned
+    for factors in sums:
+        for term in factors.terms:
+            found |= {term.a.dtype, term.b.dtype} | ({term.bias.dtype} if term.bias else set())
+            scaled |= abs(math.frexp(term.scale)[0]) != _POWER_OF_TWO or (term.scale != 1 and DType.F16 in found)
+            scaled |= term.bias is not None and len(factors.terms) > 1
+    if DType.F64 in found:
+        return DType.F64
+    return found.pop() if len(found) == 1 and not scaled else DType.F32
+
+
+def part_names(factors: Factors) -> tuple[str, str]:
+    """Return what PEFT calls A and B of the module."""
+    return ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
+
+
+def factor_ops(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> tuple[Op, Op]:
+    """Return the operations that make A and B, of all scaling.
+
+    `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
+    """
+    if turned:
+        return Mix(parts=factors.a_parts, matrix=turned[1], below=True), Mix(parts=factors.b_parts, matrix=turned[0])
+    copies = tuple(copied_as(dtype, part) for part in factors.a_parts)
+    columns = tuple(Columns(tensor=term.b, count=term.rank, scale=term.scale) for term in factors.terms)
+    unscaled = len(columns) == 1 and columns[0].scale == 1
+    return (
+        copies[0] if len(copies) == 1 else Assemble(parts=copies),
+        copied_as(dtype, columns[0].tensor) if unscaled else Beside(parts=columns),
+    )
+
+
+def bias_steps(factors: Factors, dtype: DType = DType.F32) -> Iterator[Step]:
+    """Yield the step that writes the bias of lora_B, where there is one."""
+    held = biases(factors.terms)
+    if held:
+        scales = [factors.terms[at].scale for at in held]
+        op = _summed([Columns(tensor=each, count=1, scale=s) for each, s in zip(held.values(), scales, strict=True)])
+        yield step_of(f"{PREFIX}{factors.module}.lora_B.bias", dtype, (factors.out,), op)
+
+
+def _summed(columns: Sequence[Columns]) -> Op:
+    """Return the operation that adds scaled columns up."""
+    if len(columns) == 1:
+        return Beside(parts=tuple(columns))
+    return Mix(parts=tuple(each.tensor for each in columns), matrix=SmallMatrix.of([[each.scale] for each in columns]))
+
+
+def step_of(name: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
+    """Return the step that writes the tensor by the operation: copied, cast or computed, as that is."""
+    parts = row_ops(op)
+    action = TensorAction.COMPUTED
+    if all(each.is_copy for each in parts):
+        action = TensorAction.COPIED
+    elif all(each.keeps_values for each in parts):
+        action = TensorAction.CAST
+    out = TensorSpec(name=name, dtype=dtype, shape=shape)
+    return Step(out=out, op=op, action=action, reason=str(op))

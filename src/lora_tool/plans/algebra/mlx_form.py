@@ -1,0 +1,108 @@
+"""An adapter as MLX-LM reads it: factors transposed, one rank, one scale, and its own `adapter_config.json`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from lora_tool.adapters.experts import EXPERT
+from lora_tool.adapters.mlx import EXPERTS, transposed
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import split_layer
+from lora_tool.core.tensors import DType
+from lora_tool.formats.adapter_config import FILE_NAME
+from lora_tool.formats.files import json_bytes
+from lora_tool.plans.algebra.factor_steps import step_of
+from lora_tool.plans.algebra.serving_steps import padded, padded_steps, zero_rows
+from lora_tool.plans.algebra.terms import Factors
+from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
+from lora_tool.plans.core.ops import Assemble, Op, RowOp, copied_as, row_ops
+from lora_tool.plans.core.steps import SideFile, Step
+
+_ALL_LAYERS = -1
+"""MLX-LM puts LoRA on so many layers, counted from the last; a module without factors in the file stays as it is."""
+
+
+def mlx_steps(
+    factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None, rank: int
+) -> Iterator[Step]:
+    """Yield the steps that write lora_a, [in, rank], and lora_b, [rank, out], of zeros beyond the factors' rank."""
+    missing = rank - (turned[0].columns if turned else factors.rank)
+    a, b = (tuple(map(transposed, parts)) for parts in (factors.a_parts, factors.b_parts))
+    if turned:
+        down: Op = Mix(parts=a, matrix=padded(turned[1], missing))
+        up: tuple[RowOp, ...] = (Mix(parts=b, matrix=turned[0], below=True),)
+    else:
+        alone = len(a) == 1 and not missing
+        columns = tuple(Columns(tensor=part, count=part.shape[1]) for part in a)
+        down = copied_as(dtype, a[0]) if alone else Beside(parts=columns, zeros=missing)
+        up = tuple(
+            copied_as(dtype, part)
+            if term.scale == 1
+            else Beside(parts=(Columns(tensor=part, count=factors.out, scale=term.scale),))
+            for part, term in zip(b, factors.terms, strict=True)
+        )
+    rows = (*up, *zero_rows(b[0], missing))
+    yield step_of(f"{factors.module}.lora_a", dtype, (factors.width, rank), down)
+    yield step_of(
+        f"{factors.module}.lora_b", dtype, (rank, factors.out), rows[0] if len(rows) == 1 else Assemble(parts=rows)
+    )
+
+
+def stacked_steps(
+    sums: Sequence[Factors], dtype: DType, matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]], rank: int
+) -> Iterator[Step]:
+    """Yield the steps of LoRA on experts, whose factors MLX-LM has in one stack: [experts, rank, in], [experts, out, rank].
+
+    Raises `UnsupportedAdapter` where experts are missing, or have other names than gate, up and down.
+    """
+    groups: dict[str, dict[int, Factors]] = {}
+    for each in sums:
+        match = EXPERT.fullmatch(each.module)
+        if match is not None:
+            groups.setdefault(_stacked_name(match, each.module), {})[int(match["number"])] = each
+    for name, held in groups.items():
+        if sorted(held) != list(range(len(held))):
+            raise UnsupportedAdapter(
+                f"`{name}`: LoRA on only {len(held)} of the experts, but MLX-LM stacks all of them"
+            )
+        pairs = [tuple(padded_steps(held[at], dtype, matrices.get(held[at].module), rank)) for at in range(len(held))]
+        for part, end in enumerate(("lora_a", "lora_b")):
+            parts = tuple(op for pair in pairs for op in row_ops(pair[part].op))
+            yield step_of(f"{name}.{end}", dtype, (len(held), *pairs[0][part].out.shape), Assemble(parts=parts))
+
+
+def is_of_expert(module: str) -> bool:
+    """Return whether a module is a matrix of a single expert."""
+    return EXPERT.fullmatch(module) is not None
+
+
+def _stacked_name(match: re.Match[str], module: str) -> str:
+    ours = next((known for table in EXPERTS for known, theirs in table.items() if theirs == match["projection"]), None)
+    if ours is None:
+        raise UnsupportedAdapter(f"`{module}` is an expert's matrix that MLX-LM has no name for")
+    return f"{match['experts'].removesuffix('.experts')}.switch_mlp.{ours}"
+
+
+def mlx_config(sums: Sequence[Factors], rank: int, scale: float) -> SideFile:
+    """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on the modules that `keys` names."""
+    matches = {each.module: EXPERT.fullmatch(each.module) for each in sums}
+    keys = sorted({_in_layer(_stacked_name(match, name) if match else name) for name, match in matches.items()})
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    content = {"fine_tune_type": "lora", "num_layers": _ALL_LAYERS, "lora_parameters": parameters}
+    return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")
+
+
+def rope_notes(base: ModelDir | None) -> Iterator[str]:
+    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
+    raw = base.config.raw if base and base.config else {}
+    inner = raw.get("rope_parameters")
+    if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
+        yield f'mlx-lm reads "rope_theta" at the top level of config.json; add it there, as {base and base.root} does not have it'
+
+
+def _in_layer(module: str) -> str:
+    """Return a module's path inside its layer, which MLX-LM knows it by; outside of layers its whole path."""
+    number, _ = split_layer(module)
+    return module if number is None else module.partition(f".{number}.")[2]

@@ -1,0 +1,210 @@
+"""Planning a sum of adapters, and a smaller one of one adapter: from the factors, without ever forming ΔW."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from lora_tool.adapters.view import AdapterView, TrainedTokens, view_of
+from lora_tool.adapters.weighted import all_weighted, place_of
+from lora_tool.checkpoints import AdapterDir
+from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
+from lora_tool.core.display import counted
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.keys import Part
+from lora_tool.core.tensors import DType, float_type
+from lora_tool.formats.stored import same_values
+from lora_tool.plans.algebra.cancelling import cancel_warnings
+from lora_tool.plans.algebra.expert_ranks import equal_for_experts
+from lora_tool.plans.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plans.algebra.fit import require_one_base, require_sums
+from lora_tool.plans.algebra.peft_config import config_of_sum
+from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
+from lora_tool.plans.algebra.serving_steps import padded_steps
+from lora_tool.plans.algebra.small_numbers import small_warnings
+from lora_tool.plans.algebra.terms import Factors, factors_of_sum
+from lora_tool.plans.algebra.turning import Ranks, turned_to
+from lora_tool.plans.algebra.whole import whole_tensors
+from lora_tool.plans.algebra.whole_plan import adapter_plan
+from lora_tool.plans.core.factor_ops import SmallMatrix
+from lora_tool.plans.core.manifest import input_name
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import Step
+from lora_tool.rules.merging import MergeJudge
+
+_OF_TOKENS = (Part.TOKENS_DELTA, Part.TOKENS_BASE)
+
+
+def plan_combine(
+    adapters: Reference | Sequence[Reference],
+    *,
+    weights: Sequence[float] | None = None,
+    rank: int | None = None,
+    keep: float | None = None,
+    head_of: Reference | None = None,
+    base: Reference | None = None,
+    dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of the adapter whose ΔW is Σ weight·ΔW of `adapters`. The rules judge them first.
+
+    `weights` are by default those in the names ("A=0.7"), or 1. Without `rank` and `keep` the sum is exact: it puts the
+    factors side by side, so their ranks add up. `rank` is the largest rank of a module; `keep` is the smallest share of
+    ‖ΔW‖² that each module keeps, at the lowest rank that keeps it. Both give the best approximation of that rank. The
+    new B holds the scalings of all adapters. Heads and other whole tensors that differ come from `head_of`, one of the
+    adapters. `base` is the model of all adapters, by default the one that their configs name; the rules compare them
+    with a given one. `dtype` None means the adapters' own dtype where nothing is rounded, else float32. `ignore` are
+    codes of rules. With `rank` or `keep`, planning reads all factors once. Raises `FindingsFound`,
+    `UnsupportedAdapter` for what cannot be added up, `IncompatibleBase`, `WrongValue`.
+    """
+    names, given = all_weighted(adapters, weights)
+    at = None if head_of is None else place_of(head_of, names)
+    asked = Ranks(rank=rank, keep=keep)
+    kind = None if dtype is None else float_type(dtype)
+    opened = tuple(map(opened_adapter, names))
+    return _planned("combine", opened, given, asked, kind, head_of=at, base=base, ignore=ignore)
+
+
+def plan_resize(
+    adapter: Reference,
+    *,
+    rank: int | None = None,
+    keep: float | None = None,
+    dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of an adapter with lower ranks: the best approximation of `adapter`'s ΔW at those ranks.
+
+    Give one of the two: `rank`, the largest rank of a module, or `keep`, the smallest share of ‖ΔW‖² that each module
+    keeps, at the lowest rank that keeps it. `dtype` None means float32; `ignore` are codes of rules. Planning reads all
+    factors once. Raises as `plan_combine`.
+    """
+    asked = Ranks(rank=rank, keep=keep)
+    if asked.exact:
+        raise WrongValue("rank, keep: give one of the two", hint="`rank=16`, or `keep=0.99`")
+    kind = None if dtype is None else float_type(dtype)
+    return _planned("resize", (opened_adapter(adapter),), (1.0,), asked, kind, head_of=None, base=None, ignore=ignore)
+
+
+def _planned(
+    operation: str,
+    adapters: tuple[AdapterDir, ...],
+    weights: tuple[float, ...],
+    asked: Ranks,
+    dtype: DType | None,
+    *,
+    head_of: int | None,
+    base: Reference | None,
+    ignore: Iterable[str],
+) -> Plan:
+    model = None if base is None else opened_model(base)
+    judge = MergeJudge(ignore=tuple(ignore))
+    report = judge.as_stored(adapters, model, beside=_without_repeats(adapters, head_of))
+    views = tuple(map(view_of, adapters))
+    for view in views:
+        require_sums(view)
+    if model is None:
+        require_one_base(views)
+    sums = factors_of_sum(views, weights)
+    turned = turned_to(asked, sums)
+    out = dtype or exact_type(sums, turned=bool(turned.matrices))
+    whole = whole_tensors(views, head_of=None if head_of is None else views[head_of])
+    matrices = turned.matrices
+    written = equal_for_experts(
+        {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
+    )
+    steps = (*_steps(sums, out, matrices, written), *whole.steps)
+    targets = {layer.module: layer.path for view in views for layer in view.layers}
+    named = {targets[module]: rank for module, rank in written.items()}
+    plan = adapter_plan(
+        adapters,
+        weights,
+        steps,
+        config_of_sum(
+            views, named, base=model.root if model else None, head_of=None if head_of is None else views[head_of]
+        ),
+        dropped=whole.dropped,
+        findings=report.findings,
+        notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
+        ranks=turned.ranks,
+        manifest={
+            "operation": operation,
+            "rank": asked.rank,
+            "keep": asked.keep,
+            "dtype": out.value,
+            "head_of": None if head_of is None else input_name(head_of + 1),
+        },
+    )
+    return replace(plan, warnings=(*plan.warnings, *cancel_warnings(sums), *small_warnings(sums, out, turned.ranks)))
+
+
+def _steps(
+    sums: Sequence[Factors],
+    dtype: DType,
+    matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]],
+    ranks: Mapping[str, int],
+) -> Iterator[Step]:
+    for each in sums:
+        yield from padded_steps(each, dtype, matrices.get(each.module), ranks[each.module])
+        yield from bias_steps(each, dtype)
+
+
+def _without_repeats(adapters: Sequence[AdapterDir], head_of: int | None) -> tuple[AdapterDir, ...]:
+    """Return the adapters as they are judged together: each whole tensor that `head_of` has, and equal trained tokens, once."""
+    views = tuple(map(view_of, adapters))
+    chosen = None if head_of is None else views[head_of]
+    known = {} if chosen is None else dict(chosen.tokens)
+    lighter = []
+    for adapter, view in zip(adapters, views, strict=True):
+        gone: set[str] = set()
+        if chosen is not None and view is not chosen:
+            gone |= {tensor.name for name, tensor in view.saved.items() if name in chosen.saved}
+        repeated = {
+            module
+            for module, held in view.tokens.items()
+            if _is_known(held, known.setdefault(module, held), view, chosen)
+        }
+        gone |= {item.tensor.name for item in view.parts(*_OF_TOKENS) if item.module in repeated}
+        lighter.append(_without(adapter, gone))
+    return tuple(lighter)
+
+
+def _is_known(held: TrainedTokens, first: TrainedTokens, view: AdapterView, chosen: AdapterView | None) -> bool:
+    """Return whether other tokens are taken instead of those of `view`: those of the chosen adapter, or the same ones."""
+    if held is first:
+        return False
+    of_chosen = chosen is not None and view is not chosen and first in chosen.tokens.values()
+    return of_chosen or (held.indices == first.indices and same_values(held.rows, first.rows))
+
+
+def _without(adapter: AdapterDir, gone: Collection[str]) -> AdapterDir:
+    if not gone:
+        return adapter
+    left = {name: tensor for name, tensor in adapter.tensors.items() if name not in gone}
+    known = {name: key for name, key in adapter.keys.items() if name not in gone}
+    return replace(adapter, weights=replace(adapter.weights, tensors=left), keys=known)
+
+
+def _notes(
+    operation: str,
+    adapters: Sequence[AdapterDir],
+    weights: Sequence[float],
+    sums: Sequence[Factors],
+    ranks: Sequence[ModuleRank],
+    whole: Sequence[Step],
+) -> Iterator[str]:
+    sources = " + ".join(
+        str(each.root) if weight == 1 else f"{weight:g}·{each.root}"
+        for each, weight in zip(adapters, weights, strict=True)
+    )
+    verb = "resizing" if operation == "resize" else "combining"
+    yield f"{verb} {sources}: {counted(len(sums), 'module')}"
+    if ranks:
+        yield from rank_lines(ranks)
+    else:
+        largest = max(sums, key=lambda each: each.rank)
+        yield f"exact: rank {largest.rank} = {' + '.join(str(term.rank) for term in largest.terms)}, nothing left out"
+    scaled = any(weight != 1 for weight in weights)
+    if whole and scaled:
+        yield f"weights scale only ΔW: {counted(len(whole), 'whole tensor')}, such as {whole[0].out.name}, stay as they are"

@@ -1,0 +1,229 @@
+"""Planning the form of an adapter that a server reads, equal in ΔW: one scaling, one rank, plain names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from lora_tool.adapters.mlx import MLX_WEIGHTS
+from lora_tool.adapters.view import AdapterView, view_of
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir
+from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
+from lora_tool.core.display import counted, named
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import DType, float_type
+from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
+from lora_tool.formats.files import json_bytes, parse_json
+from lora_tool.models.ends import is_end
+from lora_tool.models.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.plans.algebra.changes import changes_of
+from lora_tool.plans.algebra.factor_steps import exact_type
+from lora_tool.plans.algebra.fit import require_known
+from lora_tool.plans.algebra.idle import Idle, idle_modules
+from lora_tool.plans.algebra.mlx_form import mlx_config, rope_notes
+from lora_tool.plans.algebra.mlx_names import mlx_beginnings, mlx_path
+from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, with_experts
+from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
+from lora_tool.plans.algebra.served import ServedFactors, served_factors, served_steps
+from lora_tool.plans.algebra.small_numbers import small_warnings
+from lora_tool.plans.algebra.spool import OpenSpool
+from lora_tool.plans.algebra.terms import factors_of_sum
+from lora_tool.plans.algebra.whole import magnitude_steps, whole_tensors
+from lora_tool.plans.algebra.whole_model import SAME, beginnings_of
+from lora_tool.plans.algebra.whole_plan import adapter_plan
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import SideFile
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.serving.forms import FORMS, ServingForm, alone_text, in_the_way, stacks_in_the_way
+from lora_tool.rules.serving.left_out import TOWERS, outside_language
+from lora_tool.rules.serving.together import lacking
+
+
+def plan_prepare(
+    adapter: Reference,
+    server: Server | str,
+    *,
+    base: Reference | None = None,
+    max_rank: int | None = None,
+    approximate: bool = False,
+    dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
+    spool: OpenSpool | None = None,
+) -> Plan:
+    """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
+
+    A scaling that all modules have stays in the config where a whole `lora_alpha` gives it; others go into B, so that the
+    server need not know rsLoRA or `alpha_pattern`. Except for PEFT, ranks are padded with zeros to one rank; targets
+    become plain names; for MLX-LM the factors are transposed and renamed; for SGLang, with a base, modules that it reads
+    only together get LoRA of zeros where they have none. `max_rank` is the largest rank that the server takes: modules
+    with a higher rank are lowered to it where that loses nothing, or, with `approximate`, to the best approximation;
+    `approximate` with a `base` does the same to DoRA, which for PEFT stays DoRA without it. The rules compare the adapter
+    with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
+    trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
+    computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
+    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
+    its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    """
+    chosen = Server(server)
+    form, kind = FORMS[chosen], None if dtype is None else float_type(dtype)
+    opened = opened_adapter(adapter)
+    model = None if base is None else opened_model(base)
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model, computing=False)
+    view = view_of(opened)
+    _require_form(view, chosen, model, approximate=approximate)
+    names = SAME
+    if form.whole_models or form.mlx:
+        names = beginnings_of(view, model) if form.whole_models else mlx_beginnings(view, model)
+    as_dora = form.dora and not (approximate and model is not None)
+    based = None if model is None else names.base(model)
+    changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
+    # MLX-LM's config has module paths, too
+    sums = (
+        tuple(replace(each, module=mlx_path(each.module, names, model)) for each in changes.sums)
+        if form.mlx
+        else changes.sums
+    )
+    served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
+    lowered = bool(served.turned.matrices)
+    out = kind or exact_type(served.sums, turned=lowered)
+    whole = whole_tensors((view,))
+    in_products = {(record.path, record.name) for record in changes.records}
+    as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
+    ranks = (*changes.ranks, *served.turned.ranks)
+    # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
+    idle: tuple[Idle, ...] = ()
+    if form.together and model:
+        idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
+    zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
+    steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
+    plan = adapter_plan(
+        (opened,),
+        (1.0,),
+        steps if form.mlx else names.steps(steps),
+        _config(view, form, served, idle, model, as_dora=as_dora),
+        dropped=(*whole.dropped, *changes.records),
+        findings=report.findings,
+        notes=_notes(view, form, served, ranks, model, idle),
+        ranks=ranks,
+        filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
+        base=model if changes.from_base else None,
+        computed=changes.spooled,
+        manifest={
+            "operation": "prepare",
+            "for": chosen.value,
+            "served_rank": served.one_rank,
+            "scale": served.scale,
+            "rank": max_rank if lowered else None,
+            "keep": None,
+            "dtype": out.value,
+            **({} if names == SAME else {"renamed": names.as_json()}),
+        },
+    )
+    return replace(plan, warnings=(*plan.warnings, *_warnings(form, served, model, out)))
+
+
+def _require_form(view: AdapterView, server: Server, base: ModelDir | None, *, approximate: bool) -> None:
+    """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
+    config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
+    require_known(view)
+    of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
+    found = [*of_form, *stacks_in_the_way(view, form, base)]
+    if found:
+        options = " ".join(dict.fromkeys(option for each in found for option in each.options))
+        raise UnsupportedAdapter(
+            f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
+            hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
+            if all(each.options for each in found)
+            else found[0].hint
+            if all(each.hint for each in found)
+            else f"merge it and serve the merged model: lora-tool merge {root}",
+        )
+    if not view.layers and (form.whole or not view.tokens):
+        why = f", and {form.name} reads its trained tokens as they are" if view.tokens else ""
+        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
+
+
+def _config(
+    view: AdapterView,
+    form: ServingForm,
+    served: ServedFactors,
+    idle: Sequence[Idle],
+    base: ModelDir | None,
+    *,
+    as_dora: bool,
+) -> SideFile:
+    """Return the config that the server reads: its own, or PEFT's with the new ranks."""
+    if form.mlx:
+        return mlx_config(served.sums, served.largest, served.scale)
+    layers = {layer.module: layer for layer in view.layers}
+    modules = [each.module for each in served.sums]
+    ranks = {layers[each].path if each in layers else each: served.rank(each) for each in modules}
+    config = config_of_sum((view,), ranks, scale=served.scale, base=base.root if base else None, as_dora=as_dora)
+    if form.whole:
+        return with_experts(config, [each.module for each in idle]) if idle else config
+    plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
+    return _served(config, view, served, [*plain, *(each.module for each in idle)])
+
+
+def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
+    """Return the config for a server: one rank, targets by the last parts of their names, parameters of experts alone."""
+    raw = parse_json(config.content or b"{}", view.config.path)
+    paths = [stack.path for stack in served.fused.values()]
+    parameters = view.config.target_parameters or ()
+    experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
+    heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
+    raw |= {
+        "r": served.one_rank,
+        "lora_alpha": served.alpha,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
+        "target_parameters": experts or None,
+        "exclude_modules": all_but(targets) if is_narrowed(view.config) else None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": heads or None,
+        "peft_type": "LORA",
+        "trainable_token_indices": None,
+    }
+    for name in TOKENS_FIELDS:
+        raw.pop(name, None)
+    return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
+
+
+def _warnings(form: ServingForm, served: ServedFactors, base: ModelDir | None, dtype: DType) -> Iterator[str]:
+    yield from small_warnings(served.sums, dtype, served.turned.ranks)
+    if form.together and base is None and (alone := lacking([each.module for each in served.sums], form.together)):
+        yield f"{alone_text(alone)}, which {form.name} with transformers 5 does not load: --base MODEL adds LoRA of zeros"
+
+
+def _notes(
+    view: AdapterView,
+    form: ServingForm,
+    served: ServedFactors,
+    ranks: Sequence[ModuleRank],
+    base: ModelDir | None,
+    idle: Sequence[Idle],
+) -> Iterator[str]:
+    modules = [each.module for each in served.sums]
+    scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.alpha}"
+    shape = f"scaling {served.scale:g}" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
+    yield f"preparing {view.adapter.root} for {form.name}: {counted(len(modules), 'module')}, {shape}"
+    if ranks:
+        yield from rank_lines(ranks)
+    if form.mlx:
+        yield from rope_notes(base)
+    if idle:
+        names = named(sorted({each.module.rpartition(".")[2] for each in idle}))
+        yield f"LoRA of zeros on {counted(len(idle), 'module')} ({names}), beside which {form.name} reads that on others"
+    ends = [module for module in modules if is_end(module)]
+    if form.one_end and ends and base is None:
+        yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
+    outside = outside_language(view.layers)
+    if form is FORMS[Server.VLLM] and outside:
+        yield f"vLLM reads LoRA on {named(outside, 3)} only with {TOWERS}, which some of its models support"
+    if form is FORMS[Server.VLLM] and view.saved:
+        yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

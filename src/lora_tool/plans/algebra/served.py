@@ -1,0 +1,143 @@
+"""The factors of an adapter as a server reads them: to which rank each is lowered or padded, and where its scaling is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from lora_tool.adapters.fused_experts import FusedExperts, fused_experts
+from lora_tool.adapters.view import AdapterView
+from lora_tool.core.display import counted
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import DType
+from lora_tool.plans.algebra.expert_ranks import equal_for_experts, largest_of_experts
+from lora_tool.plans.algebra.factor_steps import bias_steps
+from lora_tool.plans.algebra.mlx_form import is_of_expert, mlx_steps, stacked_steps
+from lora_tool.plans.algebra.serving_steps import padded_steps
+from lora_tool.plans.algebra.terms import Factors, alpha_for, common_scale, unscaled
+from lora_tool.plans.algebra.turning import Ranks, Turned, turned_to
+from lora_tool.plans.core.steps import Step
+from lora_tool.rules.serving.forms import ServingForm
+
+_NOTHING_LOST = 1e-13
+"""A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
+
+
+class ServedFactors(Struct, frozen=True, kw_only=True):
+    """The factors of every module for one server."""
+
+    sums: tuple[Factors, ...]
+    """The factors, without `scale`."""
+    turned: Turned
+    """What lowers the rank of some."""
+    fused: Mapping[str, FusedExperts]
+    """Modules whose factors hold those of several experts."""
+    ranks: Mapping[str, int]
+    """Module → its rank before it is padded; that of each expert where several are fused."""
+    one_rank: int | None
+    """The rank that all are padded to, for a server that has one for all modules."""
+    scale: float
+    """The scaling that the config says for all modules. All other scaling is in B."""
+
+    @property
+    def largest(self) -> int:
+        """The largest rank."""
+        return max(self.ranks.values())
+
+    @property
+    def alpha(self) -> int | None:
+        """The `lora_alpha` that gives the scaling at the one rank of all modules; MLX-LM's may have none."""
+        return alpha_for(self.scale, self.largest)
+
+    @property
+    def rank_of_idle(self) -> int:
+        """The rank of modules of zeros beside others: that of all, or that of single experts."""
+        return self.one_rank or largest_of_experts(self.ranks) or self.largest
+
+    def rank(self, module: str) -> int:
+        """Return the rank that a config says of a module."""
+        return self.one_rank or self.ranks[module]
+
+
+def served_factors(
+    view: AdapterView, form: ServingForm, sums: Sequence[Factors], *, max_rank: int | None, approximate: bool
+) -> ServedFactors:
+    """Return the factors for a server of the `form`, none of a higher rank than `max_rank`.
+
+    Raises `UnsupportedAdapter` where a lower rank loses some of ΔW, unless `approximate`, and for fused experts of a
+    higher rank.
+    """
+    fused = fused_experts(view)
+    _require_low(fused.values(), max_rank, view)
+    turned = _within(max_rank, [each for each in sums if each.module not in fused], view, approximate=approximate)
+    lowered = {module: of_b.columns for module, (of_b, _) in turned.matrices.items()}
+    of_experts = {module: stack.rank for module, stack in fused.items()}
+    ranks = {each.module: each.rank for each in sums} | lowered | of_experts
+    one_rank = max(ranks.values()) if form.one_rank else None
+    if not form.one_rank:
+        ranks = equal_for_experts(ranks)
+    # turning a module to a lower rank puts its scaling into the factors
+    scale = 1.0 if turned.matrices else _said_by_config(common_scale(sums), form, ranks.values(), one_rank)
+    return ServedFactors(
+        sums=tuple(sums if scale == 1 else (unscaled(each, scale) for each in sums)),
+        turned=turned,
+        fused=fused,
+        ranks=ranks,
+        one_rank=one_rank,
+        scale=scale,
+    )
+
+
+def _said_by_config(scale: float, form: ServingForm, ranks: Iterable[int], one_rank: int | None) -> float:
+    """Return the scaling of all modules where the server's config can say it, so that no factor changes; else 1."""
+    same = {one_rank} if one_rank else set(ranks)
+    said = form.mlx or (len(same) == 1 and alpha_for(scale, *same) is not None)
+    return scale if said else 1.0
+
+
+def served_steps(served: ServedFactors, form: ServingForm, dtype: DType) -> Iterator[Step]:
+    """Yield the steps that write the factors and the biases of lora_B.
+
+    Raises `UnsupportedAdapter` where MLX-LM has no place for LoRA on experts.
+    """
+    matrices = served.turned.matrices
+    for each in served.sums:
+        if form.mlx and is_of_expert(each.module):
+            continue
+        turned, rank = matrices.get(each.module), served.rank(each.module)
+        if form.mlx:
+            yield from mlx_steps(each, dtype, turned, rank)
+        else:
+            stack = served.fused.get(each.module)
+            yield from padded_steps(each, dtype, turned, rank, experts=stack.count if stack else 1)
+        yield from bias_steps(each, dtype)
+    if form.mlx:
+        yield from stacked_steps(served.sums, dtype, matrices, served.largest)
+
+
+def _require_low(fused: Iterable[FusedExperts], max_rank: int | None, view: AdapterView) -> None:
+    for stack in fused:
+        if max_rank is not None and stack.rank > max_rank:
+            root = shlex.quote(str(view.adapter.root))
+            raise UnsupportedAdapter(
+                f"{view.config.path}: `{stack.path}` has rank {stack.rank} for each expert, and the factors of fused experts "
+                "cannot be recompressed as they are",
+                hint=f"write the experts one by one first: lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS",
+            )
+
+
+def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *, approximate: bool) -> Turned:
+    """Return how the modules above the largest rank get to it. Raises `UnsupportedAdapter` where that loses something."""
+    asked = Ranks(rank=max_rank)
+    turned = turned_to(asked, [] if max_rank is None else [each for each in sums if each.rank > max_rank])
+    lost = [each for each in turned.ranks if each.discarded > _NOTHING_LOST * each.energy]
+    if lost and not approximate:
+        worst = min(lost, key=lambda each: each.kept)
+        raise UnsupportedAdapter(
+            f"{view.config.path}: `{worst.module}` has rank {worst.before} and would keep {worst.kept:.2%} of ‖ΔW‖² at rank "
+            f"{max_rank}, the least of {counted(len(lost), 'module')}",
+            hint=f"`approximate=True` writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
+        )
+    return turned

@@ -1,0 +1,75 @@
+"""Warns where a type rounds small factors away: below its normal numbers, those that it has are all equally far apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from lora_tool.core.display import counted, named
+from lora_tool.core.errors import WrongValue
+from lora_tool.core.tensors import FLOAT_NAMES, DType
+from lora_tool.formats.files import opened_regular
+from lora_tool.formats.open_files import OpenFiles
+from lora_tool.plans.algebra.ranks import ModuleRank
+from lora_tool.plans.algebra.terms import Factors
+
+_APART = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133, DType.F32: 2.0**-149, DType.F64: 5e-324}
+"""The distance of the smallest numbers, which is the least of them."""
+_WARNED, _REFUSED = 0.01, 0.5
+"""Shares of a factor's norm that rounding takes."""
+_TINY = 1e-20
+"""A scale that may take trained values below what types other than float16 have."""
+
+
+def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[ModuleRank] = ()) -> Iterator[str]:
+    """Yield a warning where `dtype` rounds factors by more than a hundredth, since its numbers are too far apart.
+
+    `ranks` are the modules that get other factors of a lower rank. The factors are read where that can be at all: for
+    float16, and for very small scales. Raises `WrongValue` where it takes half of a factor, `OSError`, `SourceChanged`.
+    """
+    scales = [abs(term.scale) for each in sums for term in each.terms if term.scale]
+    if dtype is not DType.F16 and min(scales, default=1.0) > _TINY:
+        return
+    lower = {each.module: each for each in ranks if each.after < each.before}
+    shares = dict(_shares(sums, dtype, lower))
+    found = {module: share for module, share in shares.items() if share > _WARNED}
+    if not found:
+        return
+    worst = max(found, key=found.__getitem__)
+    name = FLOAT_NAMES[dtype]
+    told = (
+        f"{name} has no numbers between 0 and {_APART[dtype]:.1g}: in {len(found)} of {counted(len(shares), 'module')} it "
+        f"rounds a factor by more than {_WARNED:.0%} of its size, by {found[worst]:.0%} in {named([worst])}"
+    )
+    if found[worst] >= _REFUSED:
+        raise WrongValue(told, hint="`dtype=float32`" if dtype is DType.F16 else "weights that are not that small")
+    yield f"{told}; {FLOAT_NAMES[DType.F64 if dtype is DType.F32 else DType.F32]} does not"
+
+
+def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRank]) -> Iterator[tuple[str, float]]:
+    """Yield each module and the larger share that rounding takes of the norm of A or B."""
+    from lora_tool.plans.algebra.grams import Reader  # numpy, only where values are read
+
+    with OpenFiles(opened_regular) as files:
+        reader = Reader(files=files)
+        for each in sums:
+            if each.module in lower:
+                # ‖A‖² = ‖B‖² = Σσ, which is no less than ‖ΔW‖ = √Σσ²
+                rank, norm = lower[each.module].after, math.sqrt(lower[each.module].energy)
+                sizes = [(rank * max(each.out, each.width), norm)]
+            else:
+                sizes = [
+                    (part.spec.numel, scale**2 * float(reader.gram((part,), below=below).trace()))
+                    for term in each.terms
+                    for part, scale, below in ((term.a, 1.0, True), (term.b, term.scale, False))
+                    if scale != 1 or part.dtype is not dtype
+                ]
+            yield each.module, max((_share(_APART[dtype], *size) for size in sizes), default=0.0)
+
+
+def _share(apart: float, numel: int, norm: float) -> float:
+    """Return what rounding to multiples of `apart` takes of so many values with that squared norm.
+
+    The errors of many values are spread evenly over that distance, so that their mean square is apart²/12.
+    """
+    return min(1.0, apart * math.sqrt(numel / 12 / norm)) if norm > 0 else 0.0

@@ -1,0 +1,226 @@
+"""The files beside the weights: config, tokenizer, licence. They are copied byte for byte, or written with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lora_tool.checkpoints import AdapterDir, Folder, ModelDir
+from lora_tool.checkpoints.quantised import quantisation_table
+from lora_tool.checkpoints.registry import piece_folders
+from lora_tool.core.display import and_more
+from lora_tool.core.errors import CorruptFile
+from lora_tool.core.tensors import FLOAT_NAMES, DType
+from lora_tool.formats import generation_config, model_config
+from lora_tool.formats.files import json_bytes, read_json, read_object, same_content
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
+from lora_tool.plans.core.steps import SideFile, copied_file
+
+_QUANTISATION, _EXCLUDED = "hf_quant_config.json", "exclude_modules"
+
+
+def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
+    """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
+    for folder in (*(adapter.folder for adapter in adapters), base.folder):
+        if folder.tokenizer_files:
+            found = read_tokenizer(folder.root, folder.tokenizer_files).special("pad_token")
+            if found is not None:
+                return found
+    return None
+
+
+def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
+    """Return `config.json`: the base's own bytes where nothing changes, else the base's object with `changes`."""
+    config = base.whole_config
+    raw = dict(config.raw)
+    # the code that it names is not copied, and transformers has the class itself
+    own_code = raw.pop("auto_map", None) is not None
+    if not own_code and not config.edited and all(raw.get(name) == value for name, value in changes.items()):
+        return SideFile(filename=model_config.FILE_NAME, source=config.path, reason="copied from the base")
+    inner = raw.get("text_config")
+    raw.update(changes)
+    if isinstance(inner, dict) and "text_config" in changes:
+        raw["text_config"] = {**inner, **changes["text_config"]}
+    in_order = "dynamic" in quantisation_table(config)  # patterns of GPTQ, of which the first that matches counts
+    content = json_bytes(raw, indent=2, sort_keys=not in_order)
+    reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
+    reason += ", without auto_map" if own_code else ""
+    if config.edited:
+        reason += ", with fewer quantised modules" if config.quantization else ", without quantization"
+    return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
+
+
+def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model."""
+    changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
+    if pad_token_id is not None:
+        changes["pad_token_id"] = pad_token_id
+        if isinstance(base.whole_config.raw.get("text_config"), dict):  # whose pad token is the one that is asked for
+            changes["text_config"] = {"pad_token_id": pad_token_id}
+    return changes
+
+
+def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a class with this number of labels; nothing where it says so already."""
+    said = base.whole_config.num_labels
+    return (
+        {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
+    )
+
+
+def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
+    raw = base.whole_config.raw
+    labels = raw.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != num_labels:
+        labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+    changes: dict[str, Any] = {
+        "id2label": labels,
+        "label2id": {label: int(number) for number, label in labels.items()},
+    }
+    if "num_labels" in raw:
+        changes["num_labels"] = num_labels
+    if num_labels == 1 and raw.get("problem_type") == "single_label_classification":
+        changes["problem_type"] = None  # of the base's own head: transformers refuses to load one label with it
+    return changes
+
+
+def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
+    """Return what `config.json` must say for the weights to be loaded in the type that they have."""
+    if dtype is None:
+        return {}
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    name = "torch_dtype" if "torch_dtype" in base.whole_config.raw else "dtype"
+    return {name: FLOAT_NAMES[dtype]}
+
+
+def not_merged_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each file of trained weights beside an adapter that is no part of it."""
+    for adapter in adapters:
+        for name in adapter.folder.trained_beside:
+            yield f"{adapter.root / name} holds trained weights that are not part of the adapter: they are not merged"
+
+
+def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder, str]]:
+    """Return the folders that files are copied from, the first first, each with what to call it."""
+    several = len(adapters) > 1
+    named = [(each.folder, f"adapter {each.root}" if several else "adapter") for each in adapters]
+    return [*named, (base.folder, "base")]
+
+
+def joined_changes(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes of a config of all `parts`, those inside its `text_config` together."""
+    text = {name: value for part in parts for name, value in part.get("text_config", {}).items()}
+    joined = {name: value for part in parts for name, value in part.items()}
+    return joined | {"text_config": text} if text else joined
+
+
+def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
+    """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
+
+    Raises `CorruptFile` for one that is no regular file inside its folder.
+    """
+    taken = set()
+    for folder, whose in owners(adapters, base):
+        for name in (*folder.tokenizer_files, *folder.templates):
+            if name not in taken:
+                taken.add(name)
+                yield copied_file(folder.root, name, f"the {whose}")
+    wanted = {*base.folder.licence_files, *((generation_config.FILE_NAME,) if generation else ())}
+    for name in base.folder.files:
+        if name in wanted:
+            yield copied_file(base.root, name, "the base")
+
+
+def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]:
+    """Yield the file in which modelopt says how weights are quantised: none where, by the new config, none is.
+
+    It names the modules, too, that only the new config names as plain. Raises `BrokenFile` for what is no JSON object.
+    """
+    if _QUANTISATION not in base.folder.files:
+        return
+    if not config.edited:
+        yield copied_file(base.root, _QUANTISATION, "the base")
+    elif table := quantisation_table(config):
+        raw = read_object(base.root / _QUANTISATION)
+        said = raw.get("quantization")
+        inner = said if isinstance(said, dict) else {}
+        held = inner.get(_EXCLUDED)
+        listed = held if isinstance(held, list) else []
+        added = [name for name in table.get("ignore") or () if name not in listed]
+        content = json_bytes({**raw, "quantization": {**inner, _EXCLUDED: [*listed, *added]}}, indent=2)
+        yield SideFile(filename=_QUANTISATION, content=content, reason="the base's, with fewer quantised modules")
+
+
+def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a model with `size` tokens, where it says it now."""
+    raw = base.whole_config.raw
+    nested = raw.get("text_config")
+    if isinstance(nested, dict) and "vocab_size" in nested:
+        changes: dict[str, Any] = {"text_config": {"vocab_size": size}}
+        return changes | ({"vocab_size": size} if "vocab_size" in raw else {})
+    return {"vocab_size": size}
+
+
+def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each tokenizer file of which the adapters have different ones: the first is copied."""
+    names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)
+    for name in names:
+        holders = [adapter.root for adapter in adapters if name in adapter.folder.tokenizer_files]
+        if len(holders) > 1 and not all(same_content(holders[0] / name, holder / name) for holder in holders[1:]):
+            others = ", ".join(str(holder) for holder in holders[1:])
+            yield f"{name} is copied from {holders[0]}; {others} has another one"
+
+
+def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
+    """Yield notes on the base's files and folders that are neither weights nor copied, with its code apart."""
+    known = copied | {file.path.name for file in base.weights.files}
+    if base.weights.index:
+        known.add(base.weights.index.name)
+    names = [name for name in base.folder.files if name not in known and _is_worth_a_word(name)]
+    taken = {name.partition("/")[0] for name in copied}
+    skipped = {*taken, *base.folder.checkpoints, *piece_folders(base.folder)}
+    names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
+    code = [name for name in names if name.endswith(".py")]
+    others = [name for name in names if name not in code]
+    if others:
+        more = and_more(len(others) - _NAMED)
+        yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
+    if code:
+        yield f"the base's code is neither run nor copied: {', '.join(code)}"
+
+
+_NAMED = 40
+
+
+def _is_worth_a_word(name: str) -> bool:
+    return not name.startswith((".", "__")) and name not in ("README.md", "training_args.bin")
+
+
+def code_named(files: Iterable[SideFile]) -> Iterator[str]:
+    """Yield a warning for each copied config that names code (`auto_map`): the code is not copied with it."""
+    for file in files:
+        if file.source is None or not file.filename.endswith("_config.json"):
+            continue
+        try:
+            table = read_json(file.source)
+        except CorruptFile:
+            continue  # said by validate; the bytes are copied as they are
+        named = table.get("auto_map") if isinstance(table, dict) else None
+        if named:
+            yield (
+                f"{file.filename} names code (`auto_map`), which is not copied: load it from "
+                f"{file.source.parent}, or copy the code once you trust it"
+            )
+
+
+def another_dtype(base: ModelDir) -> Iterator[str]:
+    """Yield a warning where no weight has the type that the config names: transformers would convert all of them."""
+    named = base.whole_config.dtype
+    held = {tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float}
+    if named is not None and held and named not in held:
+        found, wanted = ", ".join(sorted(dtype.value for dtype in held)), FLOAT_NAMES[named]
+        yield (
+            f"{base.root / model_config.FILE_NAME} says {wanted}, but the weights are {found} and keep that dtype; "
+            f'`dtype="{wanted}"` merges what transformers and PEFT would load'
+        )

@@ -1,0 +1,107 @@
+"""The names that PEFT gives an adapter's tensors, for an adapter with other names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from lora_tool.adapters.naming import bare_path
+from lora_tool.adapters.readings import Readings
+from lora_tool.adapters.view import AdapterView
+from lora_tool.core import keys
+from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import Part
+from lora_tool.core.tensors import StoredTensor
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.patterns import is_path
+from lora_tool.formats.stored import same_values
+from lora_tool.models.module_names import ModuleNames
+
+
+class PeftNames(Struct, frozen=True, kw_only=True):
+    """An adapter's tensors by the names that PEFT loads."""
+
+    tensors: Mapping[str, StoredTensor]
+    """PEFT's name → the tensor, by its name in the file."""
+    dropped: tuple[tuple[str, str], ...]
+    """Names in the file that PEFT has no place for, each with the reason."""
+    config: AdapterConfig
+    """The adapter's config, in which no module has a wrapper in its path either."""
+    changes: Mapping[str, Any]
+    """The fields of `adapter_config.json` that become others."""
+    why: tuple[str, ...] = ()
+    """What about them changes, in words."""
+
+
+def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftNames:
+    """Return the adapter's tensors by the names that PEFT loads; `model` are its base's modules, where they are known.
+
+    Raises `UnsupportedAdapter` for a file of several adapters, for names that fit two readings, with the `hint`, and
+    where two tensors with different values are one for PEFT.
+    """
+    _require_one_adapter(view)
+    readings = {prefixed: Readings(view, model, prefixed=prefixed).chosen(hint) for prefixed in (True, False)}
+    tensors = view.adapter.tensors
+    names: dict[str, str] = {}
+    dropped: list[tuple[str, str]] = []
+    for name, key in view.adapter.keys.items():
+        if key.part is Part.ORIGINAL_MODULE:
+            dropped.append((name, "the frozen original of a module that was trained whole"))
+            continue
+        path = readings[key.prefixed].path(view.paths[key.module])
+        first = names.setdefault(replace(key, module=path).canonical, name)
+        if first is name:
+            continue
+        if not same_values(tensors[first], tensors[name]):
+            raise UnsupportedAdapter(
+                f"`{name}` and `{first}` would be one tensor of the adapter, but have different values",
+                hint="remove the one that was not trained, or save the adapter again with PEFT",
+            )
+        dropped.append((name, f"the same as `{first}`"))
+    changes = dict(_changes(view.config))
+    return PeftNames(
+        tensors={new: tensors[name] for new, name in names.items()},
+        dropped=tuple(dropped),
+        config=replace(view.config, **{_ATTRIBUTES.get(name, name): value for name, value in changes.items()}),
+        changes={name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()},
+        why=(f"{', '.join(changes)} without wrappers",) if changes else (),
+    )
+
+
+def _require_one_adapter(view: AdapterView) -> None:
+    named = sorted({layer.adapter_name for layer in view.layers if layer.adapter_name is not None})
+    if len(named) > 1:
+        raise UnsupportedAdapter(
+            f"{view.adapter.root} holds {len(named)} adapters ({', '.join(named)}), but PEFT loads only one from a file",
+            hint="save each into its own folder: model.save_pretrained(FOLDER, selected_adapters=[NAME])",
+        )
+
+
+_ATTRIBUTES = {"trainable_token_indices": "token_indices"}
+"""Field of the file → its name in `AdapterConfig`, where the two differ."""
+_ONE_VALUE = "write the module's path once, without the wrapper, with the value that was trained"
+_LISTS = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters")
+_TABLES = ("rank_pattern", "alpha_pattern", "trainable_token_indices")
+
+
+def _changes(config: AdapterConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the fields in which paths have wrappers or prefixes, without them; regular expressions stay as they are."""
+    for name in _LISTS:
+        entries = getattr(config, name)
+        if isinstance(entries, tuple) and (bare := tuple(map(_bare, entries))) != entries:
+            yield name, tuple(dict.fromkeys(bare))
+    for name in _TABLES:
+        renamed: dict[str, Any] = {}
+        table = getattr(config, _ATTRIBUTES.get(name, name))
+        for key, value in table.items():
+            if renamed.setdefault(_bare(key), value) != value:
+                raise UnsupportedAdapter(f"{config.path}: `{name}` has two values for `{_bare(key)}`", hint=_ONE_VALUE)
+        if renamed != table:
+            yield name, renamed
+
+
+def _bare(entry: str) -> str:
+    return bare_path(keys.unwrapped(entry)) if is_path(entry) else entry

@@ -1,0 +1,158 @@
+"""Planning a conversion: an adapter's tensors under the names of another program, as copies of byte spans."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
+from lora_tool.core import keys
+from lora_tool.core.actions import TensorAction
+from lora_tool.core.choices import codes
+from lora_tool.core.report import Report, Severity
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.models.module_names import ModuleNames
+from lora_tool.plans.adapter.config_file import config_file
+from lora_tool.plans.algebra.whole_plan import described, stamps_of
+from lora_tool.plans.convert.base_modules import modules_of, way_out
+from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.peft_names import PeftNames, peft_names
+from lora_tool.plans.convert.plan_experts import plan_experts
+from lora_tool.plans.convert.to_mlx import plan_to_mlx
+from lora_tool.plans.convert.value_head import ValueHead, value_head_of, with_score
+from lora_tool.plans.core.manifest import adapters_in
+from lora_tool.plans.core.ops import Precision, copied_as
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
+from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.judging import NO_BASE, OF_LOADING, WEIGHTS_BESIDE, Judge
+
+
+def plan_convert(
+    adapter: AdapterDir,
+    *,
+    to: AdapterForm | str,
+    rebuilt: Mapping[str, Any] | None = None,
+    base: ModelDir | None = None,
+    why_no_base: str = NO_BASE,
+    reward: bool = False,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
+
+    "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
+    values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`. "mlx":
+    what MLX-LM reads, every tensor with its values, transposed. "peft-experts" and "peft-fused": LoRA on experts one by
+    one, or fused. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell
+    which; None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of
+    a causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore` are
+    codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for
+    names that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
+    """
+    form, ignored = AdapterForm(to), codes(ignore)
+    require_whole(adapter)
+    if form is AdapterForm.MLX:
+        return plan_to_mlx(adapter, base, ignore=ignored)
+    if form in (AdapterForm.PEFT_EXPERTS, AdapterForm.PEFT_FUSED):
+        return plan_experts(adapter, form, base, ignore=ignored)
+    view = view_of(adapter)
+    model = modules_of(base, view.config)
+    named = peft_names(view, model, _hint(adapter, view.config, base, model))
+    head = value_head_of(adapter) if reward else None
+    if head is not None:
+        named = with_score(named, head, adapter, base)
+        ignored = (*ignored, WEIGHTS_BESIDE)
+    report = _judged(adapter, named, Judge(rules=chosen(OF_LOADING, ignored), base=base, why_no_base=why_no_base))
+    report.raise_at(Severity.ERROR)
+    steps = tuple(_steps(named))
+    side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
+    renamed = sum(step.out.name != step.op.source.name for step in steps)
+    record = described(adapter)
+    notes = f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed"
+    notes += ", all transposed" if all(step.op.source.is_transposed for step in steps) else ""
+    return Plan(
+        shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
+        side_files=side_files,
+        leftovers=tuple(
+            InputRecord(path=adapter.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
+            for name, reason in named.dropped
+        ),
+        inputs=(*stamps_of((adapter,), side_files), *(head.weights.stamps if head else ())),
+        precision=Precision.FLOAT32,
+        findings=report.findings,
+        notes=(
+            notes,
+            *([] if head is None else [_constant(head)]),
+            *([] if model else [f"not compared with the modules of its base: {_why_not_compared(base, why_no_base)}"]),
+        ),
+        manifest={
+            "operation": "convert",
+            "to": form.value,
+            **({} if head is None else {"value_head": {"file": head.name, "constant": head.constant}}),
+            "merged_adapters": adapters_in([(adapter, str(record["fingerprint"]))]),
+            "ignored": list(ignored),
+            "inputs": {"adapter": record, **({"base": described(base)} if base and model else {})},
+        },
+        hashed=tuple(file.path for file in adapter.weights.files),
+    )
+
+
+def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None, model: ModuleNames | None) -> str:
+    """Return the hint for names that fit two readings."""
+    if base is not None and base.config is not None and not model:
+        return way_out(base.config.model_type)
+    if config.task_type is None and base is not None:
+        return f'write the task of the training into {config.path.name}: "task_type": "CAUSAL_LM"'
+    return f"give the model that it was trained on: lora-tool convert {shlex.quote(str(adapter.root))} --to peft --base MODEL"
+
+
+def _why_not_compared(base: ModelDir | None, why_no_base: str) -> str:
+    kind = base.config.model_type if base is not None and base.config is not None else None
+    return (
+        why_no_base if base is None else f"lora-tool has no table of the modules of a {kind or 'model without a type'}"
+    )
+
+
+def _constant(head: ValueHead) -> str:
+    without = (
+        f", without its bias: every reward is {head.constant:.9g} lower than the value head's" if head.constant else ""
+    )
+    return f"the score head comes from {head.name}{without}"
+
+
+def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
+    """Return what the rules find in the adapter once its tensors have their new names."""
+    tensors = {}
+    for new, tensor in named.tensors.items():
+        tensors[new] = tensor if new == tensor.name else replace(tensor, spec=replace(tensor.spec, name=new))
+    renamed = replace(
+        adapter,
+        config=named.config,
+        weights=replace(adapter.weights, tensors=tensors),
+        keys={name: keys.parse(name) for name in tensors},
+    )
+    return replace(judge, deep=False).folder(judge.subject(renamed))
+
+
+def _steps(named: PeftNames) -> Iterator[Step]:
+    for new, tensor in named.tensors.items():
+        op = copied_as(tensor.dtype, tensor)
+        reason = "copied" if new == tensor.name else f"renamed, saved as {tensor.name}"
+        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
+        yield Step(out=replace(tensor.spec, name=new), op=op, action=action, reason=reason)
+
+
+def _beside(adapter: AdapterDir) -> Iterator[SideFile]:
+    folder = adapter.folder
+    for name in dict.fromkeys((*folder.tokenizer_files, *folder.licence_files, *_CARD)):
+        if name in folder.files:
+            yield copied_file(folder.root, name, folder.root)
+    for name in folder.templates:
+        yield copied_file(folder.root, name, folder.root)
+
+
+_CARD = ("README.md",)

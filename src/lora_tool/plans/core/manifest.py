@@ -1,0 +1,177 @@
+"""What `lora_tool.json` records, and how an input is recognised later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoints import AdapterDir, computed_from
+from lora_tool.checkpoints.sources import Source
+from lora_tool.core.errors import BrokenFile
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.version import __version__
+from lora_tool.formats.adapter_config import FILE_NAME as CONFIG_NAME
+from lora_tool.formats.files import json_records, read_json
+from lora_tool.formats.manifest import FILE_NAME, SCHEMA_VERSION, read_manifest
+from lora_tool.formats.weights import Weights
+from lora_tool.plans.core.delta_retention import DeltaRetention, advice, summary
+from lora_tool.plans.core.plan import Plan
+from lora_tool.plans.core.render import step_json
+from lora_tool.plans.core.steps import SideFile
+
+_HASHED_BYTES = 2 << 20
+"""Hashed at a time: for each, a thread waits twice for the interpreter lock, which whoever plans meanwhile holds."""
+
+
+def sha256_of(path: Path, given_up: Callable[[], bool] = lambda: False) -> str:
+    """Return the sha256 of a whole file, in hex; of a part of it once it is `given_up`."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while (count := file.readinto(piece)) and not given_up():
+            digest.update(piece[:count])
+    return digest.hexdigest()
+
+
+def _hub_sha256(path: Path) -> str | None:
+    """Return the sha256 that the Hub cache knows a file by (its blob is named so), or None outside the cache."""
+    blob = Path(os.path.realpath(path))
+    known = blob.parent.name == "blobs" and len(blob.name) == hashlib.sha256().digest_size * 2
+    return blob.name if known else None
+
+
+def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[str, Any]:
+    """Return the manifest's entry of one input: its place, its revision, and its fingerprint."""
+    return {
+        "path": None if source.hub_id else str(source.path.resolve()),
+        "hub_id": source.hub_id,
+        "revision": source.revision,
+        "fingerprint": fingerprint,
+        "files": [
+            {"name": file.path.name, "bytes": file.stamp.size, "sha256": _hub_sha256(file.path)}
+            for file in weights.files
+        ],
+    }
+
+
+def adapters_in(adapters: Iterable[tuple[AdapterDir, str]]) -> list[str]:
+    """Return the fingerprints of adapters, each given beside it, and of all that they were computed from, each once."""
+    return [*dict.fromkeys(each for adapter, own in adapters for each in (own, *computed_from(adapter)))]
+
+
+def input_name(number: int) -> str:
+    """Return the manifest's name for the adapter of that number: `adapter`, then `adapter 2` and so on."""
+    return "adapter" if number == 1 else f"adapter {number}"
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return our version, and those of the packages that did the arithmetic: they are loaded."""
+    loaded = {package: sys.modules[package] for package in packages if package in sys.modules}
+    return {"lora-tool": __version__, **{name: str(module.__version__) for name, module in loaded.items()}}
+
+
+def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
+    """Return file name → hash; with the input's name before it where several inputs have files of one name."""
+    names = {path: plan.input_names.get(path.parent) for path in hashes}
+    return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
+
+
+def _gone_on(plan: Plan) -> Iterator[str]:
+    """Yield the errors that the plan was made in spite of."""
+    return (str(finding) for finding in plan.findings if finding.severity is Severity.ERROR)
+
+
+def _named(reason: str, plan: Plan) -> str:
+    """Return the reason with an input's name in the manifest for its folder."""
+    for folder, name in plan.input_names.items():
+        reason = reason.replace(f"from the adapter {folder}", f"from {name}")
+    return reason
+
+
+def manifest_bytes(
+    plan: Plan,
+    hashes: Mapping[Path, str],
+    survived: Mapping[str, DeltaRetention],
+    arithmetic: str | None = None,
+    verification: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the content of `lora_tool.json`: the same plan gives the same bytes.
+
+    `hashes` are those of `plan.hashed`; `survived` says how much of each tensor's change survives rounding;
+    `arithmetic` names the backends that computed values, None if every tensor was copied; `verification` is the result
+    of a check of the written folder, None without one.
+    """
+    fidelity = summary(survived)
+    table = {
+        "schema_version": SCHEMA_VERSION,
+        **plan.manifest,
+        "sha256": _by_name(plan, hashes),
+        "precision": plan.precision.value,
+        "arithmetic": arithmetic,
+        "versions": _versions(() if plan.only_copies else plan.precision.packages),
+        "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
+        "fidelity": fidelity,
+        "verification": None if verification is None else dict(verification),
+        **_of_tensors(plan, survived),
+    }
+    return json_records(table)
+
+
+def _values(file: SideFile) -> dict[str, Any]:
+    """Return what an adapter's config says, copied or written here: verify asks whether it still does."""
+    if file.filename != CONFIG_NAME:
+        return {}
+    return {"config": read_json(file.source) if file.source else json.loads(file.content or b"{}")}
+
+
+def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:
+    """Return what the manifest says of every tensor and file."""
+    return {
+        "counts": plan.counts(),
+        "side_files": [
+            {"name": file.filename, "reason": _named(file.reason, plan), **_values(file)} for file in plan.side_files
+        ],
+        "ledger": [
+            {
+                **step_json(step, plan.input_names),
+                "shard": shard.filename,
+                **({"fidelity": survived[step.out.name].as_json()} if step.out.name in survived else {}),
+            }
+            for shard in plan.shards
+            for step in shard.steps
+        ],
+        "leftovers": [
+            {"file": item.path.name, "name": item.name, "fate": item.action.value, "reason": item.reason}
+            for item in plan.leftovers
+        ],
+    }
+
+
+def is_written(plan: Plan, folder: Path) -> bool:
+    """Return whether `folder` is what this version writes from the plan, by its manifest and the sizes of its weights."""
+    try:
+        raw = read_manifest(folder / FILE_NAME).raw
+        sizes = [(folder / shard.filename).stat().st_size for shard in plan.shards]
+    except (BrokenFile, OSError):
+        return False
+    if sizes != [len(shard.header) + shard.data_bytes for shard in plan.shards]:
+        return False
+    known = {
+        **plan.manifest,
+        **_of_tensors(plan, {}),
+        "precision": plan.precision.value,
+        "sha256": _by_name(plan, {path: sha256_of(path) for path in plan.hashed}),
+    }
+    ledger = raw.get("ledger")
+    bare = [_without_fidelity(each) for each in ledger] if isinstance(ledger, list) else ledger
+    versions = raw.get("versions")
+    same = isinstance(versions, dict) and versions.get("lora-tool") == __version__
+    return same and {**{key: raw.get(key) for key in known}, "ledger": bare} == json.loads(json_records(known))
+
+
+def _without_fidelity(entry: object) -> object:
+    return {key: entry[key] for key in entry if key != "fidelity"} if isinstance(entry, dict) else entry

@@ -1,0 +1,137 @@
+"""The options that several use cases share, each declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lora_tool.core.choices import codes, flag, fraction, number_of_bytes, positive, wrong_value
+from lora_tool.core.options import Options, option
+from lora_tool.core.progress import StageWatch
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.spread import EngineName, Spread
+from lora_tool.core.tensors import DType, float_type
+
+
+def severity(given: object) -> Severity:
+    """Return the severity at which findings fail. Raises `WrongValue` for everything but "error" and "warning"."""
+    if given not in (Severity.ERROR, Severity.WARNING):
+        raise wrong_value("severity", given, [Severity.ERROR.value, Severity.WARNING.value])
+    return Severity(given)
+
+
+OUTPUT: Mapping[str, Any] = {"name": "output", "short": ("-o",), "metavar": "PATH"}
+"""The spelling of the folder that is written."""
+FLOAT_DTYPE: Mapping[str, Any] = {"parse": float_type, "metavar": "[bfloat16|float16|float32]"}
+"""The spelling of a data type of weights."""
+SHARD_SIZE: Mapping[str, Any] = {"parse": number_of_bytes, "metavar": "SIZE"}
+"""The spelling of the maximum size of a weights file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedOptions(Options):
+    """Who watches the work."""
+
+    common: ClassVar[bool] = True
+
+    watch: StageWatch | None = option(
+        None,
+        "Called with a description of the work and its number of bytes; returns a context manager of its progress.",
+        library_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions(WatchedOptions):
+    """How a folder is written."""
+
+    common: ClassVar[bool] = True
+
+    jobs: int | None = option(None, "Number of workers.  [default: one per core; 2 for factors]", parse=positive)
+    overwrite: bool = option(
+        default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions(WorkOptions):
+    """How a folder is written and read back."""
+
+    common: ClassVar[bool] = True
+
+    verify: bool = option(
+        default=True,
+        text="Read samples back and check them before the output gets its name.",
+        parse=flag,
+        off="no-verify",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableOptions(WritingOptions):
+    """How a folder is written and read back, where a killed run can be resumed."""
+
+    common: ClassVar[bool] = True
+
+    resume: bool = option(
+        default=False, text="Reuse what a killed run finished; leave a finished output as it is.", parse=flag
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions(Options):
+    """Which rules run, and from which severity on their findings fail."""
+
+    common: ClassVar[bool] = True
+
+    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+    fail_on: Severity | str = option(
+        Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadOptions(Options):
+    """Where the work is done. Raises `WrongValue` for an address or workers of this machine."""
+
+    common: ClassVar[bool] = True
+
+    engine: EngineName | str = option(
+        EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
+    )
+    address: str | None = option(
+        None,
+        "Address of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        parse=str,
+        metavar="HOST:PORT",
+    )
+    workers: int | None = option(
+        None, "Tasks that run at a time on the Ray cluster.  [default: one per CPU of the cluster]", parse=positive
+    )
+
+    @property
+    def spread(self) -> Spread:
+        """Where the work is done."""
+        return Spread(engine=EngineName(self.engine), address=self.address, workers=self.workers)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.spread  # which says what contradicts the engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(Options):
+    """Which ranks the modules of a new adapter get, and its data type."""
+
+    rank: int | None = option(None, "Maximum rank of a module.", parse=positive)
+    keep: float | None = option(
+        None,
+        "Minimum share of ‖ΔW‖² to keep in each module, such as 0.99; each gets the lowest rank that keeps it.",
+        parse=fraction,
+        metavar="SHARE",
+    )
+    dtype: DType | str | None = option(
+        None, "Data type of the factors.  [default: float32; unchanged if the result is exact]", **FLOAT_DTYPE
+    )

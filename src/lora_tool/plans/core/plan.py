@@ -1,0 +1,115 @@
+"""A plan: for every output tensor where it comes from, what is done to it and why. Pure data, printable, comparable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from lora_tool.core.display import as_html, counted, size
+from lora_tool.core.report.findings import Finding
+from lora_tool.core.report.json import finding_json
+from lora_tool.core.tensors import FileStamp
+from lora_tool.plans.core.ops import Cast, Precision
+from lora_tool.plans.core.render import leftover_json, plan_lines, shard_json
+from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.rules.merged.expected import Expected
+from lora_tool.rules.training.value_check import ValueCheck
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Everything that will be written, and where each input tensor goes. `notes` are the lines of the summary."""
+
+    shards: tuple[Shard, ...]
+    side_files: tuple[SideFile, ...]
+    leftovers: tuple[InputRecord, ...]
+    inputs: tuple[FileStamp, ...]
+    precision: Precision
+    manifest: Mapping[str, Any]
+    input_names: Mapping[Path, str] = field(default_factory=dict)
+    """Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
+    hashed: tuple[Path, ...] = ()
+    """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
+    findings: tuple[Finding, ...] = ()
+    """The findings of the rules about the inputs, none of which refused the plan."""
+    values: ValueCheck | None = None
+    """The check of the inputs' values, which runs while they are copied."""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All steps, shard by shard."""
+        return (step for shard in self.shards for step in shard.steps)
+
+    @property
+    def folders(self) -> frozenset[Path]:
+        """The folders that are read."""
+        return frozenset(stamp.path.parent for stamp in self.inputs)
+
+    @property
+    def expected(self) -> Expected:
+        """What the plan would write, in the form that the rules for merged models read."""
+        return Expected(tensors={step.out.name: step.out for step in self.steps}, files=self.side_files)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all output tensors: the index's `total_size`."""
+        return sum(shard.data_bytes for shard in self.shards)
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether every output tensor is the bytes of an input, as they lie there or, in a matrix, transposed."""
+        return all(
+            step.op.is_copy or (isinstance(step.op, Cast) and step.op.source.dtype is step.out.dtype)
+            for step in self.steps
+        )
+
+    @property
+    def recomputes_inits(self) -> bool:
+        """Whether a base weight must be changed as PEFT changes it when it builds its layers."""
+        return any(step.op.taken_out for step in self.steps)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's
+        modules, and how much of ΔW requantised weights keep.
+        """
+        return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
+
+    def counts(self) -> dict[str, int]:
+        """Return how many tensors each action has: of the output first, then of the inputs."""
+        of_output = [step.action.value for step in self.steps]
+        return dict(Counter(of_output + [item.action.value for item in self.leftovers]))
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
+        return f"Plan({counts}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole plan as JSON data: every step, side file and leftover with its reason."""
+        return {
+            "schema_version": 1,
+            "precision": self.precision.value,
+            "total_size": self.data_bytes,
+            "notes": list(self.notes),
+            "findings": [finding_json(finding) for finding in self.findings],
+            "warnings": list(self.warnings),
+            "counts": self.counts(),
+            **self.figures,
+            "shards": [shard_json(shard, self.input_names) for shard in self.shards],
+            "side_files": [
+                {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
+                for file in self.side_files
+            ],
+            "leftovers": [leftover_json(item) for item in self.leftovers],
+        }

@@ -1,0 +1,123 @@
+"""A merge in the making: what its passes have decided so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from lora_tool.adapters.support import OTHER_BASE
+from lora_tool.checkpoints import ModelDir
+from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.models.vocabulary import Vocabulary
+from lora_tool.plans.adapter.combine import Adapted
+from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.plans.core.terms import LoraTerm
+from lora_tool.plans.merge.inputs import MergeInputs
+from lora_tool.plans.merge.model.model import Model
+
+NO_MODULES = AdapterModules(
+    lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
+)
+
+
+class Head(Struct, frozen=True, kw_only=True):
+    """The classification head of the merged model: the tensors that have no place in a causal LM."""
+
+    module: str
+    name: str
+    """What the model calls the weight of the last layer, whose rows are the labels."""
+    weight: StoredTensor
+    """That weight, where it is: by its name in the adapter's file, if it comes from there."""
+    num_labels: int
+
+
+class TiedEmbeddings(Struct, frozen=True, kw_only=True):
+    """The shared matrix of a causal LM: the tensor `output` is not on disk, or only as a copy of the embedding."""
+
+    output: str
+    candidates: tuple[StoredTensor, ...]
+    """Matrices with a row per token: the embedding, and whatever has as many rows by chance."""
+    root: Path
+
+    @property
+    def embedding(self) -> StoredTensor:
+        """The input embedding.
+
+        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
+        """
+        if not self.candidates:
+            raise IncompatibleBase(
+                f"{self.root}: `{self.output}` is tied to the embeddings, but the base has no embeddings under the names of its "
+                "class",
+                hint=OTHER_BASE,
+            )
+        if len(self.candidates) != 1:
+            raise UnsupportedAdapter(
+                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token, "
+                "so lora-tool cannot tell which of them is the embedding"
+            )
+        return self.candidates[0]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that are, or may be, one of the ends."""
+        return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
+
+
+class ModelEnds(Struct, frozen=True, kw_only=True):
+    """The input embedding and the output layer of the merged model, and the tensors that are tied to them."""
+
+    tied: TiedEmbeddings | None = None
+    """The shared matrix of a causal LM with tied embeddings."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the base that are tied copies of another, by name: the output has them once."""
+    trained_as_one: bool = False
+    """Whether LoRA adds the same to both ends of the shared matrix, so that it is W + ΔW for both."""
+    untied: bool = False
+    """Whether the output has two matrices and a config that says so."""
+    untied_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Other tensors that only the config tied, which are written too, and the base's tensors that they equal."""
+    untied_unsaved: Mapping[str, str] = field(default_factory=dict)
+    """The same where PEFT's merge leaves them out, and transformers re-initialises them on loading."""
+    vocabulary: Vocabulary | None = None
+    """Where the adapter brings another number of tokens than the base has."""
+
+
+class Draft(Struct, frozen=True, kw_only=True):
+    """What the passes have decided so far; each field has the pass that sets it."""
+
+    inputs: MergeInputs
+    model: Model
+    base: ModelDir
+    """The base in the names of memory; `with_ends` gives it as many rows per token as the merged model has."""
+    precision: Precision = Precision.FLOAT32
+    dtype: DType | None = None
+    """The type of all weights; None for each as in the base."""
+    adapted: tuple[Adapted, ...] = ()
+    """Each adapter with what it does (`with_deltas`)."""
+    modules: AdapterModules = NO_MODULES
+    """What all adapters do together."""
+    per_expert: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
+    """Tensor on disk → its own deltas, as a part of a fused parameter (`on_layers`)."""
+    head: Head | None = None
+    """A sequence classifier's (`with_head`); other classes' heads are parameters like any other."""
+    labels: int | None = None
+    """How many labels the merged model has; None for a class without any."""
+    ends: ModelEnds = ModelEnds()
+    steps: tuple[Step, ...] = ()
+    """One for each tensor of the output: by its name in memory, from `on_disk` by that on disk."""
+    leftovers: tuple[InputRecord, ...] = ()
+    """Tensors of the inputs that no output tensor is, with what became of them."""
+    shards: tuple[Shard, ...] = ()
+    side_files: tuple[SideFile, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    metadata: Mapping[str, str] | None = None
+    """The texts in the headers of the weight files; None for the usual."""
+    recorded: Mapping[str, object] = field(default_factory=dict)
+    """What the manifest records of the options."""

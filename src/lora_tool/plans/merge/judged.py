@@ -1,0 +1,34 @@
+"""The rules judge the inputs of a merge before it is planned, and again once the names of its parameters are known."""
+
+from __future__ import annotations
+
+from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.model import Report, joined
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.merge.model.model import Model
+from lora_tool.plans.merge.options import PlanOptions
+from lora_tool.rules.merging import MergeJudge
+
+
+def judge_of(options: PlanOptions) -> MergeJudge:
+    """Return the judge of a merge with these options."""
+    return MergeJudge(
+        task=Task(options.task).expected,
+        num_labels=options.num_labels,
+        untie=options.untie,
+        select=tuple(options.select),
+        ignore=tuple(options.ignore),
+        fail_on=Severity(options.fail_on),
+    )
+
+
+def judged_in_memory(judge: MergeJudge, model: Model, report: Report) -> Report:
+    """Return the report with what the rules find in the names of memory, where those on disk are others.
+
+    Raises `FindingsFound`.
+    """
+    if model.conversion is None:
+        return report
+    from lora_tool.plans.merge.model.converted import complete
+
+    return joined([report, judge.in_memory(model.adapters, complete(model, model.conversion))])

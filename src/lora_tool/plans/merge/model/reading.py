@@ -1,0 +1,221 @@
+"""Reading a model: which task the merged model is for, which class it is, and whether it is stored as it is in memory.
+
+These are decided here, once. Headers and the table of architectures decide where they can; transformers decides the
+rest, and only then is it imported. Some bases hold tensors that their model has no place for, of another class, another
+trainer or another number of layers. Only transformers can tell which of them belong, so this module only says whether
+the names are those of a plain model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.core import keys
+from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter, require_packages
+from lora_tool.core.keys import Part
+from lora_tool.core.progress import decided
+from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.models import Architecture, architecture_of, is_computed
+from lora_tool.models.ends import embeddings, output_name
+from lora_tool.models.vocabulary import stored_twice
+from lora_tool.plans.base.known_names import KNOWN_NAMES, names_digest
+from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
+from lora_tool.plans.merge.model.model import Model, as_stored, class_row
+
+if TYPE_CHECKING:
+    from lora_tool.models.mapping.model import NamesOnDisk
+
+_WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
+_MAPPERS = ("torch", "transformers")
+"""The package that knows where parameters lie on disk."""
+
+
+def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, exact: bool = False) -> Model:
+    """Return base and adapters in the names of memory, with task and class decided.
+
+    `wanted` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
+    one. Raises `UnsupportedAdapter` where the task, the adapters and the base contradict each other or no class is
+    found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where it takes transformers,
+    which is not installed.
+    """
+    task = other_task(wanted, adapters, base)
+    row = plain_row(base, adapters, wanted) if task is None else None
+    if row is not None:
+        task = decide_task(wanted, adapters, base, row.head)
+        if _is_certain(base, adapters, row, task, exact=exact):
+            decided(
+                f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
+            )
+            return as_stored(base, adapters, row, task)
+    from lora_tool.plans.merge.model.converted import converted
+
+    mixture = _known_mixture(base, adapters, wanted) if task is None else None
+    if mixture is not None:
+        class_name = mixture.facts.class_name
+        decided(
+            f"names: {class_name} stacks the experts of each layer in memory, all else is as on disk, so "
+            "transformers is not needed"
+        )
+        arch = class_row(base.whole_config, mixture.facts, None)
+        return converted(base, adapters, mixture, arch, decide_task(wanted, adapters, base, None))
+    require_transformers()
+    from lora_tool.plans.merge.model.classes import model_class
+
+    try:
+        found = model_class(base, adapters, wanted, task)
+    except (IncompatibleBase, UnsupportedAdapter) as why:
+        if row is None or task is None:
+            raise
+        decided(f"names: as they are on disk, because transformers cannot build this {row.model_type} ({why})")
+        return as_stored(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
+    decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
+    return converted(base, adapters, found.mapping, found.arch, found.task, same_names=row is not None)
+
+
+def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> Architecture | None:
+    """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell."""
+    config = base.whole_config
+    row = architecture_of(config.model_type or "")
+    if row is None or any(adapter.config and adapter.config.target_parameters for adapter in adapters):
+        return None
+    known = {row.causal_lm, row.sequence_classification} - {None}
+    plain = not config.architectures or bool(known & set(config.architectures))
+    if not plain or not _has_class(row, adapters, wanted) or base.dtype in row.wide_in:
+        return None
+    if not all(map(find_spec, _MAPPERS)):
+        return row  # what is wrong with the names is said by them
+    # transformers knows which of several matrices with a row per token is tied
+    is_tied = output_name(row) not in {None, *base.tensors}
+    one_end = not is_tied or len(embeddings(base, row)) <= 1
+    return row if one_end and all(_all_found(base, adapter, row) for adapter in adapters) else None
+
+
+def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architecture, task: Task, *, exact: bool) -> bool:
+    """Return whether the names of a plainly stored base are its model's, all and no others, and each is one tensor.
+
+    So they are taken where the config has no sizes, of which transformers would build some other model.
+    """
+    config = base.whole_config
+    if config.vocab_size is None:
+        return True
+    classifier = task in CLASSIFIERS
+    plain = not exact and looks_plain(base, row, classifier=classifier)
+    if not plain and not names_are_known(base, adapters, row, classifier=classifier):
+        return False
+    # an output layer that is on disk and tied may stand for the embeddings; an encoder's and a decoder's may be one
+    outputs = base.tensors.keys() & set(row.causal_only) if config.tie_word_embeddings is True else set()
+    return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
+
+
+def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> NamesOnDisk | None:
+    """Return where the parameters of a causal LM with stacked experts lie, if a table knows its class and the adapters
+    are of that class; None if it takes transformers to know.
+    """
+    if wanted not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
+        return None
+    from lora_tool.models.mapping.mixture import mixture_mapping
+    from lora_tool.plans.merge.model.adapter_names import strangers
+
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
+    if found is None or any(strangers(adapter, found) for adapter in adapters):
+        return None
+    return found
+
+
+def require_transformers() -> None:
+    """Return if torch and transformers are installed, which know the names. Raises `MissingDependency`."""
+    require_packages(_MAPPERS, extra="merge")
+
+
+def _has_class(row: Architecture, adapters: Sequence[AdapterDir], wanted: Task) -> bool:
+    """Return whether the row has the class that the merged model is to be of, as far as it was said."""
+    declared = declared_types(adapters)
+    classifier = wanted in CLASSIFIERS or "SEQ_CLS" in declared
+    causal = wanted is Task.CAUSAL_LM or "CAUSAL_LM" in declared
+    return not (classifier and row.sequence_classification is None) and not (causal and row.causal_lm is None)
+
+
+def _all_found(base: ModelDir, adapter: AdapterDir, row: Architecture) -> bool:
+    """Return whether every adapted module is on disk under its own name; heads may be new, output layers tied."""
+    held = {name.rpartition(".")[0] for name in (*base.tensors, *row.causal_only)}
+    adapted = {key.module for key in adapter.keys.values()}
+    head = row.head or ""
+    return all(module in held or module == head or module.startswith(f"{head}.") for module in adapted)
+
+
+def names_are_known(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, *, classifier: bool) -> bool:
+    """Return whether the base has the parameters of its class, all and no others, the head from base or adapters.
+
+    Then transformers has nothing to add. An output layer may be absent where the config ties it.
+    """
+    config = base.whole_config
+    class_name = arch.sequence_classification if classifier else arch.causal_lm
+    if class_name is None or not config.architectures:
+        return False
+    held = {name for name in base.tensors if not is_computed(name)}
+    if classifier:
+        whole = {key.tensor for adapter in adapters for key in adapter.keys.values() if key.part in _WHOLE}
+        held |= {name for name in whole if name.startswith(f"{arch.head}.")}
+    else:
+        tied = {output_name(arch)} if config.tie_word_embeddings is True else set()
+        if not held.issuperset(set(arch.causal_only) - tied):
+            return False
+    return names_digest(class_name, config.raw, held.difference(arch.causal_only)) in KNOWN_NAMES
+
+
+def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool:
+    """Return whether the base has only weights and biases, under the model's own roots, the same in every layer.
+
+    It may still hold a tensor that no model has; a plain name in a plain place is taken for the model's.
+    """
+    tensors = [tensor for tensor in base.tensors.values() if not is_computed(tensor.name)]
+    name = arch.sequence_classification if classifier else arch.causal_lm
+    if name not in base.whole_config.architectures and any(map(_is_of_pooler, tensors)):
+        return False  # another class may be without it
+    return (
+        all(map(_is_parameter, tensors))
+        and _same_layers(base, tensors)
+        and _same_roots(arch, tensors, classifier=classifier)
+    )
+
+
+def _is_of_pooler(tensor: StoredTensor) -> bool:
+    return ".pooler." in tensor.name and keys.split_layer(tensor.name)[0] is None
+
+
+def _is_parameter(tensor: StoredTensor) -> bool:
+    leaf = tensor.name.rpartition(".")[2]
+    return tensor.dtype.is_float and (leaf == "weight" or (leaf == "bias" and len(tensor.shape) == 1))
+
+
+def _same_layers(base: ModelDir, tensors: list[StoredTensor]) -> bool:
+    """Return whether layers are numbered from 0, as many as the config says, each with the same tensors."""
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for tensor in tensors:
+        number, _ = keys.split_layer(tensor.name)
+        if number is not None:
+            stack, _, rest = tensor.name.partition(f".{number}.")
+            stacks[stack][number].add(rest)
+    counts = {value for value in base.whole_config.raw.values() if type(value) is int}
+    return all(
+        sorted(layers) == list(range(len(layers)))
+        and len(layers) in counts
+        and len(set(map(frozenset, layers.values()))) == 1
+        for layers in stacks.values()
+    )
+
+
+def _same_roots(arch: Architecture, tensors: list[StoredTensor], *, classifier: bool) -> bool:
+    """Return whether a tensor is the trunk's, of the output layer, or, in a classifier's base, of its head."""
+    trunk = {tensor.name.partition(".")[0] for tensor in tensors if keys.split_layer(tensor.name)[0] is not None}
+    allowed = trunk | {name.partition(".")[0] for name in arch.causal_only}
+    heads = f"{arch.head}." if classifier and arch.head else None
+    return all(
+        tensor.name.partition(".")[0] in allowed or (heads is not None and tensor.name.startswith(heads))
+        for tensor in tensors
+    )

@@ -1,0 +1,96 @@
+"""The files of the merged model that are not weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.core.options import Options
+from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.plans.base.module_files import module_files
+from lora_tool.plans.base.side_files import (
+    another_dtype,
+    classifier_changes,
+    code_named,
+    config_file,
+    copied_files,
+    dtype_changes,
+    joined_changes,
+    label_changes,
+    left_out,
+    not_merged_beside,
+    other_tokenizers,
+    owners,
+    pad_token,
+    quantisation_file,
+    vocabulary_changes,
+)
+from lora_tool.plans.base.task import Task
+from lora_tool.plans.base.turn_ends import Generation, generation_of
+from lora_tool.plans.merge.draft import Draft
+
+_NO_PAD = (
+    "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only score one text at "
+    "a time; set pad_token in tokenizer_config.json and merge again"
+)
+
+
+def with_side_files(draft: Draft, _: Options) -> Draft:
+    """Return the draft with config, tokenizer, licences and what else goes with the weights."""
+    adapters = [part.adapter for part in draft.adapted]
+    generation = generation_of(adapters, draft.base) if _generates(draft) else Generation()
+    pad_id = None if draft.head is None else _pad_id(adapters, draft.base)
+    modules = module_files(owners(adapters, draft.base), draft.model.task)
+    files = (
+        config_file(draft.base, _config_changes(draft, generation, pad_id)),
+        *copied_files(adapters, draft.base, generation=draft.head is None and generation.file is None),
+        *([generation.file] if generation.file else []),
+        *modules.files,
+        *quantisation_file(draft.inputs.stored, draft.base.whole_config),
+    )
+    warnings = (
+        *([] if draft.dtype else another_dtype(draft.base)),
+        *([_NO_PAD] if draft.head is not None and pad_id is None else []),
+        *not_merged_beside(adapters),
+        *other_tokenizers(adapters),
+        *modules.warnings,
+        *code_named(files),
+    )
+    left = left_out(draft.base, {file.filename for file in files})
+    return replace(
+        draft,
+        side_files=(*files, *draft.side_files),
+        notes=(*generation.notes, *left, *modules.notes, *draft.notes),
+        warnings=(*warnings, *draft.warnings),
+    )
+
+
+def _config_changes(draft: Draft, generation: Generation, pad_id: int | None) -> dict[str, Any]:
+    """Return what the merged model's config says otherwise than the base's; `pad_id` is a classifier's pad token."""
+    base, vocabulary = draft.base, draft.ends.vocabulary
+    return joined_changes(
+        dtype_changes(base, draft.dtype),
+        {} if draft.model.facts is None else {"architectures": [draft.model.facts.class_name]},
+        {"tie_word_embeddings": False} if draft.ends.untied else {},
+        {} if draft.head is not None or draft.labels is None else label_changes(base, draft.labels),
+        {} if vocabulary is None else vocabulary_changes(base, vocabulary.size),
+        generation.config,
+        {}
+        if draft.head is None
+        else classifier_changes(base, draft.model.arch.sequence_classification or "", draft.head.num_labels, pad_id),
+    )
+
+
+def _pad_id(adapters: Sequence[AdapterDir], base: ModelDir) -> int | None:
+    """Return the id of the pad token: the tokenizer's, else the base config's."""
+    pad = pad_token(adapters, base)
+    return pad.id if pad else base.whole_config.pad_token_id
+
+
+def _generates(draft: Draft) -> bool:
+    """Whether the merged model writes text: a causal LM, or another class that does."""
+    name = draft.model.facts.class_name if draft.model.facts else ""
+    return draft.model.task is Task.CAUSAL_LM or name.endswith(LANGUAGE_MODELS)

@@ -1,1 +1,0 @@
-"""Asking every rule about a folder."""
