@@ -10,70 +10,28 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
-    **dict.fromkeys(
-        (
-            "errors",
-            "keys",
-            "display",
-            "machine",
-            "batches",
-            "float_mode",
-            "progress",
-            "version",
-            "exhaustive",
-            "records",
-        ),
-        0,
-    ),
-    **dict.fromkeys(("choices", "options", "doors"), 0.1),
-    "tensors": 0.2,
-    "actions": 0.2,
-    "hub_names": 0.2,
-    # the compiled kernel knows no file format; the rules scan values with it
-    "execution.native.structures": 0.3,
-    "execution.native.library": 0.4,
-    "cluster": 0.5,
+    "core": 0,
     "formats": 1,
-    **dict.fromkeys(("path_suggestions", "hub_cache", "hub_client"), 1.1),
-    "checkpoint": 2,
-    **dict.fromkeys(("sources", "architectures"), 2.1),
-    "weighted": 2.2,
-    "adapter": 2.2,
-    # judgement: findings are data, the state of rank files is read for them, and rules import no plan
-    **dict.fromkeys(("report", "names"), 3),
-    "sharded": 3.1,
-    "rules.engine": 3.2,
-    "rules.shared": 3.3,
-    **dict.fromkeys(
-        ("rules.files", "rules.adapter", "rules.model", "rules.merged", "rules.training", "rules.serving"), 3.4
-    ),
-    "rules": 3.5,
-    "inspection": 3.6,
-    # intent: plans, which ask the judge
-    "plan.core": 4.0,
-    "plan.base": 4.1,
-    "plan.adapter": 4.2,
-    **dict.fromkeys(("plan.merge", "plan.consolidate", "plan.algebra"), 4.3),
-    "plan.convert": 4.35,
-    "plan": 4.4,
-    "validation": 4.5,
-    "inventory": 4.6,
-    **dict.fromkeys(("execution", "verification"), 5),
-    **dict.fromkeys(("hub", "pictures"), 6),
-    "workflows": 6.5,
-    "cli": 7,
-    "__main__": 8,
+    "native": 1.5,
+    "models": 2,
+    "checkpoints": 3,
+    "adapters": 3.5,
+    "rules": 4,
+    "plans": 5,
+    **dict.fromkeys(("execution", "verification"), 6),
+    "hub": 7,
+    **dict.fromkeys(("pictures",), 8),
+    "workflows": 8.5,
+    "cli": 9,
+    "__main__": 10,
 }
 """Room below `lora_tool` → its floor; the longest name that fits."""
 NEVER = {
-    "rules": ("plan", "execution", "torch", "transformers", "peft"),
-    "report": ("execution", "torch", "transformers"),
+    "rules": ("plans", "execution", "torch", "transformers", "peft"),
     "verification": ("execution", "ml_dtypes"),
     "execution": ("verification",),
 }
 """Judging needs no plan, no arithmetic and no model; a proof shares no arithmetic with the writer."""
-SHARED = {"rules.engine": ("execution.native.library",)}
-"""The kernel's scan reads values, and computes nothing with them."""
 LONGEST = 400
 PLUGINS = ("lora_tool_train",)
 """Packages that enter by entry points: they import what has no underscore, and nothing of ours names them."""
@@ -113,8 +71,6 @@ def faults(path: Path, module: str) -> list[str]:
             found.append(f"{path}:{line}: {here} (floor {FLOORS[here]}) imports {other} (floor {FLOORS[other]})")
         if top in PLUGINS:
             found.append(f"{path}:{line}: {here} imports {name}, which enters by an entry point")
-        if other in SHARED.get(here, ()):
-            continue
         if {top, rest.partition(".")[0]} & set(NEVER.get(here.partition(".")[0], ())):
             found.append(f"{path}:{line}: {here} imports {name}")
     return found
@@ -170,14 +126,11 @@ def test_the_map_names_every_room() -> None:
 
 def test_an_import_upwards_and_a_circle_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
-    path.write_text(
-        "def f():\n    from lora_tool.execution import engine\n    import torch\n    import lora_tool_train\n"
-    )
-    (upwards, never, torch, plugin) = faults(path, "rules.shared.bad")
-    assert ":2: rules.shared (floor 3.3) imports execution (floor 5)" in upwards
-    assert ":2: rules.shared imports lora_tool.execution.engine" in never
-    assert ":3: rules.shared imports torch" in torch
-    assert ":4: rules.shared imports lora_tool_train, which enters by an entry point" in plugin
+    path.write_text("def f():\n    from lora_tool.execution import engine\n    import torch\n")
+    (upwards, never, torch) = faults(path, "rules.shared.bad")
+    assert ":2: rules (floor 4) imports execution (floor 6)" in upwards
+    assert ":2: rules imports lora_tool.execution.engine" in never
+    assert ":3: rules imports torch" in torch
     assert set(circle({"a": {"b"}, "b": {"a"}})) == {"a", "b"}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from lora_tool.core.keys import PREFIX, AdapterKey
-from lora_tool.models.ends import is_output
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import is_new_module
 
 LORA_MODEL = "model."
 """What the state dict of PEFT's `LoraModel` puts before the names of the model in it."""
@@ -33,11 +32,6 @@ def drift(key: AdapterKey) -> str | None:
     if key.lacks_leaf:
         return "does not end with `.weight`"
     return "has `module.` in it, which DistributedDataParallel put there" if key.module.startswith("module.") else None
-
-
-def is_new_module(path: str) -> bool:
-    """Return whether a module path is, by its name, a head or an output layer: it is not below the base model."""
-    return bool(head_of(path)) or is_output(path)
 
 
 class Reading(Struct, frozen=True, kw_only=True):

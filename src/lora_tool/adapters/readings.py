@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapters.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, Reading, is_new_module
+from lora_tool.adapters.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, Reading
 from lora_tool.adapters.targeting import is_of_base_model, trained_for
 from lora_tool.adapters.view import LAYER_PARTS, AdapterView
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.models.ends import is_new_module
 from lora_tool.models.model_tensors import base_prefixes
 from lora_tool.models.module_names import ModuleNames
 

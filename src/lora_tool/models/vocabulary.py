@@ -9,10 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from msgspec import Struct
 
-from lora_tool.checkpoints import ModelDir
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import same_values
-from lora_tool.models.ends import MATRIX, embeddings, output_name
+from lora_tool.models.ends import MATRIX, StoredModel, embeddings, output_name
 from lora_tool.models.table import Architecture
 
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
@@ -28,7 +27,7 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
     kept: frozenset[str]
     """Ends that would stay as they are, though transformers resizes or ties them with the others."""
 
-    def lacking(self, base: ModelDir, without: Collection[str]) -> Iterator[str]:
+    def lacking(self, base: StoredModel, without: Collection[str]) -> Iterator[str]:
         """Yield the ends whose new rows are nowhere: random when the adapter was trained, and not saved.
 
         Fewer rows are the base's first ones. `without` are ends that the merged model has not, or ties to others.
@@ -39,7 +38,7 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
                 yield name
 
 
-def other_vocabulary(base: ModelDir, arch: Architecture, whole: Mapping[str, StoredTensor]) -> Vocabulary | None:
+def other_vocabulary(base: StoredModel, arch: Architecture, whole: Mapping[str, StoredTensor]) -> Vocabulary | None:
     """Return the vocabulary that an adapter brings along which was trained after `resize_token_embeddings`.
 
     None where its embeddings have as many rows as the base's; the rules saw that all have the same. `whole` are the
@@ -77,7 +76,7 @@ def _is_input(name: str) -> bool:
     return name.endswith((_INPUT, _SHARED))
 
 
-def stored_twice(base: ModelDir, arch: Architecture) -> dict[str, str]:
+def stored_twice(base: StoredModel, arch: Architecture) -> dict[str, str]:
     """Return output tensor → the tensor of which a plainly stored base holds it as a tied copy. Reads the two ends.
 
     transformers ties them where the config does not say otherwise and the values are the same (5.23,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lora_tool.adapters.naming import is_new_module
+from lora_tool.models.ends import is_new_module
 from lora_tool.models.model_tensors import base_prefixes
 
 _MOST = 8

@@ -160,7 +160,9 @@ def _require_names(base: ModelDir, found: Differing) -> None:
     if known is None and all(map(find_spec, ("torch", "transformers"))):
         from lora_tool.models.mapping.modules import built_modules
 
-        known = built_modules(base, next(iter(config.architectures), None), auto_class_for(found.task_type))
+        known = built_modules(
+            base.whole_config, base.tensors, next(iter(config.architectures), None), auto_class_for(found.task_type)
+        )
     names = frozenset() if known is None else known.headed if found.task_type else known.headed | known.bare
     tabled = found.tied if architecture_of(config.model_type or "") else ()  # such a name is not on disk
     others = (module for module in found.saved_modules if head_of(module) is None and f"{module}.weight" not in tabled)

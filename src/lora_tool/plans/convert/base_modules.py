@@ -26,7 +26,7 @@ def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | N
 
     decided(f"names: transformers says which modules a {base.config.model_type} has")
     own = adapter.trained_class or (None if adapter.task_type else next(iter(base.config.architectures), None))
-    return built_modules(base, own, auto_class_for(adapter.task_type))
+    return built_modules(base.whole_config, base.tensors, own, auto_class_for(adapter.task_type))
 
 
 def way_out(model_type: str | None) -> str:
