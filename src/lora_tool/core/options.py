@@ -162,6 +162,7 @@ class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=types[name])
             )
         vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
-        lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(kind).items()]
+        del vars(call)["__wrapped__"]  # whose source has other parameters than a reader of the signature expects
+        lines = [f"`{name}`: {how.help}".replace("*", r"\*") for name, (how, _) in declared(kind).items()]
         call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
         return call
