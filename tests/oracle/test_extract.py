@@ -178,7 +178,7 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
     deeper = save_base(tmp_path / "deeper", "llama", "causal-lm", torch.float32, num_hidden_layers=3)
     with pytest.raises(IncompatibleBase, match="does not"):
         extract(model, deeper, rank=4, out=tmp_path / "out")
-    with pytest.raises(WrongValue, match="one of the two"):
+    with pytest.raises(WrongValue, match="give either"):
         extract(model, base, out=tmp_path / "out")
     with pytest.raises(UnsupportedAdapter, match="nothing differs"):
         extract(base, base, rank=4, out=tmp_path / "out")
