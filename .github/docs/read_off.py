@@ -66,10 +66,10 @@ def commands() -> Iterator[str]:
 def schemas() -> Iterator[str]:
     """Yield the JSON schemas that are published with the package."""
     for path in (
-        "report/report.schema.json",
+        "core/report/report.schema.json",
         "workflows/ci/ci.schema.json",
         "workflows/ci/ci-each.schema.json",
-        "inspection/inspect.schema.json",
+        "workflows/inspection/inspect.schema.json",
     ):
         table = json.loads(resources.files(lora_tool).joinpath(path).read_text())
         yield f"## {table['title']}\n\n{table['description']}\n"

@@ -13,11 +13,11 @@ from lora_tool.core.display import as_options
 from lora_tool.core.options import Options, declared
 
 SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
-NOT_OURS = ("cli", "train", "cluster")
-"""Rooms that speak to a command line only: its own words, TRL's options, Ray's command."""
+NOT_OURS = ("cli",)
+"""The room whose words are those of a command line."""
 OPTION = re.compile(r"(?<![\w`-])(?:--[a-z][\w-]*|-o\b)")
 COMMAND = re.compile(
-    r"\b(?:lora-tool [a-z]+|vllm serve|hf [a-z]+|mlx_lm\.\w+|ray start|trl [a-z]+|python -m|ulimit|wsl)\b"
+    r"\b(?:lora-tool [a-z]+|vllm serve|hf [a-z]+|mlx_lm\.\w+|ray start|trl [a-z]+|pip [a-z]+|python -m|ulimit|wsl)\b"
 )
 """A whole command, which is copied as it is: its options are those of a shell."""
 

@@ -96,14 +96,14 @@ def _require_shared(mark: Path, node: str) -> None:
     if not os.path.isfile(mark):  # noqa: PTH113 - `is_file` raises where a folder above may not be entered
         raise ExecutionError(
             f"node {node} does not see {out}: the output must be on storage that all nodes share",
-            hint="give a folder on shared storage: -o OUT",
+            hint="give a folder on shared storage: `out=OUT`",
         )
     try:
         tempfile.TemporaryFile(dir=mark.parent).close()
     except OSError as error:
         raise ExecutionError(
             f"node {node} cannot write to {out}: {error.strerror}",
-            hint="let the user that runs Ray there write to it, or give another folder: -o OUT",
+            hint="let the user that runs Ray there write to it, or give another folder: `out=OUT`",
         ) from error
 
 
