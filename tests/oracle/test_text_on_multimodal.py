@@ -28,6 +28,7 @@ from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, tiny_model
+from tests.quantised_models import quantise
 
 # transformers and PEFT warn of tiny configs and of the vision that a text class leaves out: the merge is the test
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -141,6 +142,16 @@ def test_the_answers_of_a_whole_model_are_compared(tmp_path: Path) -> None:
     verification.raise_for_errors()
     assert verification.outputs is not None
     assert verification.outputs.explained
+
+
+def test_the_text_model_of_a_quantised_base_loads_as_one(tmp_path: Path) -> None:
+    whole = save_whole(tmp_path / "whole", "qwen3_5")
+    base, _ = quantise(whole, tmp_path / "base", "nf4-double", lambda module: module.endswith("q_proj"))
+    adapter = save_adapter(load_text(whole), tmp_path / "adapter", **LAYER)
+    out = merge_with_ours(base, adapter, tmp_path / "ours", "float32", text_only=True)
+    merged, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert (type(merged).__name__, merged.config.model_type) == ("Qwen3_5ForCausalLM", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("text_only", [False, True], ids=["the whole", "the text alone"])
