@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from lora_tool.core.spread import EngineName as EngineName
     from lora_tool.core.tensors import DType as DType
     from lora_tool.core.version import __version__ as __version__
+    from lora_tool.execution.attempts import ShareWritten as ShareWritten
+    from lora_tool.execution.attempts import execute_share as execute_share
     from lora_tool.execution.engine import execute as execute
     from lora_tool.execution.ray_engine import RayEngine as RayEngine
-    from lora_tool.execution.shares import ShareWritten as ShareWritten
-    from lora_tool.execution.shares import execute_share as execute_share
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
     from lora_tool.formats.quantised.four_bits import TrainedAs as TrainedAs
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from lora_tool.plans.merge.storages import Storage as Storage
     from lora_tool.rules.engine.subjects import Server as Server
     from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
-    from lora_tool.verification.level import Level as Level
     from lora_tool.verification.validating import Criteria as Criteria
+    from lora_tool.verification.verified import Level as Level
     from lora_tool.verification.verified import Verification as Verification
     from lora_tool.workflows.diff import diff as diff
     from lora_tool.workflows.inspection.comparison import Comparison as Comparison
@@ -87,22 +87,24 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoints": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
     "core.cluster.ray_cluster": "RayCluster",
+    "core.errors": "LoraToolError",
+    "core.progress": "Progress StageWatch",
+    "core.report.findings": "Finding Severity",
+    "core.report.model": "Report",
     "core.share": "Share",
     "core.spread": "EngineName",
-    "core.errors": "LoraToolError",
+    "core.tensors": "DType",
+    "core.version": "__version__",
+    "execution.attempts": "ShareWritten execute_share",
     "execution.engine": "execute",
     "execution.ray_engine": "RayEngine",
-    "execution.shares": "ShareWritten execute_share",
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
     "formats.quantised.four_bits": "TrainedAs",
-    "hub.model": "Pushed PushPlan",
-    "hub.options": "PushCheck Readme",
     "hub.library": "plan_push",
+    "hub.model": "PushPlan Pushed",
+    "hub.options": "PushCheck Readme",
     "hub.pushing": "push",
-    "workflows.inspection.comparison": "Comparison",
-    "workflows.inspection.model": "Inspection",
-    "workflows.inventory": "Inventory",
     "plans.algebra.plan_combine": "plan_combine plan_resize",
     "plans.algebra.plan_prepare": "plan_prepare",
     "plans.algebra.spool": "Spool",
@@ -113,21 +115,18 @@ _HOMES = {
     "plans.core.plan": "Plan",
     "plans.merge.library": "plan_merge",
     "plans.merge.storages": "Storage",
-    "core.progress": "Progress StageWatch",
-    "core.report.findings": "Finding Severity",
-    "core.report.model": "Report",
     "rules.engine.subjects": "Server",
     "rules.training.value_check": "ValueCheck",
-    "core.tensors": "DType",
     "verification.validating": "Criteria",
-    "verification.level": "Level",
-    "verification.verified": "Verification",
+    "verification.verified": "Level Verification",
     "workflows.diff": "diff",
+    "workflows.inspection.comparison": "Comparison",
+    "workflows.inspection.model": "Inspection",
+    "workflows.inventory": "Inventory",
     "workflows.library": "combine consolidate convert extract inspect merge merge_each prepare resize validate verify",
     "workflows.ls": "ls",
     "workflows.merge_each": "MergedOne",
     "workflows.written": "Written",
-    "core.version": "__version__",
 }
 """Module below `lora_tool` → the public names in it."""
 _MODULES = {name: f"lora_tool.{module}" for module, names in _HOMES.items() for name in names.split()}

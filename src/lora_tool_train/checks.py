@@ -10,7 +10,7 @@ from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report import Finding
 from lora_tool.formats.files import expanded
 from lora_tool.formats.model_config import read_model_config
-from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool_train.config import RunConfig
 from lora_tool_train.errors import BadRunConfig
 from lora_tool_train.traps import trap

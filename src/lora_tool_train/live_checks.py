@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lora_tool.core.report import Finding, Severity
-from lora_tool.models.heads import CLASSIFICATION_HEADS
+from lora_tool.models.ends import CLASSIFICATION_HEADS
 from lora_tool_train.methods import Method
 from lora_tool_train.traps import trap
 

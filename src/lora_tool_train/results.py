@@ -11,7 +11,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.checkpoints.sources import resolve
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report import Finding, Severity
-from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.manifest import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.verification.validating import validate
 from lora_tool_train.methods import Method

@@ -62,8 +62,7 @@ import numpy as np
 import pytest
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import VARIABLE, kernel
-from lora_tool.native.structures import Term
+from lora_tool.native.library import VARIABLE, Term, kernel
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import Run, interleaved, ratio
 from tests.bench.test_merge_speed import LAYERS, PEFT_MERGE

@@ -18,9 +18,9 @@ import pytest
 from lora_tool import plan_merge
 from lora_tool.execution.attempts import Part, parts_of
 from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.local_engine import batches_of
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Work
-from lora_tool.execution.worker import batches_of
 from tests.bench.sparse_models import DEEPSEEK_V3, make_adapter, make_base
 
 pytestmark = pytest.mark.bench

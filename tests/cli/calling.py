@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from lora_tool.cli import timed
+from lora_tool.cli import options as timed
 from lora_tool.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]

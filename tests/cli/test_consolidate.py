@@ -14,7 +14,7 @@ import pytest
 
 from lora_tool.checkpoints import open_sharded
 from lora_tool.checkpoints.states import file_values
-from lora_tool.execution import worker
+from lora_tool.execution import local_engine as worker
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from tests.cli.calling import FIXTURES, Caller
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lora_tool.core.tensors import DType, TensorTable
-from lora_tool.execution import kernels, whole_tensors, worker
+from lora_tool.execution import kernels, whole_tensors
+from lora_tool.execution import local_engine as worker
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Shard, Step

@@ -27,7 +27,7 @@ from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.plans.base.known_names import KNOWN_NAMES, SWITCH, names_digest
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.rules.model.lt3_vocabulary import MORE_ROWS, embedding_rows
-from lora_tool.rules.shared.absent_modules import is_decoder
+from lora_tool.rules.shared.base_match import is_decoder
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_config, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")

@@ -16,10 +16,10 @@ from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.core.errors import FindingsFound
 from lora_tool.core.progress import Progress
 from lora_tool.execution.engine import execute
+from lora_tool.execution.local_engine import Worker, batches_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
-from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plans.core.manifest import sha256_of
 

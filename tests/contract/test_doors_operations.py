@@ -41,7 +41,7 @@ USE = """
 import sys
 from pathlib import Path
 import numpy as np
-from lora_tool.core.actions import TensorAction
+from lora_tool.core.tensors import TensorAction
 from lora_tool.execution.engine import execute
 from lora_tool.formats.weights import read_single
 from lora_tool.plans.core.ops import Assemble, Copy, Negate, Precision

@@ -101,7 +101,7 @@ def test_a_plainly_stored_model_is_verified_without_torch(options: list[str], tm
 
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
-    assert not seen & {"lora_tool.plans.core.plan", "lora_tool.plans.adapter.modules", "lora_tool.models.mapping.model"}
+    assert not seen & {"lora_tool.plans.core.plan", "lora_tool.plans.adapter.combine", "lora_tool.models.mapping.model"}
     assert not seen & {"lora_tool.formats.torch_zip", "zipfile", "difflib"}
 
 

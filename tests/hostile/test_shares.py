@@ -24,8 +24,7 @@ from lora_tool.execution import at_work as at_work_module
 from lora_tool.execution.attempts import Part, parts_of
 from lora_tool.execution.engine import execute
 from lora_tool.execution.folder import shared_folder
-from lora_tool.execution.journal import NAME, Journal, digest_of
-from lora_tool.execution.looks import recorded_looks
+from lora_tool.execution.journal import NAME, Journal, digest_of, recorded_looks
 from lora_tool.execution.work import Work
 from lora_tool.plans.core.plan import Plan
 from tests.hostile.folders import FIXTURES, Pair, copy_pair, environment, left_behind, lora_tool

@@ -12,8 +12,7 @@ from huggingface_hub import ModelCard
 
 from lora_tool.core.errors import BadConfig
 from lora_tool.hub import section
-from lora_tool.hub.card import Licence, MergedCard, merge_card
-from lora_tool.hub.metadata import changed, read_card
+from lora_tool.hub.card import Licence, MergedCard, changed, merge_card, read_card
 from lora_tool.hub.options import Readme
 from lora_tool.hub.origin import Origin
 from tests.cli.calling import Caller

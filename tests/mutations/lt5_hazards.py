@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from lora_tool.checkpoints import open_model
-from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.manifest import fingerprint
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import INDEX, fields, lora, tensors, trained_tokens
 from tests.mutations.registry import CAUSAL, breaks, merged_in

@@ -10,8 +10,7 @@ import numpy as np
 
 from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.native.library import TYPES, Kernel, Level
-from lora_tool.native.structures import Term
+from lora_tool.native.library import TYPES, Kernel, Level, Term
 
 Array = np.ndarray[Any, Any]
 

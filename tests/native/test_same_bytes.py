@@ -17,7 +17,7 @@ import torch
 
 from lora_tool import plan_merge, verify
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_model
-from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.machine import ieee_arithmetic
 from lora_tool.execution.engine import execute
 from lora_tool.native import library
 from lora_tool.native.library import VARIABLE

@@ -16,7 +16,7 @@ from lora_tool.checkpoints import open_adapter, open_model
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
 from lora_tool.execution.engine import execute
-from lora_tool.plans.convert import base_modules
+from lora_tool.plans.convert import peft_names as base_modules
 from lora_tool.plans.convert.plan_convert import plan_convert
 from tests.oracle.test_convert_to_peft import FORMS, WEIGHTS, WITH_BASE, Rename, named
 from tests.oracle.tiny import Task, tiny_model

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lora_tool.checkpoints import open_adapter, open_checkpoint, open_model, open_sharded
-from lora_tool.checkpoints.states.flat_slices import flat_shapes
+from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.core.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute

@@ -25,7 +25,7 @@ from lora_tool.formats.quantised import encodings
 from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.validating import validate
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import FORMS, TILE, quantise

@@ -14,11 +14,10 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool.checkpoints import open_model
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec
 from lora_tool.execution.kernels import AnyArray, round_to_odd
+from lora_tool.execution.local_engine import Worker, batches_of
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.layouts import read_quantised

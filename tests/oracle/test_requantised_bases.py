@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lora_tool import plan_merge, verify
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import TensorAction
 from lora_tool.execution import kernels, requantised, units
 from lora_tool.execution.backends.native_backend import NativeBackend
+from lora_tool.execution.local_engine import batches_of
 from lora_tool.execution.units import places_of
 from lora_tool.execution.whole_tensors import WholeTensors
-from lora_tool.execution.worker import batches_of
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.native import requantising

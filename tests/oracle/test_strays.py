@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
+from lora_tool.core.tensors import TensorAction
 from lora_tool.plans.merge.model import reading
 from tests.oracle.peft_merge import (
     Table,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_tool import verify
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.initial import taken
 from lora_tool.verification.tally import CannotTellError
 from tests.oracle.peft_merge import merge_with_ours, merge_with_peft, save_adapter, save_base, saved_tensors

@@ -19,9 +19,8 @@ from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.tensors import DType
 from lora_tool.execution.engine import execute
-from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.verification.level import Level
-from lora_tool.verification.verified import Verification
+from lora_tool.rules.merged.evidence import Verdict
+from lora_tool.verification.verified import Level, Verification
 from tests.oracle.peft_merge import (
     load_model,
     merge_with_ours,

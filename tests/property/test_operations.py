@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec
 from lora_tool.execution import kernels, units
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
@@ -39,10 +38,10 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.sharding import lay_out
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.core.terms import BiasTerm, LoraTerm
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.initial import taken
-from lora_tool.verification.level import Level
+from lora_tool.verification.verified import Level
 from tests.property.interpret import Array, load, off_by_at_most
 from tests.property.strategies import FLOATS, write_weights
 

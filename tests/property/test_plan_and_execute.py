@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
-from lora_tool.execution import kernels, units, worker
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorAction, TensorSpec
+from lora_tool.execution import kernels, units
+from lora_tool.execution import local_engine as worker
 from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.plans.core.ops import Cast, Copy, row_ops

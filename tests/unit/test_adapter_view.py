@@ -15,8 +15,8 @@ from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.core.keys import Part
 from lora_tool.core.tensors import DType, TensorSpec, TensorTable
 from lora_tool.formats.safetensors import build_header
-from lora_tool.models.heads import HEADS, NEW_MODULES, head_of, is_last_layer
-from lora_tool.plans.adapter.modules import adapter_modules
+from lora_tool.models.ends import HEADS, NEW_MODULES, head_of, is_last_layer
+from lora_tool.plans.adapter.combine import adapter_modules
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 P = "base_model.model."

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoints import open_sharded
-from lora_tool.rules.training.advice import another_save
+from lora_tool.rules.training.sharded_subject import another_save
 from lora_tool.verification.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

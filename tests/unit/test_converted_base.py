@@ -14,7 +14,7 @@ from lora_tool.checkpoints import ModelDir
 from lora_tool.core.errors import FindingsFound, IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.models import ARCHITECTURES
 from lora_tool.models.mapping.model import LABELS, ModelFacts, RowMapping, RowSlice
-from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.plans.adapter.combine import AdapterModules
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plans.merge.fused.parts import parts_of_fused, steps_on_disk

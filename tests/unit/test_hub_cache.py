@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.checkpoints.hub_cache import cache_folder, may_hold
+from lora_tool.checkpoints.sources import cache_folder, may_hold
 from tests.fuzz.commands import run
 
 

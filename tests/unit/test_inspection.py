@@ -23,8 +23,7 @@ from lora_tool.workflows.inspection.model import (
     RunInspection,
     ShardedInspection,
 )
-from lora_tool.workflows.inspection.naming import short_names
-from lora_tool.workflows.inspection.targets import spread
+from lora_tool.workflows.inspection.targets import short_names, spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "base_model.model.model.layers"

@@ -30,8 +30,8 @@ from lora_tool.pictures.saving import save
 from lora_tool.pictures.sheet import sheet
 from lora_tool.pictures.theme import themed, variables
 from lora_tool.workflows.inspection.curves import training_curves
-from lora_tool.workflows.inspection.naming import place
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
+from lora_tool.workflows.inspection.targets import place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 REWARD = FIXTURES / "reward-qwen2"

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import SourceChanged
-from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TiledSpan
+from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorAction, TensorSpec, TiledSpan
+from lora_tool.execution.local_engine import Worker
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import CopyUnit, GatherUnit, units_of
-from lora_tool.execution.worker import Worker
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.stored import read_columns, read_part, same_values

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec, contiguous
+from lora_tool.core.tensors import DType, Span, StoredTensor, TensorAction, TensorSpec, contiguous
 from lora_tool.models.mapping.model import RowMapping, RowSlice
 from lora_tool.plans.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step

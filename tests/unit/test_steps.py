@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import IncompatibleBase, LoraToolError
-from lora_tool.core.tensors import DType
+from lora_tool.core.tensors import DType, TensorAction
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import TensorAction
 from lora_tool.models import ARCHITECTURES
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import Copy, LoraDelta, ReplaceRows

@@ -9,8 +9,7 @@ from lora_tool.checkpoints.adapters import ADAPTER
 from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
-from lora_tool.checkpoints.fsdp import DCP
-from lora_tool.checkpoints.fsdp_ranks import FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.fsdp import DCP, FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoints.kinds import Claim, Kind, ShardedKind, matches
 from lora_tool.checkpoints.megatron import MEGATRON
 from lora_tool.checkpoints.models import BASE_MODEL

@@ -7,7 +7,7 @@ import enum
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import TypeAlias
 
@@ -23,7 +23,6 @@ from lora_tool.checkpoints import (
     as_model,
     open_checkpoint,
 )
-from lora_tool.checkpoints.hub_cache import may_hold
 from lora_tool.checkpoints.path_suggestions import no_such_folder, not_a_folder, probably_meant
 from lora_tool.core.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.core.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
@@ -33,6 +32,28 @@ from lora_tool.formats.files import expanded, is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
+
+# Whether huggingface_hub's cache may hold a repository, asked without importing huggingface_hub, which takes half a second.
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the cache's folder, by the variables that huggingface_hub reads."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if environment.get(name):
+            return _expanded(environment[name])
+    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return _expanded(home) / "hub"
+
+
+def may_hold(reference: str) -> bool:
+    """Return whether the cache has a folder for the model that a reference to the Hub names."""
+    named = hub_name(reference)
+    return named is not None and (cache_folder() / f"models--{named.id.replace('/', '--')}").is_dir()
+
+
+def _expanded(path: str) -> Path:
+    return expanded(os.path.expandvars(path))
+
 
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""

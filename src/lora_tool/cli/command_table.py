@@ -10,8 +10,7 @@ import click
 from click.core import ParameterSource
 
 from lora_tool.cli.configuration import Configuration, configuration
-from lora_tool.cli.options import FolderOrId, UserPath
-from lora_tool.cli.timed import Timed
+from lora_tool.cli.options import FolderOrId, Timed, UserPath
 from lora_tool.core.choices import suggestion
 
 _TYPED_ONLY = frozenset({"config", "help", "json", "quiet", "verbose"})

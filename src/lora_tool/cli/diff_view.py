@@ -15,7 +15,7 @@ from lora_tool.cli.tables import new_table, print_all, ranges, spanning
 from lora_tool.core.display import number
 from lora_tool.core.keys import split_layer
 from lora_tool.workflows.inspection.comparison import Comparison, Difference, ModuleChange
-from lora_tool.workflows.inspection.naming import place, short_names
+from lora_tool.workflows.inspection.targets import place, short_names
 
 
 def show_comparison(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:

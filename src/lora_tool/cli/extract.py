@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import FolderOrId, base_option
-from lora_tool.cli.timed import Timed
+from lora_tool.cli.options import FolderOrId, Timed, base_option
 from lora_tool.cli.writing import caller, run_options
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.workflows.extract import ExtractOptions, extract

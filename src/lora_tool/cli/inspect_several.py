@@ -15,8 +15,7 @@ from rich.text import Text
 from lora_tool.cli.tables import fits_folded, new_table, print_all
 from lora_tool.core.display import as_cell, counted, number, printable, shortened
 from lora_tool.workflows.inspection.model import AdapterInspection, Inspection
-from lora_tool.workflows.inspection.naming import place, short_names
-from lora_tool.workflows.inspection.targets import spread
+from lora_tool.workflows.inspection.targets import place, short_names, spread
 
 Column = Mapping[str, str]
 """What stands in each row of one folder."""

@@ -23,7 +23,7 @@ from lora_tool.workflows.inspection.model import (
     Spread,
     Target,
 )
-from lora_tool.workflows.inspection.naming import place
+from lora_tool.workflows.inspection.targets import place
 
 _SHOWN = 8
 """Rows of lists that may be long: shards, whole tensors, problems."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from lora_tool.core.display import duration
 from lora_tool.core.errors import require_packages
 from lora_tool.core.progress import reasons
 from lora_tool.core.report.findings import Severity
@@ -178,3 +180,23 @@ rule_options = in_order(
     codes_option("--select", "Run only these rules: LT206, or LT2 for all LT2xx."), ignore_option(), fail_on_option
 )
 """Which rules judge, and the least severity at which the command fails."""
+
+
+# Commands that may take long, and say at their end how long they took.
+
+
+LONG = 5.0
+"""Seconds from which on somebody has waited, and wants to know how long."""
+
+
+class Timed(click.Command):
+    """A command that says on stderr how long it took, where that was long and it may say something."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+        """Run the command."""
+        begun = time.monotonic()
+        done = super().invoke(ctx)
+        seconds = time.monotonic() - begun
+        if seconds >= LONG and not ctx.params.get("quiet") and not ctx.params.get("as_json"):
+            click.echo(f"took {duration(seconds)}", err=True)
+        return done

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from lora_tool.cli.declared import ChoiceOf, options_of, typed_as
-from lora_tool.cli.options import FolderOrId
-from lora_tool.cli.timed import Timed
+from lora_tool.cli.options import FolderOrId, Timed
 from lora_tool.cli.writing import caller, run_options
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.workflows.prepare import PrepareOptions, prepare

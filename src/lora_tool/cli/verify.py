@@ -28,7 +28,7 @@ from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
-from lora_tool.verification.level import Level
+from lora_tool.verification.verified import Level
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.verify import VerifyOptions, verify
 

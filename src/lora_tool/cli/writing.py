@@ -18,7 +18,7 @@ from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written, intent
 
 if TYPE_CHECKING:
-    from lora_tool.execution.shares import ShareWritten
+    from lora_tool.execution.attempts import ShareWritten
     from lora_tool.plans.core.plan import Plan
 
 _PLAN_LEVELS = 4

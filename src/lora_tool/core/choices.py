@@ -6,6 +6,7 @@ import enum
 import math
 import re
 from collections.abc import Iterable
+from typing import NoReturn
 
 from lora_tool.core.errors import WrongValue
 
@@ -115,3 +116,11 @@ def flag(asked: object) -> bool:
     if not isinstance(asked, bool):
         raise WrongValue(f"flag: expected True or False, found {asked!r}")
     return asked
+
+
+# The end of a `match` that must know every case: mypy reports what may arrive here.
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """Raise `AssertionError`: `value` is of a kind that the `match` above forgot. `typing` has it since Python 3.11."""
+    raise AssertionError(f"{type(value).__name__} is not handled")

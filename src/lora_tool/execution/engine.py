@@ -26,9 +26,8 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal, digest_of, retained_in
+from lora_tool.execution.journal import Journal, digest_of, recorded_looks, retained_in
 from lora_tool.execution.local_engine import LocalEngine, Written
-from lora_tool.execution.looks import recorded_looks
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format

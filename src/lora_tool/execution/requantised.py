@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.machine import ieee_arithmetic
 from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of, retention

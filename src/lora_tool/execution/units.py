@@ -9,8 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.core.actions import NEW, TensorAction
-from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, TiledSpan
+from lora_tool.core.tensors import NEW, Span, StoredTensor, TensorAction, TensorSpec, TiledSpan
 from lora_tool.formats.quantised.encodings import encoding_of, rows_together
 from lora_tool.formats.quantised.grids import grid_of, scales_of
 from lora_tool.plans.core.factor_ops import FactorOp

@@ -16,8 +16,7 @@ from lora_tool.formats.stored import as_in_the_file, fill, read_columns
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lora_tool.formats.open_files import OpenFiles
-    from lora_tool.formats.room import Room
+    from lora_tool.formats.open_files import OpenFiles, Room
 
 PIECE_BYTES = 2 << 20
 """What each worker reads of all parts together: whole factors at usual ranks, and large reads of others."""

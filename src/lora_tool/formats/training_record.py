@@ -20,7 +20,7 @@ class TrainingRecord(Struct, frozen=True, kw_only=True):
     base_id: str | None
     base_revision: str | None
     base_fingerprint: str | None
-    """`lora_tool.formats.fingerprint.fingerprint` of the base's weights."""
+    """`lora_tool.formats.manifest.fingerprint` of the base's weights."""
 
 
 def read_training_record(path: Path) -> TrainingRecord:

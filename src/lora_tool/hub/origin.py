@@ -12,7 +12,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import resolve
 from lora_tool.core.errors import CheckpointError
 from lora_tool.formats.manifest import Manifest
-from lora_tool.models.heads import is_last_layer
+from lora_tool.models.ends import is_last_layer
 
 _HUB_ID = re.compile(r"[\w][\w.\-]*(?:/[\w][\w.\-]*)?\Z")
 _CLASSIFIES = "text-classification"

@@ -18,10 +18,9 @@ from lora_tool.core.report import Report, Severity
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import merge_card
-from lora_tool.hub.contents import README, pushable, read_readme
+from lora_tool.hub.contents import README, pushable, read_readme, without_paths
 from lora_tool.hub.contents import select as selected
 from lora_tool.hub.hashing import content_sha256, hashes_of, in_parallel
-from lora_tool.hub.local_paths import without_paths
 from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan, Remote
 from lora_tool.hub.options import MAIN, PushOptions, Readme
 from lora_tool.hub.origin import Origin, origin_of

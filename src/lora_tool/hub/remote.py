@@ -10,9 +10,8 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 
 from lora_tool.core.errors import HubError, HubRefused
-from lora_tool.hub.card import Licence
+from lora_tool.hub.card import Licence, read_card
 from lora_tool.hub.contents import README
-from lora_tool.hub.metadata import read_card
 from lora_tool.hub.model import Remote
 from lora_tool.hub.options import MAIN
 from lora_tool.hub.session import Session

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from msgspec import Struct, field
 
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of
 from lora_tool.models.table import Architecture
 
 _OUTPUT = "lm_head.weight"

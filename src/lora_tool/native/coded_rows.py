@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
 from lora_tool.formats.quantised.coded import Code, Scaled
-from lora_tool.native.library import TYPES, Kernel
+from lora_tool.native.library import TYPES, Codes, Kernel
 from lora_tool.native.rows import Array, Terms
-from lora_tool.native.structures import Codes
 
 KINDS = list(Code)
 """In the order of `enum kind` in `merge.c`."""

@@ -14,8 +14,7 @@ from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.native.coded_rows import KINDS
-from lora_tool.native.library import TYPES, Kernel, kernel
-from lora_tool.native.structures import Codes, Storing
+from lora_tool.native.library import TYPES, Codes, Kernel, Storing, kernel
 
 _COLUMNS, _CACHED = 512, 1 << 20
 """Columns that are computed together, where so many rows of a tile have no more than that many weights."""

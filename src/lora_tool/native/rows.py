@@ -8,8 +8,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import Kernel
-from lora_tool.native.structures import Term
+from lora_tool.native.library import Kernel, Term
 
 Array = NDArray[Any]
 Terms = tuple[Term, ...]

@@ -11,8 +11,8 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from lora_tool.core.display import four_digits
-from lora_tool.workflows.inspection.naming import place, short_names
 from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool.workflows.inspection.targets import place, short_names
 
 _FLAT = 0.05
 """Share of the largest number within which all are alike: colours would show nothing but noise."""

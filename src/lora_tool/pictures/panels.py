@@ -29,8 +29,8 @@ from lora_tool.pictures.theme import (
     title,
 )
 from lora_tool.workflows.inspection.curves import Curves, is_main
-from lora_tool.workflows.inspection.naming import place, short_names
 from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool.workflows.inspection.targets import place, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

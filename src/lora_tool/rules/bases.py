@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir, base_around, open_checkpoint, open_model
-from lora_tool.checkpoints.hub_cache import may_hold
-from lora_tool.checkpoints.sources import local_folder, resolve
+from lora_tool.checkpoints.sources import local_folder, may_hold, resolve
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.progress import decided
 from lora_tool.formats.quantised.names import quantised_by_name

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
+from lora_tool.core.choices import assert_never
 from lora_tool.core.errors import CorruptFile
-from lora_tool.core.exhaustive import assert_never
 from lora_tool.formats.files import MAX_JSON_BYTES, open_regular, parse_json, read_all, read_at
 from lora_tool.formats.safetensors import scan_file
 

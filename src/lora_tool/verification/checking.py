@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from lora_tool.core.batches import batches_of_bytes
-from lora_tool.core.float_mode import ieee_arithmetic
-from lora_tool.core.machine import available_cores
+from lora_tool.core.machine import available_cores, ieee_arithmetic
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import TensorTable
 from lora_tool.plans.core.ops import Precision
@@ -20,7 +19,6 @@ from lora_tool.plans.core.requantise import Requantise
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.copied import Copies
-from lora_tool.verification.level import Level
 from lora_tool.verification.pieces import (
     Compared,
     Rows,
@@ -35,7 +33,7 @@ from lora_tool.verification.pieces import (
     why_not,
 )
 from lora_tool.verification.tally import CannotTellError, Tally
-from lora_tool.verification.verdicts import evidence_of
+from lora_tool.verification.verified import Level, evidence_of
 
 if TYPE_CHECKING:
     from lora_tool.verification.recomputing import Recomputing

@@ -9,16 +9,16 @@ from msgspec.structs import replace
 from lora_tool.adapters.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapters.mlx import is_mlx
 from lora_tool.adapters.view import AdapterView, view_of
-from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.choices import assert_never
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import DType
 from lora_tool.formats.manifest import Manifest
 from lora_tool.plans.algebra.factor_steps import bias_steps
-from lora_tool.plans.algebra.idle import Idle, beside_which
 from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
+from lora_tool.plans.algebra.served import Idle, beside_which
 from lora_tool.plans.algebra.serving_steps import padded_steps
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
-from lora_tool.plans.algebra.whole import magnitude_steps, whole_tensors
+from lora_tool.plans.algebra.whole_plan import magnitude_steps, whole_tensors
 from lora_tool.plans.computed import ComputedInputs
 from lora_tool.plans.convert.provenance import ConvertInputs
 from lora_tool.plans.core.ops import Precision
@@ -28,10 +28,9 @@ from lora_tool.rules.serving.forms import FORMS
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.configs import check_config
 from lora_tool.verification.converted import check_converted, is_news
-from lora_tool.verification.extracted import check_extracted, copied_steps
-from lora_tool.verification.from_base import check_computed, computed_modules
-from lora_tool.verification.level import Level
+from lora_tool.verification.from_base import check_computed, check_extracted, computed_modules, copied_steps
 from lora_tool.verification.products import check_products
+from lora_tool.verification.verified import Level
 
 
 def evidence_of_computed(

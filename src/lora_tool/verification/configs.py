@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.actions import TensorAction
+from lora_tool.core.tensors import TensorAction
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import read_object
 from lora_tool.formats.manifest import Manifest
-from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 
 _MAY_DIFFER = frozenset({"base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"})
 """Fields that say nothing of ΔW: a base may be moved, and PEFT writes its version."""

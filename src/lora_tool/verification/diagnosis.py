@@ -12,7 +12,7 @@ from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, is_requantisable, limits, type_of_codes
 from lora_tool.plans.core.ops import LowRank, RowOp
 from lora_tool.plans.core.requantise import Requantise
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, half_ulps
 from lora_tool.verification.pieces import Compared, Rows, rows_and_columns, rows_at_once, sampled_rows

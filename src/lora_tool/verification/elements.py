@@ -11,9 +11,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType, Span, StoredTensor, TransposedSpan
-from lora_tool.formats.open_files import OpenFiles, opened
+from lora_tool.formats.open_files import OpenFiles, Room, opened
 from lora_tool.formats.quantised.encodings import QuantisedSpan, Tiled
-from lora_tool.formats.room import Room
 from lora_tool.formats.stored import fill
 from lora_tool.verification.pieces import Rows, rows_and_columns
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import StoredTensor, TensorTable
+from lora_tool.core.tensors import StoredTensor, TensorAction, TensorTable
 from lora_tool.formats.stored import read_part
 from lora_tool.plans.core.ops import Assemble
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.provenance import Provenance
-from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.merged.verdict import Verdict
 
 _PIECE = 4096
 _PIECES = 5

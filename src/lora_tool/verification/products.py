@@ -17,13 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 from threadpoolctl import threadpool_limits
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import Progress
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.plans.algebra.terms import Factors, Term
-from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.elements import FLOATS, Array, Files
 from lora_tool.verification.pieces import rows_and_columns
 from lora_tool.verification.tally import CannotTellError

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import read_columns

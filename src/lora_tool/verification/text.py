@@ -8,14 +8,12 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.display import counted, finite, from_here, json_data, printable, some
 from lora_tool.core.report.json import report_json
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.core.tensors import TensorAction
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
-from lora_tool.rules.merged.verdict import Verdict
-from lora_tool.verification.level import Level
-from lora_tool.verification.verified import Verification, summary_json
+from lora_tool.verification.verified import Level, Verification, summary_json
 
 _KEPT = {
     TensorAction.COPIED: "have the base's bytes",

@@ -10,9 +10,8 @@ from msgspec import Struct
 
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint
 from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, opened_model
-from lora_tool.core.choices import codes, flag, positive
+from lora_tool.core.choices import assert_never, codes, flag, positive
 from lora_tool.core.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
-from lora_tool.core.exhaustive import assert_never
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import Options, called_with, option
 from lora_tool.core.progress import Progress, Watch, decided

@@ -15,14 +15,12 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.registry import chosen as chosen_rules
-from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.rules.merged.expected import Expected
+from lora_tool.rules.merged.evidence import Expected, TensorEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.computed import evidence_of_computed
-from lora_tool.verification.level import Level
 from lora_tool.verification.pairs import Pairs
-from lora_tool.verification.verified import OF_USE, OWN_RULES, Verification, by_rules
+from lora_tool.verification.verified import OF_USE, OWN_RULES, Level, Verification, by_rules
 
 
 def verify_inputs(

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import (
     Bnb4,

@@ -17,8 +17,7 @@ from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.verification.checking import check_steps
-from lora_tool.verification.level import Level
-from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
+from lora_tool.verification.verified import OWN_RULES, Level, Verification, by_rules
 
 
 def check_written(

@@ -13,7 +13,7 @@ from lora_tool.core.report.findings import Finding
 from lora_tool.core.share import Share
 
 if TYPE_CHECKING:
-    from lora_tool.execution.shares import ShareWritten
+    from lora_tool.execution.attempts import ShareWritten
     from lora_tool.plans.core.plan import Plan
     from lora_tool.workflows.written import Planned, Written
 

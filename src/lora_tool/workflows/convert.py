@@ -12,8 +12,8 @@ from lora_tool.core.choices import codes, flag
 from lora_tool.core.display import from_here
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
-from lora_tool.plans.convert.convertible import convertible
 from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.peft_names import convertible
 from lora_tool.plans.core.options import OUTPUT, ResumableOptions
 from lora_tool.rules.bases import named_base
 from lora_tool.workflows.caller import LIBRARY, Caller, Done

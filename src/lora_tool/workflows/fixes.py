@@ -22,7 +22,7 @@ from lora_tool.core.keys import PREFIX
 from lora_tool.core.report import Finding, Report, Severity
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
-from lora_tool.models.heads import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
+from lora_tool.models.ends import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
 from lora_tool.rules.changes import Change, FieldChange, FileChange, NameChange, file_changes, may_change
 from lora_tool.rules.model.lt3_vocabulary import embedding_rows
 from lora_tool.rules.shared.heads import head_weight

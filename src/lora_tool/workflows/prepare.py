@@ -17,7 +17,7 @@ from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
 from lora_tool.core.tensors import DType
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
 from lora_tool.plans.core.plan import Plan

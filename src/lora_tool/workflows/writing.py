@@ -30,7 +30,7 @@ from lora_tool.workflows.written import Planned, Written
 
 if TYPE_CHECKING:
     from lora_tool.core.tensors import TensorTable
-    from lora_tool.execution.shares import ShareWritten
+    from lora_tool.execution.attempts import ShareWritten
     from lora_tool.plans.core.steps import Shard, Step
     from lora_tool.rules.merged.evidence import TensorEvidence
 
@@ -99,7 +99,7 @@ def carry_out(plan: Plan, out: Path, options: WritingOptions, caller: Caller, sp
 
 
 def _written_part(plan: Plan, out: Path, part: Share, options: WritingOptions, caller: Caller) -> ShareWritten:
-    from lora_tool.execution.shares import bytes_of, execute_share  # what computes: no dry run uses it
+    from lora_tool.execution.attempts import bytes_of, execute_share  # what computes: no dry run uses it
 
     with caller.progress(f"part {part}", bytes_of(plan, part)) as progress:
         return execute_share(plan, out, part, jobs=options.jobs, overwrite=options.overwrite, progress=progress)

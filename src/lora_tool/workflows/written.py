@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.display import counted, printable, size
 from lora_tool.core.report.json import finding_json
+from lora_tool.core.tensors import TensorAction
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.plans.core import delta_retention
 from lora_tool.plans.core.plan import Plan

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.cut_safetensors import CUT_FILE
+from lora_tool.checkpoints.models import weights_in
 from lora_tool.checkpoints.states.file_facts import KnownRows, NumberedFiles
 from lora_tool.checkpoints.states.model_sizes import size_near
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
-from lora_tool.checkpoints.states.tags import require_tag_here
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, require_tag_here
 from lora_tool.core.display import counted
-from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.models.ends import is_input
@@ -92,4 +92,34 @@ def cut_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingStat
         shards=frozenset(int(match["shard"]) for match in map(CUT_FILE.match, names) if match),
         stamps=model.stamps,
         facts={"format": str(checkpoint.kind), "tag": ".", "files": len(names)},
+    )
+
+
+# The training state of a PEFT model in the files of a model: every tensor is whole in one of them.
+
+
+class WholeState(TrainingState, frozen=True, kw_only=True):
+    """The state of a module in `pytorch_model.bin`, `model.safetensors`, or shards of them."""
+
+    tensors: TensorTable
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """Return its tensors whose names are in `wanted`."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in wanted}
+
+
+def whole_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in the files of a model; see `training_state`."""
+    require_tag_here(checkpoint, tag)
+    folder, weights = checkpoint.root, weights_in(checkpoint.folder)
+    return WholeState(
+        root=folder,
+        folder=folder,
+        title=f"{checkpoint.kind} {folder}, {counted(len(weights.files), 'file')}",
+        entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in weights.tensors.items()},
+        without_values=base_layers_left_out(weights.tensors),
+        problems=tuple(problem for problem in weights.problems if problem.fatal),
+        tensors=weights.tensors,
+        stamps={stamp.path: stamp for stamp in weights.stamps},
+        facts={"format": str(checkpoint.kind), "tag": ".", "files": len(weights.files)},
     )

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import ModelDir, open_checkpoint
 from lora_tool.checkpoints.sources import resolve
-from lora_tool.checkpoints.states.state import TrainingState
-from lora_tool.checkpoints.states.wrapped_names import wrapper_of
+from lora_tool.checkpoints.states.state import TrainingState, wrapper_of
 from lora_tool.core import keys
 from lora_tool.core.errors import BrokenFile, CheckpointError, Problem, UnsupportedCheckpoint
 from lora_tool.core.keys import AdapterKey, Part, has_lora_factor
@@ -24,7 +23,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adap
 from lora_tool.formats.files import read_json
 from lora_tool.formats.lora_recipes import recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.models.heads import NEW_MODULES, head_of, head_path
+from lora_tool.models.ends import NEW_MODULES, head_of, head_path
 
 RANKED = frozenset({Part.LORA_A, Part.EMBEDDING_A})
 """Factors whose first axis is the rank."""

@@ -15,8 +15,7 @@ from lora_tool.checkpoints.states.dcp_state import DcpState, dcp_state
 from lora_tool.checkpoints.states.file_facts import AbsentFile
 from lora_tool.checkpoints.states.megatron_model import model_of
 from lora_tool.checkpoints.states.megatron_names import Place, is_megatron, places
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
-from lora_tool.checkpoints.states.tags import choose_tag, saved_tags
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, choose_tag, saved_tags
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 from lora_tool.formats.files import is_folder

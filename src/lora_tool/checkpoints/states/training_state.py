@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lora_tool.checkpoints import DCP, ZERO, ShardedDir
 from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
-from lora_tool.checkpoints.fsdp_ranks import FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.fsdp import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoints.megatron import MEGATRON
 from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.unmerged import UNMERGED_MODEL
@@ -58,7 +58,7 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
 
         state = cut_state(checkpoint, tag=tag)
     elif kind is UNMERGED_MODEL:
-        from lora_tool.checkpoints.states.whole_state import whole_state
+        from lora_tool.checkpoints.states.cut_state import whole_state
 
         state = whole_state(checkpoint, tag=tag)
     else:

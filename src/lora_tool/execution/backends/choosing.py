@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.native.library import TYPES, kernel

@@ -11,19 +11,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lora_tool.core.exhaustive import assert_never
-from lora_tool.core.float_mode import ieee_arithmetic
+from lora_tool.core.choices import assert_never
+from lora_tool.core.machine import ieee_arithmetic
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
-from lora_tool.execution.backends.numpy_factors import NumpyFactors
 from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.formats.room import Room
+from lora_tool.formats.open_files import Room
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plans.core.ops import (
@@ -40,6 +39,69 @@ from lora_tool.plans.core.ops import (
     RowOp,
 )
 from lora_tool.plans.core.terms import LoraTerm
+
+# Factors that are made of factors, in numpy: in float64, before they are rounded.
+
+
+_WIDE = np.dtype(np.float64)
+_STRIP, _TALL = 1 << 9, 1 << 9
+"""Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
+
+
+class NumpyFactors:
+    """Rows of the factors, in the worker's `room`."""
+
+    def __init__(self, read: StoredRows, room: Room) -> None:
+        self._read = read
+        self._room = room
+        self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
+
+    def beside(self, op: Beside, first: int, last: int) -> Array:
+        """Return the scaled columns, flat, in float64."""
+        made = self._room.of("made", (last - first, op.shape[1]), _WIDE)
+        parts = sum(part.count for part in op.parts)
+        made[:, : op.leading] = made[:, op.leading + parts :] = 0
+        for part, place in zip(op.parts, op.places, strict=True):
+            columns = made[:, place]
+            if part.count:
+                columns[...] = part.of(self._read.rows(part.tensor, first, last))
+            if part.scale != 1:
+                np.multiply(columns, part.scale, out=columns)
+        return made.reshape(-1)
+
+    def mixed(self, op: Mix, first: int, last: int) -> Array:
+        """Return the product with the small matrix, flat, in float64."""
+        made = self._room.of("made", (last - first, op.shape[1]), _WIDE)
+        if op.below:
+            columns = op.matrix.values[:, first:last].T
+            stacked = self._stacked(op.parts)
+            for at in range(0, op.shape[1], _STRIP):
+                strip = slice(at, min(at + _STRIP, op.shape[1]))
+                wide = self._room.of("factors", (op.matrix.rows, strip.stop - at), _WIDE)
+                np.matmul(
+                    columns,
+                    np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
+                    out=made[:, strip],
+                )
+        else:
+            for at in range(first, last, _TALL):
+                end = min(at + _TALL, last)
+                wide = self._room.of("factors", (end - at, op.matrix.rows), _WIDE)
+                rows = [self._read.rows(part, at, end) for part in op.parts]
+                np.matmul(
+                    np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
+                    op.matrix.values,
+                    out=made[at - first : end - first],
+                )
+        return made.reshape(-1)
+
+    def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
+        """Return the whole parts as they are stored, kept from one block to the next."""
+        if self._parts_kept is None or self._parts_kept[0] is not parts:
+            whole = (self._read.rows(part, 0, part.shape[0], f"part {at}") for at, part in enumerate(parts))
+            self._parts_kept = (parts, tuple(whole))
+        return self._parts_kept[1]
+
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the

@@ -13,9 +13,8 @@ from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.native.library import TYPES, Kernel
+from lora_tool.native.library import TYPES, Codes, Kernel, Storing
 from lora_tool.native.rows import Array, Terms
-from lora_tool.native.structures import Codes, Storing
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.coded import Scaled

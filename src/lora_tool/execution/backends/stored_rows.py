@@ -10,7 +10,7 @@ from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.reading import Sources
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.formats.room import Room
+from lora_tool.formats.open_files import Room
 from lora_tool.plans.core.terms import LoraTerm
 
 

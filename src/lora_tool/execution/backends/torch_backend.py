@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NoReturn
 
+from lora_tool.core.choices import assert_never
 from lora_tool.core.errors import MissingDependency
-from lora_tool.core.exhaustive import assert_never
 from lora_tool.core.tensors import FLOAT_NAMES, StoredTensor
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.backends.numpy_backend import NumpyBackend

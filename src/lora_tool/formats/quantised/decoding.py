@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_tool.core.exhaustive import assert_never
+from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, numbers, rows_of, widened
 from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows

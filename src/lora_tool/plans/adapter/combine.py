@@ -6,18 +6,183 @@ The deltas of several adapters are summed. What cannot be summed is in one of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.adapters.view import AdapterView
+from lora_tool.adapters.targeting import explains, wrapped_parameters
+from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.tensors import StoredTensor
-from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plans.adapter.modules import AdapterModules
-from lora_tool.plans.core.terms import LoraTerm
+from lora_tool.core.errors import UnsupportedAdapter, WrongValue
+from lora_tool.core.keys import Part, without_wrapped
+from lora_tool.core.tensors import StoredTensor, TensorTable
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
+from lora_tool.formats.stored import same_values
+from lora_tool.plans.core.terms import BiasTerm, LoraTerm
+
+if TYPE_CHECKING:
+    from lora_tool.models.mapping.model import ModelFacts
+
+
+# LoRA on bare parameters (`target_parameters`): a stack of experts, or a matrix that no linear layer holds.
+
+
+_STACK = 3
+"""Dimensions of a parameter that holds one matrix per expert."""
+
+
+def parameter_term(
+    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer, layout: ExpertLayout | None
+) -> LoraTerm:
+    """Return the delta of one parameter; the rules have compared the shapes.
+
+    `layout` is what the user says of lora_B; None to go by the config. Raises `UnsupportedAdapter` where the layout of
+    lora_B cannot be known, `WrongValue` where the config says another.
+    """
+    config = view.config
+    a, b = layer.a, layer.b
+    if a is None or b is None:
+        raise AssertionError("the rules let no half of a pair pass")
+    shape = facts.shapes[parameter]
+    experts = shape[0] if len(shape) == _STACK else 1
+    return LoraTerm(
+        a=a,
+        b=b,
+        scaling=config.scaling(parameter),
+        experts=experts,
+        layout=layout_of(config, b, layout) if experts > 1 else ExpertLayout.RANK_MAJOR,
+    )
+
+
+def stack_is_transposed(parameter: str, facts: ModelFacts) -> bool:
+    """Return whether a stack of experts is stored as [experts, in, out]."""
+    return len(facts.shapes[parameter]) == _STACK and parameter.rpartition(".")[0] in facts.transposed
+
+
+def layout_of(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None = None) -> ExpertLayout:
+    """Return how the columns of a fused lora_B belong to experts: as `asked`, else as the config says.
+
+    Raises `WrongValue` where the two differ, `UnsupportedAdapter` where Unsloth wrote it and neither says.
+    """
+    named = config.expert_layout
+    if asked is not None and named not in (None, asked.value):
+        raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was requested')
+    if asked is None and named is None and config.by_unsloth:
+        raise UnsupportedAdapter(
+            f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
+            "2026-09. The file does not record which order it has, and the wrong one gives plausible garbage",
+            hint=f'write "lora_B_layout" into {config.path.name}: "{ExpertLayout.GROUPED_BY_EXPERT.value}" if it was trained '
+            f'before that, "{ExpertLayout.RANK_MAJOR.value}" if after; to merge, `expert_layout="…"` says the same',
+        )
+    return asked or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)
+
+
+# What an adapter does to a model, in the terms of a plan. Each of its tensors appears here once.
+
+
+class AdapterModules(Struct, frozen=True, kw_only=True):
+    """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
+
+    lora: Mapping[str, tuple[LoraTerm, ...]]
+    """One term of each adapter that has LoRA on the module."""
+    lora_bias: Mapping[str, tuple[BiasTerm, ...]]
+    magnitudes: Mapping[str, StoredTensor]
+    """DoRA's magnitude vectors, by module path."""
+    saved: Mapping[str, StoredTensor]
+    """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
+    frozen_base: Mapping[str, StoredTensor]
+    """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
+    embeddings: frozenset[str]
+    """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
+    tokens: Mapping[str, StoredTensor]
+    """Rows trained by themselves, by module path."""
+    parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
+    """LoRA on bare parameters, by their names."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Adapter tensor → why the merge leaves it out: a repeat, or a frozen original that PEFT leaves out too."""
+
+    def without(self, tensors: Collection[StoredTensor]) -> AdapterModules:
+        """Return the same without these whole tensors."""
+
+        def kept(table: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+            return {name: tensor for name, tensor in table.items() if tensor not in tensors}
+
+        return replace(self, saved=kept(self.saved), frozen_base=kept(self.frozen_base), tokens=kept(self.tokens))
+
+    def without_lora(self, module: str) -> AdapterModules:
+        """Return the same without the LoRA on a module."""
+        return replace(self, lora={name: terms for name, terms in self.lora.items() if name != module})
+
+
+def adapter_modules(
+    view: AdapterView,
+    *,
+    base: TensorTable,
+    facts: ModelFacts | None = None,
+    expert_layout: ExpertLayout | None = None,
+    ends: frozenset[str] = frozenset(),
+    weight: float = 1.0,
+) -> AdapterModules:
+    """Return the adapter's tensors by what they do; the rules have judged them.
+
+    `weight` is the adapter's in a sum: all of its terms are scaled by it, whole tensors stay as they are.
+    `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
+    lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
+    resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Raises as
+    `parameter_term`.
+    """
+    layers = {layer.module: layer for layer in view.layers}
+    wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
+    parameters = {
+        name: (_weighted_term(parameter_term(view, name, facts, layers.pop(module), expert_layout), weight),)
+        for module, name in wrapped.items()
+        if facts and module in layers
+    }
+    layers = {without_wrapped(module): layer for module, layer in layers.items()}
+    repeated = {
+        item.tensor.name: "the base's own, which is there already"
+        for item in view.parts(Part.PLAIN)
+        if item.name not in ends and not explains(view.config, item) and _repeats(item.name, item.tensor, base)
+    }
+    originals = (item.tensor.name for item in view.parts(Part.ORIGINAL_MODULE))
+    return AdapterModules(
+        lora={module: (_weighted_term(_term(layer), weight),) for module, layer in layers.items()},
+        lora_bias={
+            module: (BiasTerm(bias=layer.bias, scaling=weight * _term(layer).scaling),)
+            for module, layer in layers.items()
+            if layer.bias is not None
+        },
+        magnitudes={module: layer.magnitude for module, layer in layers.items() if layer.magnitude is not None},
+        saved={name: tensor for name, tensor in view.saved.items() if tensor.name not in repeated},
+        frozen_base=view.frozen,
+        embeddings=frozenset(module for module, layer in layers.items() if layer.embedding),
+        tokens={module: tokens.rows for module, tokens in view.tokens.items()},
+        parameters=parameters,
+        dropped={
+            **{name: f"a copy of {first.name}, which is in the file too" for name, first in view.repeats.items()},
+            **dict.fromkeys(originals, "the frozen original of a saved module; PEFT does not load it either"),
+            **repeated,
+        },
+    )
+
+
+def _weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
+    """Return the term times the weight of its adapter."""
+    return term if weight == 1 else replace(term, scaling=weight * term.scaling)
+
+
+def _repeats(name: str, tensor: StoredTensor, base: TensorTable) -> bool:
+    """Return whether an unexplained tensor is the base's: PEFT saves whatever the first layer holds with embeddings."""
+    held = base.get(name)
+    return held is not None and same_values(held, tensor)
+
+
+def _term(layer: LoraLayer) -> LoraTerm:
+    if layer.a is None or layer.b is None or layer.scaling is None:
+        raise AssertionError("the rules let no half of a pair pass")
+    return LoraTerm(a=layer.a, b=layer.b, scaling=layer.scaling)
+
 
 Value = TypeVar("Value")
 

@@ -9,10 +9,9 @@ from msgspec import Struct, field
 
 from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.checkpoints import ModelDir
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
-from lora_tool.core.tensors import FileStamp, StoredTensor
+from lora_tool.core.tensors import FileStamp, StoredTensor, TensorAction
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.models import architecture_of
 from lora_tool.models.ends import is_end, is_tied

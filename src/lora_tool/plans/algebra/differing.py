@@ -14,10 +14,20 @@ from lora_tool.core.keys import is_under
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import same_values
 from lora_tool.models import architecture_of
-from lora_tool.models.ends import MATRIX, is_end, is_input, is_output, is_tied, output_name
-from lora_tool.models.heads import ADDED_BY_PEFT, LANGUAGE_MODELS, head_of, head_path
+from lora_tool.models.ends import (
+    ADDED_BY_PEFT,
+    LANGUAGE_MODELS,
+    MATRIX,
+    head_of,
+    head_path,
+    is_end,
+    is_input,
+    is_output,
+    is_tied,
+    output_name,
+)
 from lora_tool.models.table import Architecture
-from lora_tool.plans.algebra.expert_ranks import missing_experts
+from lora_tool.plans.algebra.ranks import missing_experts
 
 _NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$|bias$", re.IGNORECASE)
 """Last parts of the names of modules that hold a matrix but may not be linear layers: they are saved whole."""

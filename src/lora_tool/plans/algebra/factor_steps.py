@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.keys import PREFIX
-from lora_tool.core.tensors import DType, TensorSpec
+from lora_tool.core.tensors import DType, TensorAction, TensorSpec
 from lora_tool.plans.algebra.terms import Factors, biases
 from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plans.core.ops import Assemble, Op, copied_as, row_ops

@@ -22,8 +22,7 @@ from lora_tool.checkpoints.quantised import as_matrices
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.core.tensors import StoredTensor
-from lora_tool.models.ends import MATRIX, is_end, is_output, is_tied
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import MATRIX, head_of, is_end, is_output, is_tied
 from lora_tool.plans.algebra.spool import Spool
 from lora_tool.plans.algebra.terms import Factors, Term
 from lora_tool.plans.core.operation import rows_of

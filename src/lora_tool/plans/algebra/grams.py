@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.factor_rows import pieces
-from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.room import Room
+from lora_tool.formats.open_files import OpenFiles, Room
 from lora_tool.formats.stored_numbers import STORED, Matrix, widened
 
 Stored = tuple[NDArray[Any], DType]

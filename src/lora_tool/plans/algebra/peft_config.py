@@ -15,7 +15,7 @@ from lora_tool.adapters.view import AdapterView
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes, parse_json, read_json
-from lora_tool.plans.algebra.expert_ranks import largest_of_experts
+from lora_tool.plans.algebra.ranks import largest_of_experts
 from lora_tool.plans.algebra.terms import alpha_for
 from lora_tool.plans.core.steps import SideFile
 

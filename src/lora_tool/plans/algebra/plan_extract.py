@@ -11,22 +11,20 @@ from msgspec import Struct
 
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir, require_whole
 from lora_tool.checkpoints.sources import Reference, opened_model, source_of
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import told
-from lora_tool.core.tensors import DType, StoredTensor, TensorSpec, float_type
+from lora_tool.core.tensors import DType, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
 from lora_tool.models import architecture_of
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of
 from lora_tool.models.module_names import module_names
 from lora_tool.plans.algebra.differing import Differing, differing
-from lora_tool.plans.algebra.expert_ranks import equal_for_experts
 from lora_tool.plans.algebra.peft_config import PLAIN, rank_fields
-from lora_tool.plans.algebra.ranks import keeping_little, least_kept
+from lora_tool.plans.algebra.ranks import equal_for_experts, keeping_little, least_kept
 from lora_tool.plans.algebra.serving_steps import zero_rows
 from lora_tool.plans.algebra.spool import Spool
 from lora_tool.plans.algebra.turning import Ranks

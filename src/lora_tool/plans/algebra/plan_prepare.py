@@ -16,23 +16,18 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import DType, float_type
 from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
-from lora_tool.models.ends import is_end
-from lora_tool.models.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end
 from lora_tool.plans.algebra.changes import changes_of
 from lora_tool.plans.algebra.factor_steps import exact_type
 from lora_tool.plans.algebra.fit import require_known
-from lora_tool.plans.algebra.idle import Idle, idle_modules
-from lora_tool.plans.algebra.mlx_form import mlx_config, rope_notes
-from lora_tool.plans.algebra.mlx_names import mlx_beginnings, mlx_path
+from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, mlx_path, rope_notes
 from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, with_experts
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
-from lora_tool.plans.algebra.served import ServedFactors, served_factors, served_steps
+from lora_tool.plans.algebra.served import Idle, ServedFactors, idle_modules, served_factors, served_steps
 from lora_tool.plans.algebra.small_numbers import small_warnings
 from lora_tool.plans.algebra.spool import OpenSpool
 from lora_tool.plans.algebra.terms import factors_of_sum
-from lora_tool.plans.algebra.whole import magnitude_steps, whole_tensors
-from lora_tool.plans.algebra.whole_model import SAME, beginnings_of
-from lora_tool.plans.algebra.whole_plan import adapter_plan
+from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of, magnitude_steps, whole_tensors
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server

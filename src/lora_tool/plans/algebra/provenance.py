@@ -14,10 +14,9 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_model
 from lora_tool.checkpoints.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
 from lora_tool.core.errors import CheckpointError, NotACheckpoint
 from lora_tool.core.keys import Part
-from lora_tool.formats.fingerprint import fingerprint
-from lora_tool.formats.manifest import Manifest
+from lora_tool.formats.manifest import Manifest, fingerprint
 from lora_tool.formats.weights import Weights
-from lora_tool.plans.algebra.whole_model import Beginnings
+from lora_tool.plans.algebra.whole_plan import Beginnings
 from lora_tool.plans.core.manifest import input_name
 
 Opened = TypeVar("Opened")

@@ -16,8 +16,7 @@ from lora_tool.core.machine import factor_workers
 from lora_tool.core.progress import told
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.plans.algebra.expert_ranks import equal_for_experts
-from lora_tool.plans.algebra.ranks import ModuleRank, enough
+from lora_tool.plans.algebra.ranks import ModuleRank, enough, equal_for_experts
 from lora_tool.plans.algebra.terms import Factors
 from lora_tool.plans.core.aside import Aside
 from lora_tool.plans.core.factor_ops import SmallMatrix

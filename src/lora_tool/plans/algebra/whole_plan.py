@@ -6,16 +6,24 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from lora_tool.adapters.view import AdapterView, WholeTensor
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
-from lora_tool.core.actions import TensorAction
+from lora_tool.core import keys
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import Part
 from lora_tool.core.report import Finding
-from lora_tool.core.tensors import FileStamp
-from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.core.tensors import FileStamp, StoredTensor, TensorAction
+from lora_tool.formats.manifest import fingerprint
+from lora_tool.formats.stored import same_values
+from lora_tool.models.ends import head_of
+from lora_tool.models.text_classes import text_class_of
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_warnings
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
-from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 
@@ -117,3 +125,135 @@ def stamps_of(inputs: Sequence[AdapterDir | ModelDir], side_files: Sequence[Side
     stamps = {stamp.path: stamp for each in inputs for stamp in each.weights.stamps}
     copied = {file.source: FileStamp.of(file.source) for file in side_files if file.source is not None}
     return tuple({**stamps, **copied}.values())
+
+
+# What a sum of adapters holds besides LoRA: heads, saved modules, biases, trained tokens. They cannot be added.
+
+
+class WholeTensors(Struct, frozen=True, kw_only=True):
+    """The whole tensors of a sum, and those that are not in it."""
+
+    steps: tuple[Step, ...]
+    dropped: tuple[InputRecord, ...]
+
+
+def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None = None) -> WholeTensors:
+    """Return every whole tensor of the adapters once: those that are the same in all of them, or in one alone.
+
+    If their values differ, those of `head_of` are taken. Raises `UnsupportedAdapter` if they differ without `head_of`.
+    """
+    kept: dict[str, tuple[StoredTensor, AdapterView]] = {}
+    dropped: list[InputRecord] = []
+    ordered = sorted(views, key=lambda view: view is not head_of)
+    for view in ordered:
+        for name, tensor in _named(view, dropped):
+            first, whose = kept.setdefault(name, (tensor, view))
+            if first is tensor:
+                continue
+            same = same_values(first, tensor)
+            if not same and whose is not head_of:
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{tensor.name}` differs from the one in {whose.adapter.root}, and whole tensors "
+                    "cannot be added as ΔW can",
+                    hint=f"choose which to keep: `head_of={shlex.quote(str(whose.adapter.root))}`",
+                )
+            why = "holds it with the same values" if same else "has the requested one"
+            dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
+    return WholeTensors(
+        steps=tuple(_copied(name, tensor, view) for name, (tensor, view) in kept.items()),
+        dropped=tuple(dropped),
+    )
+
+
+def magnitude_steps(view: AdapterView) -> Iterator[Step]:
+    """Yield the steps that copy DoRA's magnitudes, each under the name that PEFT gives it."""
+    for layer in view.layers:
+        if layer.magnitude is not None:
+            key = view.adapter.keys[layer.magnitude.name]
+            yield _copied(replace(key, module=layer.module).canonical, layer.magnitude, view)
+
+
+def _copied(name: str, tensor: StoredTensor, view: AdapterView) -> Step:
+    reason = f"copied from {view.adapter.root}"
+    out = replace(tensor.spec, name=name)
+    return Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=reason)
+
+
+def _named(view: AdapterView, dropped: list[InputRecord]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the whole tensors by the names that PEFT gives them; note those that it does not load."""
+    for name, first in view.repeats.items():
+        dropped.append(_dropped(view.adapter.tensors[name], f"a copy of {first.name}, which is in the file too"))
+    for item in view.whole:
+        if item.tensor.name in view.repeats:
+            continue
+        if item.part is Part.ORIGINAL_MODULE:
+            dropped.append(_dropped(item.tensor, "the frozen original of a saved module; PEFT does not load it either"))
+        else:
+            yield _peft_name(view, item), item.tensor
+
+
+def _peft_name(view: AdapterView, item: WholeTensor) -> str:
+    return replace(view.adapter.keys[item.tensor.name], module=item.module, leaf=item.leaf).canonical
+
+
+def _dropped(tensor: StoredTensor, reason: str) -> InputRecord:
+    return InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+
+
+# An adapter of a multimodal model's text class, under the names that its modules have in the whole model.
+
+
+class Beginnings(Struct, frozen=True, kw_only=True):
+    """What module paths begin with in the text class, and in the whole model; nothing where both are the same."""
+
+    text: str = ""
+    whole: str = ""
+
+    def path(self, module: str) -> str:
+        """Return a module's path in the whole model; a new head has the same in both."""
+        if self.text == self.whole or head_of(module) or not module.startswith(self.text):
+            return module
+        return self.whole + module.removeprefix(self.text)
+
+    def back(self, path: str) -> str:
+        """Return a path of the whole model as the text class has it; so also the name of a tensor."""
+        return self.text + path.removeprefix(self.whole) if path.startswith(self.whole) else path
+
+    def steps(self, steps: Iterable[Step]) -> tuple[Step, ...]:
+        """Return the steps that write an adapter's tensors, with the whole model's paths in the tensors' names."""
+        if self.text == self.whole:
+            return tuple(steps)
+        return tuple(replace(step, out=replace(step.out, name=self._name(step.out.name))) for step in steps)
+
+    def base(self, base: ModelDir) -> ModelDir:
+        """Return the whole model with the names that its tensors have in the text class, for those that are in it."""
+        if self.text == self.whole:
+            return base
+        tensors = {self.back(name): tensor for name, tensor in base.tensors.items()}
+        return replace(base, weights=replace(base.weights, tensors=tensors))
+
+    def _name(self, name: str) -> str:
+        key = keys.parse(name)
+        return replace(key, module=self.path(key.module)).canonical
+
+    def as_json(self) -> dict[str, str]:
+        """Return it as JSON data, for the manifest."""
+        return {"text": self.text, "whole": self.whole}
+
+    @classmethod
+    def of_json(cls, data: object) -> Beginnings:
+        """Return what a manifest has; that of no renaming where it has none."""
+        known: dict[str, Any] = data if isinstance(data, dict) else {}
+        return cls(text=str(known.get("text", "")), whole=str(known.get("whole", "")))
+
+
+SAME = Beginnings()
+
+
+def beginnings_of(view: AdapterView, base: ModelDir | None) -> Beginnings:
+    """Return how module paths begin in the text class that the adapter was trained on, and in `base`; see `text_class_of`."""
+    if base is None or base.config is None:
+        return SAME
+    modules = (layer.target for layer in view.layers)
+    text = text_class_of(base.config.model_type or "", base.tensors, modules)
+    return SAME if text is None else Beginnings(text=text.strip, whole=text.add)

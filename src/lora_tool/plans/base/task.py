@@ -12,7 +12,7 @@ from lora_tool.core.display import some
 from lora_tool.core.keys import Part
 from lora_tool.core.progress import decided
 from lora_tool.models import architecture_of
-from lora_tool.models.heads import CLASSIFICATION_HEADS, head_of
+from lora_tool.models.ends import CLASSIFICATION_HEADS, head_of
 
 
 @enum.unique

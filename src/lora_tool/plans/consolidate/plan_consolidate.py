@@ -14,18 +14,16 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
 from lora_tool.checkpoints.states.frozen_heads import has_lora
-from lora_tool.checkpoints.states.state import TrainingState
+from lora_tool.checkpoints.states.state import TrainingState, wrapper_of
 from lora_tool.checkpoints.states.training_state import training_state
-from lora_tool.checkpoints.states.wrapped_names import wrapper_of
 from lora_tool.core import keys
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.choices import Choice, codes
 from lora_tool.core.display import counted
 from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
 from lora_tool.core.report.refusing import refuse_errors
-from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorSpec, float_type
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats import model_config
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapter

@@ -25,7 +25,7 @@ from lora_tool.core.progress import decided
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, adapter_config, read_adapter_config
 from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in, recipes_near
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.models.heads import ADDED_BY_PEFT
+from lora_tool.models.ends import ADDED_BY_PEFT
 
 _TENSORS = "the tensors"
 _ASK = "give it: `lora_alpha=N`"

@@ -20,13 +20,12 @@ from msgspec import Struct
 from lora_tool.adapters.experts import EXPERT, FUSED, PROJECTIONS
 from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.checkpoints import ModelDir
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.plans.adapter.target_parameters import layout_of
+from lora_tool.plans.adapter.combine import layout_of
 from lora_tool.plans.algebra.factor_steps import step_of
 from lora_tool.plans.core.factor_ops import Beside, Columns
 from lora_tool.plans.core.operation import rows_of

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from lora_tool.adapters.mlx import is_mlx, read_mlx
 from lora_tool.adapters.naming import bare_path
 from lora_tool.adapters.readings import Readings
 from lora_tool.adapters.view import AdapterView
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.checkpoints.folders import read_folder
+from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
 from lora_tool.core import keys
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.keys import Part
+from lora_tool.core.keys import PREFIX, Part
+from lora_tool.core.progress import decided
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.files import expanded
 from lora_tool.formats.patterns import is_path
 from lora_tool.formats.stored import same_values
-from lora_tool.models.module_names import ModuleNames
+from lora_tool.models.module_names import ModuleNames, module_names
+from lora_tool.plans.base.task import auto_class_for
 
 
 class PeftNames(Struct, frozen=True, kw_only=True):
@@ -105,3 +114,56 @@ def _changes(config: AdapterConfig) -> Iterator[tuple[str, Any]]:
 
 def _bare(entry: str) -> str:
     return bare_path(keys.unwrapped(entry)) if is_path(entry) else entry
+
+
+# An adapter that is to be converted, PEFT's or MLX-LM's, as PEFT has it.
+
+
+class Convertible(Struct, frozen=True, kw_only=True):
+    """An adapter that is to be converted, as PEFT has it."""
+
+    adapter: AdapterDir
+    rebuilt: Mapping[str, Any] | None = None
+    """The fields of PEFT's config, of an adapter of another program."""
+
+
+def convertible(reference: Reference, base: Reference | None = None) -> Convertible:
+    """Return the adapter that is named: PEFT's, or MLX-LM's in a folder here. Raises as `opened_adapter`, `read_mlx`."""
+    folder = expanded(reference) if isinstance(reference, str | os.PathLike) else None
+    if folder is None or not folder.is_dir() or not is_mlx(read_folder(folder)):
+        return Convertible(adapter=opened_adapter(reference))
+    model = None if base is None else opened_model(base, near=folder)
+    found = read_mlx(folder, None if model is None else model.tensors)
+    named = {} if model is None else {"base_model_name_or_path": str(model.root.resolve())}
+    return Convertible(adapter=found.adapter, rebuilt={**found.fields, **named})
+
+
+# The modules of an adapter's base model, which say what a name without a prefix means.
+
+
+def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | None:
+    """Return the modules of the base as the adapter's class has them: by the tables, else by transformers' own class.
+
+    None without a base, for models of custom code, and where transformers is needed and not installed or cannot tell.
+    """
+    if base is None or base.config is None:
+        return None
+    known = module_names(base.config, base.tensors, adapter)
+    if known is not None or base.config.custom_code or not _can_ask():
+        return known
+    from lora_tool.models.mapping.modules import built_modules
+
+    decided(f"names: transformers says which modules a {base.config.model_type} has")
+    own = adapter.trained_class or (None if adapter.task_type else next(iter(base.config.architectures), None))
+    return built_modules(base.whole_config, base.tensors, own, auto_class_for(adapter.task_type))
+
+
+def way_out(model_type: str | None) -> str:
+    """Return the hint for names that only the modules of such a base would explain, where they are not known."""
+    if _can_ask():
+        return f"write the whole names into the file: {PREFIX}<module>.lora_A.weight"
+    return f"install transformers, which knows the modules of a {model_type}: pip install 'lora-tool[merge]'"
+
+
+def _can_ask() -> bool:
+    return all(map(find_spec, ("torch", "transformers")))

@@ -11,25 +11,55 @@ from msgspec.structs import replace
 from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
 from lora_tool.core import keys
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.choices import codes
+from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Report, Severity
+from lora_tool.core.tensors import TensorAction
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.models.module_names import ModuleNames
 from lora_tool.plans.adapter.config_file import config_file
+from lora_tool.plans.algebra.plan_prepare import plan_prepare
+from lora_tool.plans.algebra.spool import Spool
 from lora_tool.plans.algebra.whole_plan import described, stamps_of
-from lora_tool.plans.convert.base_modules import modules_of, way_out
 from lora_tool.plans.convert.forms import AdapterForm
-from lora_tool.plans.convert.peft_names import PeftNames, peft_names
+from lora_tool.plans.convert.peft_names import PeftNames, modules_of, peft_names, way_out
 from lora_tool.plans.convert.plan_experts import plan_experts
-from lora_tool.plans.convert.to_mlx import plan_to_mlx
 from lora_tool.plans.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plans.core.manifest import adapters_in
-from lora_tool.plans.core.ops import Precision, copied_as
+from lora_tool.plans.core.ops import Precision, copied_as, row_ops
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import NO_BASE, OF_LOADING, WEIGHTS_BESIDE, Judge
+
+# Planning an adapter's tensors as MLX-LM reads them, every value as it is.
+
+
+def plan_to_mlx(adapter: AdapterDir, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
+    """Return the plan that writes an adapter as MLX-LM reads it, with every value as it is: for one rank and one scaling.
+
+    Raises `UnsupportedAdapter` where modules have several, and as `plan_prepare`.
+    """
+    root = shlex.quote(str(adapter.root))
+
+    def no_spool() -> Spool:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: its ΔW cannot be computed without the base, and its factors would get other values",
+            hint=f"to write the same ΔW: lora-tool prepare {root} --for mlx --base BASE -o OUT",
+        )
+
+    plan = plan_prepare(adapter, Server.MLX, base=base, ignore=ignore, spool=no_spool)
+    changed = [
+        step for shard in plan.shards for step in shard.steps if not all(part.keeps_values for part in row_ops(step.op))
+    ]
+    if changed:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: its modules have several ranks or scalings, but MLX-LM has one of each: "
+            f"`{changed[0].out.name}` would have other values, {changed[0].reason}",
+            hint=f"to write the same ΔW with one rank and one scaling: lora-tool prepare {root} --for mlx -o OUT",
+        )
+    return replace(plan, manifest={**plan.manifest, "operation": "convert", "to": "mlx"})
 
 
 def plan_convert(

@@ -11,13 +11,12 @@ from msgspec.structs import replace
 
 from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import TensorAction
 from lora_tool.formats.adapter_config import FILE_NAME, ExpertLayout, adapter_config
 from lora_tool.formats.files import json_bytes, parse_json, read_json
 from lora_tool.plans.algebra.peft_config import base_of, exactly, experts_pattern
-from lora_tool.plans.algebra.whole import whole_tensors
-from lora_tool.plans.algebra.whole_plan import adapter_plan
+from lora_tool.plans.algebra.whole_plan import adapter_plan, whole_tensors
 from lora_tool.plans.convert.experts import Converted, to_each_expert, to_fused
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.core.ops import Copy

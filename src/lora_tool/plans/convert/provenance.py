@@ -10,12 +10,11 @@ from msgspec import Struct
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_model
 from lora_tool.core.errors import NotACheckpoint
-from lora_tool.formats.fingerprint import fingerprint
-from lora_tool.formats.manifest import Manifest
+from lora_tool.formats.manifest import Manifest, fingerprint
 from lora_tool.formats.weights import Weights
 from lora_tool.plans.algebra.provenance import Written, recorded_input, recorded_model
-from lora_tool.plans.convert.convertible import Convertible, convertible
 from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.peft_names import Convertible, convertible
 from lora_tool.plans.convert.plan_convert import plan_convert
 from lora_tool.plans.core.plan import Plan
 

@@ -20,8 +20,7 @@ from lora_tool.formats.files import json_records, read_json
 from lora_tool.formats.manifest import FILE_NAME, SCHEMA_VERSION, read_manifest
 from lora_tool.formats.weights import Weights
 from lora_tool.plans.core.delta_retention import DeltaRetention, advice, summary
-from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.render import step_json
+from lora_tool.plans.core.plan import Plan, step_json
 from lora_tool.plans.core.steps import SideFile
 
 _HASHED_BYTES = 2 << 20

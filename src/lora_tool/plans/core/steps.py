@@ -7,8 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import TensorSpec
+from lora_tool.core.tensors import TensorAction, TensorSpec
 from lora_tool.formats.files import require_own_file
 from lora_tool.formats.safetensors import build_header
 from lora_tool.plans.core.ops import Op

@@ -11,9 +11,8 @@ from lora_tool.adapters.support import OTHER_BASE
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.models.vocabulary import Vocabulary
-from lora_tool.plans.adapter.combine import Adapted
-from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.models.ends import Vocabulary
+from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.plans.core.terms import LoraTerm

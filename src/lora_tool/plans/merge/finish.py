@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.display import counted, from_here
 from lora_tool.core.report.findings import Finding
-from lora_tool.core.tensors import FileStamp
-from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.core.tensors import FileStamp, TensorAction
+from lora_tool.formats.manifest import fingerprint
 from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.plan import Plan

@@ -12,14 +12,13 @@ from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.quantised import in_full_precision
 from lora_tool.checkpoints.sources import source_of
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.core.report.findings import Finding
-from lora_tool.core.tensors import DType, StoredTensor, float_type
+from lora_tool.core.tensors import DType, StoredTensor, TensorAction, float_type
 from lora_tool.formats.quantised.names import give_full_precision
 from lora_tool.formats.stored import same_values
-from lora_tool.models.heads import last_weights
+from lora_tool.models.ends import last_weights
 from lora_tool.plans.adapter.combine import Adapted
 from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.core.ops import Copy, Precision

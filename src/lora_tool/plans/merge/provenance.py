@@ -15,8 +15,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model, resolve
 from lora_tool.core.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.core.options import inferred, replayed
-from lora_tool.formats.fingerprint import fingerprint
-from lora_tool.formats.manifest import FILE_NAME
+from lora_tool.formats.manifest import FILE_NAME, fingerprint
 from lora_tool.plans.core.manifest import input_name
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.plan import Plan

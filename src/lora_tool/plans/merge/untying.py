@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from lora_tool.adapters.support import UNMERGED
 from lora_tool.adapters.view import view_of
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.tensors import StoredTensor, TensorSpec
+from lora_tool.core.tensors import StoredTensor, TensorAction, TensorSpec
 from lora_tool.plans.core.ops import copied_as
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.draft import Draft, TiedEmbeddings

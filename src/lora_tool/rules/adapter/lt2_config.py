@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
-from lora_tool.adapters.tied_lora import is_lost_on_loading
+from lora_tool.adapters.targeting import is_lost_on_loading
 from lora_tool.adapters.view import LoraLayer, WholeTensor
 from lora_tool.core.display import counted
 from lora_tool.core.errors import Defect

@@ -12,12 +12,11 @@ from lora_tool.core.display import size
 from lora_tool.core.keys import PREFIX, Part
 from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
-from lora_tool.models.ends import is_end
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of, is_end
 from lora_tool.models.module_names import module_names
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.absent_modules import is_decoder
+from lora_tool.rules.shared.base_match import is_decoder
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lora_tool.adapters import targeting
 from lora_tool.core.keys import Part, is_under
 from lora_tool.core.report import Severity
-from lora_tool.models.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
+from lora_tool.models.ends import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 

@@ -12,7 +12,7 @@ from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.models import architecture_of
-from lora_tool.models.heads import CLASSIFICATION_HEADS, CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, VALUE_HEADS, head_of
+from lora_tool.models.ends import CLASSIFICATION_HEADS, CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, VALUE_HEADS, head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import (

@@ -11,13 +11,11 @@ from lora_tool.core.choices import closest
 from lora_tool.core.keys import INDEX, Part, split_layer
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.models.ends import MATRIX, is_end
-from lora_tool.models.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.shared.absent_modules import is_decoder, may_be_absent, of_causal_lm
-from lora_tool.rules.shared.delta_shapes import delta_shape, held_or_tied
+from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _SAME = _ALL | {Need.SAME_NAMES}

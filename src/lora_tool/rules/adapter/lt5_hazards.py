@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.adapters.tied_lora import add_the_same
+from lora_tool.adapters.targeting import add_the_same
 from lora_tool.checkpoints import ModelDir, computed_from, open_model
 from lora_tool.checkpoints.sources import local_folder, moved_to, resolve, source_of
 from lora_tool.core.display import from_here
@@ -53,7 +53,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
         yield Unchecked(reason=subject.why_no_base)
     if base is None or record.base_fingerprint is None or any(problem.fatal for problem in base.problems):
         return
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for trained records only
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for trained records only
 
     if base.tensors and fingerprint(base.weights) != record.base_fingerprint:
         message = f"was not trained on {base.root}{_named(record)}"
@@ -142,7 +142,7 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _is_same_model(named: Path, base: ModelDir) -> bool:
     """Whether the folder holds the weights of `base`, by samples. Raises `CheckpointError` where it holds no model."""
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for two bases only
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for two bases only
 
     return fingerprint(open_model(named).weights) == fingerprint(base.weights)
 
@@ -296,7 +296,7 @@ def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:
         return
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for merged bases only
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for merged bases only
 
     there, base = manifest.merged_adapters, subject.base.root
     if fingerprint(subject.checkpoint.weights) in there:

@@ -6,17 +6,24 @@ import re
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapters.support import UNMERGED
-from lora_tool.adapters.targeting import trained_for
-from lora_tool.adapters.tied_lora import saved_as_one
+from lora_tool.adapters.targeting import saved_as_one, trained_for
 from lora_tool.checkpoints.nearby import way_to_head
 from lora_tool.core.display import counted
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.models.ends import MATRIX, embeddings, is_end, output_name
-from lora_tool.models.heads import head_of, last_weights
-from lora_tool.models.vocabulary import Vocabulary, other_vocabulary, stored_twice
+from lora_tool.models.ends import (
+    MATRIX,
+    Vocabulary,
+    embeddings,
+    head_of,
+    is_end,
+    last_weights,
+    other_vocabulary,
+    output_name,
+    stored_twice,
+)
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch

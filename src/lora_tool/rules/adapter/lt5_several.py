@@ -12,7 +12,7 @@ from lora_tool.checkpoints import computed_from
 from lora_tool.core.display import some
 from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
-from lora_tool.models.heads import CLASSIFICATION_HEADS, head_of
+from lora_tool.models.ends import CLASSIFICATION_HEADS, head_of
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject
 
@@ -83,7 +83,7 @@ def _task_of(view: AdapterView, other: AdapterView) -> str | None:
 
 
 def _are_the_same(one: AdapterView, other: AdapterView) -> bool:
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import
+    from lora_tool.formats.manifest import fingerprint  # slow to import
 
     return bool(one.adapter.tensors) and fingerprint(one.adapter.weights) == fingerprint(other.adapter.weights)
 
@@ -93,7 +93,7 @@ def _in_both(one: AdapterView, other: AdapterView) -> str:
     held = [computed_from(view.adapter) for view in (one, other)]
     if not any(held):
         return ""
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import
+    from lora_tool.formats.manifest import fingerprint  # slow to import
 
     first, second = (
         {fingerprint(view.adapter.weights): str(view.adapter.root), **inside}

@@ -10,12 +10,11 @@ from lora_tool.adapters.experts import IN_EXPERT
 from lora_tool.core.display import counted
 from lora_tool.core.keys import INDEX, split_layer
 from lora_tool.core.report import Severity
-from lora_tool.models.ends import MATRIX
-from lora_tool.models.heads import ADDED_BY_PEFT
+from lora_tool.models.ends import ADDED_BY_PEFT, MATRIX
 from lora_tool.models.layers import is_beyond
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.shared.absent_modules import may_be_absent
+from lora_tool.rules.shared.base_match import may_be_absent
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG, Need.BASE, Need.SAME_NAMES})

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.adapters.half_pairs import HalfPair, half_pair_in
 from lora_tool.adapters.targeting import trained_for
-from lora_tool.adapters.view import AdapterView, LoraLayer
+from lora_tool.adapters.view import AdapterView, HalfPair, LoraLayer, half_pair_in
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.core.choices import Choice
 from lora_tool.core.errors import Problem

@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
 from msgspec import Struct
 
-from lora_tool.core.actions import TensorAction
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.core.choices import TextEnum
+from lora_tool.core.tensors import TensorAction, TensorSpec
+
+# What verification found a tensor to be, in one word. Rules read it without loading the evidence.
+
+
+@enum.unique
+class Verdict(TextEnum):
+    """What a tensor of a merged model was found to be."""
+
+    RIGHT = "right"
+    """As planned: the bytes of its source, or within the stated bound of the recomputed values."""
+    DIFFERENT = "different"
+    """Not as planned, and none of the causes below explains it."""
+    UNCHANGED = "unchanged"
+    """Still the base's values, although the adapter changes the tensor."""
+    SCALED = "scaled"
+    """W + factor · ΔW, with a factor that is not 1."""
+    TRANSPOSED = "transposed"
+    """W + ΔWᵀ."""
+    MISREAD = "misread"
+    """What the base's quantised weight gives where it is read wrongly; `reason` says how."""
+    UNRELATED = "unrelated"
+    """Changed in another direction than ΔW."""
+    UNKNOWN = "unknown"
+    """Not recomputed; `reason` says why."""
+
+
+# What a merged model should be, as a plan tells the rules: apart from them, because most plans are not judged by it.
+
+
+class ExpectedFile(Protocol):
+    """A file beside the weights: copied from `source`, or with `content`."""
+
+    @property
+    def filename(self) -> str: ...
+    @property
+    def source(self) -> Path | None: ...
+    @property
+    def content(self) -> bytes | None: ...
+
+
+class Expected(Struct, frozen=True, kw_only=True, eq=False):
+    """What base and adapter give: the merged model's tensors by name, and the files beside them."""
+
+    tensors: Mapping[str, TensorSpec]
+    files: tuple[ExpectedFile, ...]
 
 
 class TensorEvidence(Struct, frozen=True, kw_only=True):

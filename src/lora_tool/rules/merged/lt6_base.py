@@ -10,8 +10,7 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import read_part
 from lora_tool.models import architecture_of, is_computed
-from lora_tool.models.ends import is_end, is_input
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of, is_end, is_input
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 

@@ -18,7 +18,7 @@ from lora_tool.formats.files import parse_json, read_json
 from lora_tool.formats.quantised.bitsandbytes import STATE
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.models import architecture_of, is_computed
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.subject import MergedSubject

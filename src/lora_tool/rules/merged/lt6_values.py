@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.report import Severity
+from lora_tool.core.tensors import TensorAction
 from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.merged.verdict import Verdict
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import TensorEvidence

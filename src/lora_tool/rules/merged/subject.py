@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from msgspec import field
 
 from lora_tool.checkpoints import MERGED_MODEL
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import TensorSpec
+from lora_tool.core.tensors import TensorAction, TensorSpec
 from lora_tool.formats.quantised.encodings import encoding_of, parts
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.merged.expected import Expected
-from lora_tool.rules.merged.verdict import Verdict
+from lora_tool.rules.merged.evidence import Expected, Verdict
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence

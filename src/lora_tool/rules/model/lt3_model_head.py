@@ -10,7 +10,7 @@ from lora_tool.core.display import counted
 from lora_tool.core.report import Severity
 from lora_tool.formats import tokenizer
 from lora_tool.models import architecture_of
-from lora_tool.models.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of
+from lora_tool.models.ends import CLASSIFICATION_HEADS, VALUE_HEADS, head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import has_labels, head_weight, labels_of

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from lora_tool.checkpoints.quantised import quantisation_table, quantised_weights, sign_of
 from lora_tool.core.report import Severity
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.formats.quantised.names import READ_METHODS
+from lora_tool.formats.quantised.names import READ_METHODS, is_compressed
 from lora_tool.formats.quantised.parts import LayoutError
-from lora_tool.formats.quantised.schemes import is_compressed
 from lora_tool.models.ends import MATRIX
-from lora_tool.models.fused_layers import fused_sets
+from lora_tool.models.layers import fused_sets
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 

@@ -8,7 +8,7 @@ from lora_tool.core.keys import split_layer, unwrapped
 from lora_tool.core.report import Severity
 from lora_tool.core.report.groups import grouped
 from lora_tool.formats.fields import shown
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import head_of
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_vocabulary import embedding_rows, vocabulary_without_rows

@@ -8,7 +8,7 @@ from lora_tool.core.report import Severity
 from lora_tool.formats import generation_config
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
-from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from lora_tool.core.display import named
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
-from lora_tool.models.ends import is_end, is_tied
-from lora_tool.models.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS

@@ -6,15 +6,19 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.adapters.experts import IN_EXPERT
+from lora_tool.adapters.targeting import trained_for
+from lora_tool.adapters.view import LoraLayer
 from lora_tool.checkpoints import ModelDir
 from lora_tool.checkpoints.quantised import in_full_precision
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import Architecture, architecture_of
-from lora_tool.models.heads import head_of
+from lora_tool.models.ends import embeddings, head_of
+from lora_tool.models.model_tensors import tied_modules
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
-from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _OUTPUT = "lm_head.weight"
 """What every class of transformers that has it on disk has in memory, too."""
@@ -106,3 +110,78 @@ def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:
         if name.endswith(f".{module}"):
             yield "", name.removesuffix(module)
             return
+
+
+# The shape of a layer's ΔW, and the weight of the base that it is added to.
+
+
+def held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
+    """Return the base's weight of a module; for an output layer that is not on disk, the embedding it is tied to."""
+    held = match.tensor(module)
+    if held is not None or f"{match.name(module)}.weight" not in match.arch.causal_only:
+        return held
+    inputs = embeddings(match.base, match.arch)
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def delta_shape(
+    match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor], *, bare: bool
+) -> tuple[int, ...]:
+    """Return the shape of lora_B·lora_A as the weight is stored; a `bare` parameter is not a Conv1D's weight to PEFT."""
+    a, b = pair
+    conv1d = match.arch.conv1d
+    is_conv1d = not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
+    transposed = layer.embedding or (is_conv1d and not bare)
+    return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
+
+
+# Which modules of an adapter are rightly not in its base's files, and which are none of a classifier's.
+
+
+_DECODERS = (".lm_head.decoder", ".predictions.decoder", ".entity_predictions.decoder")
+_BY_NAME = ("lm_head", "lm_head.out_proj")
+"""Output layers of classes without a row; the second is T5Gemma's."""
+
+
+def may_be_absent(subject: AdapterSubject, module: str) -> bool:
+    """Return whether a module is rightly not in the base's files: a head of the class that is said, an output layer
+    tied to the embeddings, or embeddings that are tied to others. In the names of memory everything is there.
+    """
+    match = subject.matched
+    by_name = () if subject.is_reward() else _BY_NAME
+    if match.facts is None and _is_tied_to_another(match, module):
+        return True
+    if match.facts is not None or head_of(module) is None:
+        return match.facts is None and (module in {*by_name, *_outputs(match)} or _is_tied_decoder(match, module))
+    said = subject.task or trained_for(subject.config)
+    return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
+
+
+def is_decoder(module: str) -> bool:
+    """Return whether a module is, by its name, the output layer of BERT's kin, which is tied to the embeddings."""
+    return f".{module}".endswith(_DECODERS)
+
+
+def of_causal_lm(subject: AdapterSubject, module: str) -> str | None:
+    """Return the class that has no place for the module, where it is an output layer's in a classifier's adapter."""
+    match = subject.matched
+    of_other = subject.is_reward() and match.name(module) in _outputs(match)
+    return match.arch.sequence_classification if of_other else None
+
+
+def _is_tied_to_another(match: BaseMatch, module: str) -> bool:
+    """Return whether the module's weight is that of another, which the base has: BART's encoder and decoder share one."""
+    other = tied_modules(match.arch.model_type).get(match.name(module))
+    return other is not None and f"{other}.weight" in match.base.tensors
+
+
+def _is_tied_decoder(match: BaseMatch, module: str) -> bool:
+    """Return whether a module is, by its name, tied to embeddings of a class whose own output layers no table names."""
+    named = match.base.config.architectures if match.base.config else ()
+    known = {match.arch.causal_lm, match.arch.sequence_classification}
+    return bool(named) and known.isdisjoint(named) and is_decoder(module)
+
+
+def _outputs(match: BaseMatch) -> frozenset[str]:
+    """Return the modules that a classifier of the architecture does not have."""
+    return frozenset(name.rpartition(".")[0] for name in match.arch.causal_only)

@@ -8,8 +8,15 @@ from lora_tool.checkpoints import ModelDir
 from lora_tool.core.keys import Part
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.model_config import TRANSFORMERS_LABELS
-from lora_tool.models.ends import MATRIX, is_end
-from lora_tool.models.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of, is_last_layer, last_weights
+from lora_tool.models.ends import (
+    CLASSIFICATION_HEADS,
+    MATRIX,
+    VALUE_HEADS,
+    head_of,
+    is_end,
+    is_last_layer,
+    last_weights,
+)
 from lora_tool.rules.engine.subjects import AdapterSubject
 
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")

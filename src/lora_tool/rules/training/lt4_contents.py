@@ -14,8 +14,7 @@ from lora_tool.core.display import and_more, counted
 from lora_tool.core.keys import PREFIX, has_lora_factor
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.training.advice import another_save
-from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.sharded_subject import ShardedSubject, another_save
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.file_facts import FileFacts

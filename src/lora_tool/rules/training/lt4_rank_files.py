@@ -17,8 +17,7 @@ from lora_tool.core.report import Severity
 from lora_tool.formats import model_config
 from lora_tool.formats.files import way_to_open
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.training.advice import COPY, another_save
-from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.sharded_subject import COPY, ShardedSubject, another_save
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.file_facts import KnownRows

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.core.report import Finding, Severity
 from lora_tool.rules.engine.registry import RULES, Fault, rule
-from lora_tool.rules.training.advice import another_save
-from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.sharded_subject import ShardedSubject, another_save
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.value_facts import ValueFacts

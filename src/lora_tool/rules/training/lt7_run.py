@@ -334,7 +334,7 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
 
     What to do: Look at `grad_norm` and `learning_rate` between the two steps, and check that the adapter is trainable.
     """
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for run folders only
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for run folders only
 
     seen: dict[str, str] = {}
     for inner in subject.inner:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lora_tool.adapters.half_pairs import HalfPair, half_pairs_among
+from lora_tool.adapters.view import HalfPair, half_pairs_among
 from lora_tool.checkpoints import ShardedDir
+from lora_tool.checkpoints.folders import is_numbered, listed
+from lora_tool.checkpoints.kinds import step_of
+from lora_tool.checkpoints.registry import is_save, is_step
 from lora_tool.checkpoints.states.reading_values import run_parts
 from lora_tool.checkpoints.states.training_state import training_state
+from lora_tool.core.display import from_here
 from lora_tool.core.errors import CheckpointError, LoraToolError, Problem
 from lora_tool.core.progress import Watch
 from lora_tool.core.report import Severity
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from lora_tool.checkpoints.states.frozen_heads import Heads
     from lora_tool.checkpoints.states.state import TrainingState
     from lora_tool.checkpoints.states.value_facts import ValueFact, ValueFacts
+
 
 F = TypeVar("F")
 
@@ -124,3 +133,43 @@ def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> Sh
 
 def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
     return contextlib.nullcontext(lambda _: None)
+
+
+# What a finding about the files of a training checkpoint advises.
+
+
+COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
+_DEEPEST = 4
+"""Folders from a rank file up to the save that it belongs to: Megatron's `iter_N/actor/model/dist_ckpt`."""
+_NUMBER = re.compile(r"\d+")
+
+
+@lru_cache(maxsize=64)  # asked once for each of a million faults of a file
+def another_save(path: Path, *, earlier: bool = False) -> str:
+    """Return what to do instead of using the save of a run that the file or folder `path` belongs to.
+
+    It names the save that lies nearest before it, else the next one unless it has to be `earlier`; only what kind of
+    save to look for, where none lies there.
+    """
+    for folder in itertools.islice((path.absolute(), *path.absolute().parents), _DEEPEST + 1):
+        if not is_save(folder):
+            continue
+        step = step_of(folder.name)[0]
+        saves = sorted((step_of(name)[0], name) for name in _alike(folder))
+        before = [name for number, name in saves if number < step]
+        after = [name for number, name in saves if number > step]
+        name = before[-1] if before else None if earlier or not after else after[0]
+        if name is not None:
+            # a tag belongs to the checkpoint around it, which has the adapter's config
+            is_tag = is_step(name) and not is_numbered(name)
+            where = (from_here(folder.parent), "--tag", name) if is_tag else (from_here(folder.parent / name),)
+            return f"use {name}: {shlex.join(['lora-tool', 'consolidate', *map(str, where)])}"
+    return f"use {'an earlier' if earlier else 'another'} save of the run"
+
+
+def _alike(save: Path) -> Iterator[str]:
+    """Yield the names of the folders beside a save that are called as it is, but for the number."""
+    stem = _NUMBER.sub("", save.name)
+    for name in listed(save.parent):
+        if name != save.name and _NUMBER.sub("", name) == stem and is_save(save.parent / name):
+            yield name

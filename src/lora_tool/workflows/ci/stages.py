@@ -34,7 +34,7 @@ from lora_tool.core.progress import StageWatch
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.model import Report
 from lora_tool.execution.folder import check_output
-from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plans.core.plan import Plan

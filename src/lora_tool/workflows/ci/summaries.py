@@ -42,6 +42,6 @@ def better_than(finished: Checkpoint, run: Run) -> str:
 
 
 def _weights_of(checkpoint: Checkpoint) -> str | None:
-    from lora_tool.formats.fingerprint import fingerprint  # slow to import, and for runs with finished weights only
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for runs with finished weights only
 
     return fingerprint(checkpoint.weights) if isinstance(checkpoint, AdapterDir | ModelDir) else None

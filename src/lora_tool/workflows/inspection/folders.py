@@ -20,10 +20,8 @@ from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.models.ends import OUTPUTS
-from lora_tool.models.heads import HEADS, head_of
+from lora_tool.models.ends import HEADS, OUTPUTS, head_of
 from lora_tool.workflows.inspection.curves import Curves, trainer_state_of, training_curves
-from lora_tool.workflows.inspection.makers import versions_of
 from lora_tool.workflows.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -34,6 +32,7 @@ from lora_tool.workflows.inspection.model import (
     ShardedInspection,
     TensorInfo,
     TrainingProgress,
+    versions_of,
 )
 from lora_tool.workflows.inspection.targets import targets_and_modules
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import TypeAlias
 
 from msgspec import Struct
 
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
 from lora_tool.core.display import counted, number, printable, shortened, size
+from lora_tool.core.errors import BrokenFile
+from lora_tool.formats import model_card, training_record
+from lora_tool.formats.files import inside, read_object
 from lora_tool.workflows.inspection.curves import Curves
 
 _INITS = {"true": "PEFT's default (B = 0)", "false": "random A and B"}
@@ -278,3 +283,38 @@ def _dtypes(held: Iterable[tuple[str, int]]) -> str:
     listed = list(held)
     found = listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
     return f" ({found})" if found else ""
+
+
+# Which versions of which packages made a folder, from every file in it that records some.
+
+
+def versions_of(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return package → version; of several records of one package the config's counts, which its library wrote."""
+    found: dict[str, str] = {}
+    for record in _records(checkpoint):
+        for package, version in record.items():
+            if isinstance(version, str) and version:
+                found.setdefault(package, version)
+    return found
+
+
+def _records(checkpoint: Checkpoint) -> Iterator[Mapping[str, object]]:
+    if isinstance(checkpoint, AdapterDir) and checkpoint.config:
+        yield {"peft": checkpoint.config.peft_version}
+    if isinstance(checkpoint, ModelDir):
+        if checkpoint.config:
+            yield {"transformers": checkpoint.config.raw.get("transformers_version")}
+        yield _table(checkpoint.manifest.raw if checkpoint.manifest else {})
+    folder = checkpoint.folder
+    path = folder.root / training_record.FILE_NAME
+    if path.name in folder.files and inside(folder.root, path):
+        with contextlib.suppress(BrokenFile):  # `validate` says what is wrong with it
+            yield _table(read_object(path))
+    path = folder.root / model_card.FILE_NAME
+    if path.name in folder.files and inside(folder.root, path):
+        yield model_card.framework_versions(path)
+
+
+def _table(raw: Mapping[str, object]) -> Mapping[str, object]:
+    versions = raw.get("versions")
+    return versions if isinstance(versions, dict) else {}

@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from lora_tool.adapters.support import ALLOW_IN_MEMORY
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.core import keys
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk, RowMapping
-from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.plans.adapter.combine import AdapterModules
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.core.terms import LoraTerm

@@ -12,9 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from lora_tool.adapters.support import ALLOW_IN_MEMORY, WITH_PEFT
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
+from lora_tool.core.tensors import StoredTensor, TensorAction, TensorSpec, TensorTable, TransposedSpan, contiguous
 from lora_tool.models.mapping.model import RowMapping, RowSlice, row_count
 from lora_tool.plans.core.factor_ops import FactorOp
 from lora_tool.plans.core.ops import Assemble, Cast, Copy, Dequantise, LoraDelta, Op, RowOp, row_ops

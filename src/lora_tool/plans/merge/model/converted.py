@@ -13,9 +13,17 @@ from itertools import zip_longest
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import IncompatibleBase
-from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
+from lora_tool.core.tensors import (
+    DType,
+    Span,
+    StoredTensor,
+    TensorAction,
+    TensorSpec,
+    TensorTable,
+    TransposedSpan,
+    contiguous,
+)
 from lora_tool.formats.quantised.encodings import encoding_of, rounded
 from lora_tool.models import Architecture
 from lora_tool.models.mapping.model import LABELS, NamesOnDisk, RowMapping

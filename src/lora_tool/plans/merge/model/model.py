@@ -9,11 +9,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
-from lora_tool.core.actions import TensorAction
-from lora_tool.core.tensors import StoredTensor, TensorTable
+from lora_tool.core.tensors import StoredTensor, TensorAction, TensorTable
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import Architecture, is_computed
-from lora_tool.models.heads import LAST_LAYERS
+from lora_tool.models.ends import LAST_LAYERS
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.steps import InputRecord
 

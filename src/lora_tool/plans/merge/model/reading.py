@@ -20,8 +20,7 @@ from lora_tool.core.keys import Part
 from lora_tool.core.progress import decided
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models import Architecture, architecture_of, is_computed
-from lora_tool.models.ends import embeddings, output_name
-from lora_tool.models.vocabulary import stored_twice
+from lora_tool.models.ends import embeddings, output_name, stored_twice
 from lora_tool.plans.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plans.merge.model.model import Model, as_stored, class_row

@@ -14,8 +14,7 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.options import Options, Recorded, option
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.models.ends import end_names
-from lora_tool.plans.adapter.combine import Adapted, join, require_saved_in_first, without_delta
-from lora_tool.plans.adapter.modules import adapter_modules
+from lora_tool.plans.adapter.combine import Adapted, adapter_modules, join, require_saved_in_first, without_delta
 from lora_tool.plans.core.ops import Precision
 
 if TYPE_CHECKING:

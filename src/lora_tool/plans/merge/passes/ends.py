@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from lora_tool.adapters.tied_lora import add_the_same, saved_as_one
+from lora_tool.adapters.targeting import add_the_same, saved_as_one
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.choices import flag
 from lora_tool.core.errors import UnsupportedAdapter
@@ -21,10 +21,8 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.models import Architecture
-from lora_tool.models.ends import embeddings, output_name
-from lora_tool.models.vocabulary import Vocabulary, other_vocabulary, stored_twice
-from lora_tool.plans.adapter.combine import Adapted
-from lora_tool.plans.adapter.modules import AdapterModules
+from lora_tool.models.ends import Vocabulary, embeddings, other_vocabulary, output_name, stored_twice
+from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.merge.draft import Draft, ModelEnds, TiedEmbeddings
 from lora_tool.plans.merge.model.model import Model
 

@@ -14,7 +14,7 @@ from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.options import Options, Recorded, option
 from lora_tool.core.progress import decided
-from lora_tool.models.heads import last_weights
+from lora_tool.models.ends import last_weights
 from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.merge.draft import Draft, Head
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lora_tool.checkpoints import ModelDir
     from lora_tool.core.tensors import StoredTensor
     from lora_tool.models.mapping.model import ModelFacts
-    from lora_tool.plans.adapter.modules import AdapterModules
+    from lora_tool.plans.adapter.combine import AdapterModules
     from lora_tool.plans.merge.model.model import Model
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.keys import AdapterKey, Part, without_wrapped
 from lora_tool.core.options import Options
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.plans.core.steps import InputRecord, Step
 from lora_tool.plans.merge.draft import Draft
 from lora_tool.plans.merge.passes.steps import not_in_base

@@ -9,15 +9,17 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.options import Options
-from lora_tool.models.heads import LANGUAGE_MODELS
+from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.module_files import module_files
 from lora_tool.plans.base.side_files import (
+    Generation,
     another_dtype,
     classifier_changes,
     code_named,
     config_file,
     copied_files,
     dtype_changes,
+    generation_of,
     joined_changes,
     label_changes,
     left_out,
@@ -29,7 +31,6 @@ from lora_tool.plans.base.side_files import (
     vocabulary_changes,
 )
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.base.turn_ends import Generation, generation_of
 from lora_tool.plans.merge.draft import Draft
 
 _NO_PAD = (

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from lora_tool.adapters.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.core.options import Options, Recorded, option
-from lora_tool.core.tensors import DType, StoredTensor, TensorSpec, float_type
+from lora_tool.core.tensors import DType, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.formats.quantised.encodings import encoding_of
-from lora_tool.plans.adapter.target_parameters import stack_is_transposed
+from lora_tool.plans.adapter.combine import stack_is_transposed
 from lora_tool.plans.core.ops import BiasDelta, Dequantise, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
 from lora_tool.plans.core.options import FLOAT_DTYPE
 from lora_tool.plans.core.steps import InputRecord, Step

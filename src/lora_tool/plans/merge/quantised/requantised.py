@@ -10,9 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lora_tool.core.actions import TensorAction
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.tensors import DType
+from lora_tool.core.tensors import DType, TensorAction
 from lora_tool.formats.quantised.encodings import (
     ColumnIntegers,
     Encoding,

@@ -17,7 +17,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.auto_round import METHODS as AUTO_ROUND
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.models.ends import MATRIX, is_input, is_output
-from lora_tool.models.fused_layers import EXPERTS
+from lora_tool.models.layers import EXPERTS
 
 _LISTS = {
     "awq": ("modules_to_not_convert",),

@@ -18,16 +18,15 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import ModelDir
 from lora_tool.checkpoints.quantised import metadata_in_files
-from lora_tool.core.actions import NEW, TensorAction
 from lora_tool.core.display import counted, size
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import NEW, StoredTensor, TensorAction
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, encoding_of, parts
 from lora_tool.formats.quantised.layouts import is_of_cache, measured_for
 from lora_tool.formats.quantised.torchao import is_told, metadata_of
 from lora_tool.models import architecture_of
-from lora_tool.models.fused_layers import EXPERTS, together
+from lora_tool.models.layers import EXPERTS, together
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.requantise import Requantise
 from lora_tool.plans.core.steps import InputRecord, Step
