@@ -47,7 +47,7 @@ def test_json(call: Caller) -> None:
     assert call("inspect", "fixtures/reward-run", "--json").json["checkpoints"][0]["training"]["step"] == 2
 
 
-SCHEMA = json.loads((REPOSITORY / "src/lora_tool/inspection/inspect.schema.json").read_text())
+SCHEMA = json.loads((REPOSITORY / "src/lora_tool/workflows/inspection/inspect.schema.json").read_text())
 
 
 @pytest.mark.parametrize(

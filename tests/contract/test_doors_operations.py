@@ -77,7 +77,12 @@ print(evidence.verdict.value, evidence.compared)
 
 def forgotten(folder: Path) -> dict[str, int]:
     """Return the files in which mypy says that a match forgets an operation, with how often."""
-    checked = ["execution/engine.py", "verification/verifying.py", "validation/merged.py", "plan/merge/plan_merge.py"]
+    checked = [
+        "execution/engine.py",
+        "verification/verifying.py",
+        "verification/merged_folder.py",
+        "plans/merge/plan_merge.py",
+    ]
     (folder / "mypy.ini").write_text(
         "[mypy]\nmypy_path = src\nexplicit_package_bases = true\npython_version = 3.11\n"
         "[mypy-numpy.*,torch.*,transformers.*,peft.*,rich.*,huggingface_hub.*]\nfollow_imports = skip\n"
@@ -97,7 +102,7 @@ def forgotten(folder: Path) -> dict[str, int]:
 def test_an_operation_is_added_in_four_files_and_mypy_names_those_that_forget_it(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     rooms = tmp_path / "src" / "lora_tool"
-    ops = rooms / "plan/core/ops.py"
+    ops = rooms / "plans/core/ops.py"
     text = ops.read_text()
     assert text.count("\n\nLowRank = ") == text.count("\nOnSource = Copy") == 1
     ops.write_text(text.replace("\n\nLowRank = ", OPERATION).replace("\nOnSource = Copy", "\nOnSource = Negate | Copy"))

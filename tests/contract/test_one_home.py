@@ -32,7 +32,7 @@ USE_CASES = {
 }
 """Module of `cli` → the use case that it calls, once."""
 ALL = set().union(*USE_CASES.values())
-WORK = ("plan", "execution", "verification", "rules", "validation", "hub")
+WORK = ("plans", "execution", "verification", "rules", "hub")
 """Rooms that do the work: a command has their types, and what prints them."""
 PRINTING = {
     "expand",  # codes of rules that were typed

@@ -16,17 +16,17 @@ from tests.hostile.test_output import content
 
 SLOW = """
 import sys, time
-from lora_tool.execution import engine, local_engine, worker
+from lora_tool.execution import engine, local_engine
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.cli.main import main
-copy, write = worker._copy, engine.write_file
+copy, write = local_engine._copy, engine.write_file
 def slowly(function):
     def slow(*arguments):
         print("working", flush=True)
         time.sleep(0.03)
         return function(*arguments)
     return slow
-worker._copy = slowly(copy)
+local_engine._copy = slowly(copy)
 engine.write_file = local_engine.write_file = slowly(write)
 NumpyBackend.run = slowly(NumpyBackend.run)
 main(sys.argv[1:])

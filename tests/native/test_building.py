@@ -58,9 +58,9 @@ def test_a_compiler_makes_one_wheel_for_every_python_of_the_platform(clone: Path
     name, files = held(clone, built(clone, LORA_TOOL_KERNEL="require"))
     assert name.endswith(f"-{build_kernel.wheel_tag()}.whl")
     assert name.split("-")[2:4] == ["py3", "none"]
-    assert "lora_tool/execution/native/kernel.so" in files
+    assert "lora_tool/native/kernel.so" in files
     # an editable installation finds it in the sources
-    assert library.loaded(clone / "src" / "lora_tool" / "execution" / "native" / "kernel.so")[0]
+    assert library.loaded(clone / "src" / "lora_tool" / "native" / "kernel.so")[0]
 
 
 @needs_hatchling
@@ -70,7 +70,7 @@ def test_a_compiler_makes_one_wheel_for_every_python_of_the_platform(clone: Path
 def test_without_a_compiler_the_wheel_computes_in_numpy_and_the_build_says_so(
     clone: Path, settings: dict[str, str]
 ) -> None:
-    stale = clone / "src" / "lora_tool" / "execution" / "native" / "kernel.so"
+    stale = clone / "src" / "lora_tool" / "native" / "kernel.so"
     stale.write_bytes(b"of an earlier build")
     done = built(clone, **settings)
     name, files = held(clone, done)
@@ -96,7 +96,7 @@ def test_the_source_distribution_holds_what_the_kernel_is_compiled_from(clone: P
         ["tar", "tf", str(clone / "dist" / done.stdout.split()[-1])], capture_output=True, text=True, check=True
     ).stdout
     for file in ("merge.c", "tile.h"):
-        assert f"src/lora_tool/execution/native/{file}" in listed
+        assert f"src/lora_tool/native/{file}" in listed
     assert "src/build_kernel.py" in listed
 
 
