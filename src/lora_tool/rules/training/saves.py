@@ -179,8 +179,10 @@ def _has_optimizer_of_ranks(folder: Folder) -> bool:
 
 def _is_whole(path: Path, *, deep: bool) -> bool:
     """Return whether a torch file has its directory, which is at its end; `deep` compares every checksum, too."""
-    import zipfile  # for the saves of runs alone
+    import zipfile  # for the saves of runs only
 
+    if not path.is_file():  # a pipe would be waited for
+        return False
     try:
         with zipfile.ZipFile(path) as file:
             return not deep or file.testzip() is None
