@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lora_tool.checkpoints import ShardedDir as ShardedDir
     from lora_tool.checkpoints import open_checkpoint as open_checkpoint
     from lora_tool.checkpoints import open_sharded as open_sharded
-    from lora_tool.core.cluster.ray_cluster import RayCluster as RayCluster
     from lora_tool.core.errors import LoraToolError as LoraToolError
     from lora_tool.core.progress import Progress as Progress
     from lora_tool.core.progress import StageWatch as StageWatch
@@ -32,13 +31,12 @@ if TYPE_CHECKING:
     from lora_tool.core.report.findings import Severity as Severity
     from lora_tool.core.report.model import Report as Report
     from lora_tool.core.share import Share as Share
-    from lora_tool.core.spread import EngineName as EngineName
     from lora_tool.core.tensors import DType as DType
     from lora_tool.core.version import __version__ as __version__
     from lora_tool.execution.attempts import ShareWritten as ShareWritten
     from lora_tool.execution.attempts import execute_share as execute_share
+    from lora_tool.execution.cluster_engine import OnCluster as OnCluster
     from lora_tool.execution.engine import execute as execute
-    from lora_tool.execution.ray_engine import RayEngine as RayEngine
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
     from lora_tool.formats.quantised.four_bits import TrainedAs as TrainedAs
@@ -86,18 +84,16 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoints": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
-    "core.cluster.ray_cluster": "RayCluster",
     "core.errors": "LoraToolError",
     "core.progress": "Progress StageWatch",
     "core.report.findings": "Finding Severity",
     "core.report.model": "Report",
     "core.share": "Share",
-    "core.spread": "EngineName",
     "core.tensors": "DType",
     "core.version": "__version__",
     "execution.attempts": "ShareWritten execute_share",
+    "execution.cluster_engine": "OnCluster",
     "execution.engine": "execute",
-    "execution.ray_engine": "RayEngine",
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
     "formats.quantised.four_bits": "TrainedAs",

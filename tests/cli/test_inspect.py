@@ -159,7 +159,7 @@ def test_without_what_draws_the_extra_is_named(
     words: tuple[str | Path, ...], package: str, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    for name in [name for name in sys.modules if name.startswith("lora_tool.pictures")]:
+    for name in [name for name in sys.modules if name.startswith("lora_tool_plot")]:
         monkeypatch.delitem(sys.modules, name)
     done = call(*words, "--plot", tmp_path / "page.html")
     assert (done.code, done.out) == (3, "")

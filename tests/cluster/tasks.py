@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.core.cluster.task import Surroundings, Task
 from lora_tool.core.errors import MissingDependency
 from lora_tool.core.progress import Progress
+from lora_tool.core.tasks import Surroundings, Task
 
 GO = "go"
 

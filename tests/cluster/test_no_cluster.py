@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.core.cluster import ray_cluster, reaching
-from lora_tool.core.cluster.ray_cluster import RayCluster
-from lora_tool.core.cluster.reaching import require_node
 from lora_tool.core.errors import ExecutionError, WrongValue
 from lora_tool.plans.merge.options import MergeArguments
+from lora_tool_ray import ray_cluster, reaching
+from lora_tool_ray.ray_cluster import RayCluster
+from lora_tool_ray.reaching import require_node
 from tests.hostile.folders import copy_pair, left_behind, lora_tool
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lora-tool[ray]'")
@@ -111,9 +111,9 @@ def test_a_machine_that_is_no_node_is_told_so(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_options_of_a_cluster_are_for_a_cluster(tmp_path: Path) -> None:
-    with pytest.raises(WrongValue, match="`address` applies only to a Ray cluster"):
+    with pytest.raises(WrongValue, match="`address` applies only to a cluster"):
         MergeArguments(address="127.0.0.1:1")
     pair = copy_pair(tmp_path)
     done = lora_tool(*pair.arguments, "--workers", "3")
     assert done.code == 2
-    assert "--engine ray" in done.err
+    assert "--engine NAME" in done.err

@@ -20,12 +20,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
-from lora_tool.core.cluster import ray_cluster
-from lora_tool.core.cluster.ray_cluster import RayCluster
-from lora_tool.core.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.core.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
+from lora_tool.core.tasks import Surroundings, Task, TaskGroup
+from lora_tool.execution.cluster_engine import OnCluster, surroundings_of
 from lora_tool.execution.folder import shared_folder
-from lora_tool.execution.ray_engine import RayEngine, surroundings_of
+from lora_tool_ray import ray_cluster
+from lora_tool_ray.ray_cluster import RayCluster
 from tests.cluster.conftest import Cluster, mounted, own_mounts, ray
 from tests.cluster.tasks import GO, Deadly, Dying, Failing, Lacking, Lingering, Stale
 from tests.cluster.test_no_cluster import SETTINGS, listening
@@ -47,15 +47,15 @@ MANY_FILES = ("--max-shard-size", "600")
 SLOW = """
 import sys
 from pathlib import Path
-from lora_tool.execution import ray_engine
+from lora_tool.execution import cluster_engine
 from lora_tool.cli.main import main
 from tests.cluster.tasks import Slow
-parts_of = ray_engine.parts_of
+parts_of = cluster_engine.parts_of
 told = Path(sys.argv[1])
 def slow_parts(work):
     for number, part in enumerate(parts_of(work)):
         yield part if number < int(sys.argv[2]) else Slow(task=part, told=told)
-ray_engine.parts_of = slow_parts
+cluster_engine.parts_of = slow_parts
 main(sys.argv[3:])
 """
 """The command whose parts wait in the middle, but for the first few."""
@@ -157,7 +157,7 @@ def test_the_bytes_are_those_of_one_machine(plan_in: Callable[[Path], Plan], joi
     plan = plan_in(tmp_path)
     execute(plan, tmp_path / "here")
     reported: list[int] = []
-    engine = RayEngine(cluster=RayCluster(address=joined.address))
+    engine = OnCluster(cluster=RayCluster(address=joined.address))
     execute(plan, tmp_path / "there", engine=engine, progress=reported.append)
     assert content(tmp_path / "there") == content(tmp_path / "here")
     assert sum(reported) == plan.data_bytes + (plan.values.nbytes if plan.values else 0)

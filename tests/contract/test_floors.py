@@ -20,8 +20,6 @@ FLOORS: dict[str, float] = {
     "plans": 5,
     **dict.fromkeys(("execution", "verification"), 6),
     "hub": 7,
-    "workflows.inspection": 8.3,
-    "pictures": 8.4,
     "workflows": 8.5,
     "cli": 9,
     "__main__": 10,
@@ -34,7 +32,7 @@ NEVER = {
 }
 """Judging needs no plan, no arithmetic and no model; a proof shares no arithmetic with the writer."""
 LONGEST = 400
-PLUGINS = ("lora_tool_train",)
+PLUGINS = ("lora_tool_plot", "lora_tool_ray", "lora_tool_train")
 """Packages that enter by entry points: they import what has no underscore, and nothing of ours names them."""
 
 FILES = sorted((SOURCE / "lora_tool").rglob("*.py"))
@@ -105,7 +103,7 @@ def test_plugins_import_what_is_public() -> None:
         f"{path}:{line}: {name}"
         for path in OF_PLUGINS
         for line, name in imports(path)
-        if name.startswith("lora_tool.") and re.search(r"\._", name)
+        if name.startswith("lora_tool.") and re.search(r"\._(?!_version)", name)
     ]
     assert private == []
 

@@ -98,7 +98,7 @@ def test_what_is_no_share_is_a_usage_error(part: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [["--resume"], ["--engine", "ray"]])
 def test_a_share_contradicts(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_tool.core.cluster.ray_cluster.RayCluster.require", lambda _: None)
+    monkeypatch.setattr("lora_tool_ray.ray_cluster.RayCluster.require", lambda _: None)
     pair = copy_pair(tmp_path)
     done = lora_tool(*pair.arguments, "--part", "1/2", *option)
     assert done.code == 2

@@ -22,16 +22,16 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.core.display import four_digits
 from lora_tool.core.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
-from lora_tool.pictures.drawing import draw, draw_comparison
-from lora_tool.pictures.grid import grids
-from lora_tool.pictures.page import page
-from lora_tool.pictures.panels import Line, curve_panels, curves_sentence, spectra_panels, spectra_sentence
-from lora_tool.pictures.saving import save
-from lora_tool.pictures.sheet import sheet
-from lora_tool.pictures.theme import themed, variables
 from lora_tool.workflows.inspection.curves import training_curves
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
 from lora_tool.workflows.inspection.targets import place
+from lora_tool_plot.drawing import draw, draw_comparison
+from lora_tool_plot.grid import grids
+from lora_tool_plot.page import page
+from lora_tool_plot.panels import Line, curve_panels, curves_sentence, spectra_panels, spectra_sentence
+from lora_tool_plot.saving import save
+from lora_tool_plot.sheet import sheet
+from lora_tool_plot.theme import themed, variables
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 REWARD = FIXTURES / "reward-qwen2"

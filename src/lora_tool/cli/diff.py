@@ -35,9 +35,9 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
 
     comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
     if plot is not None:
-        from lora_tool.pictures.drawing import draw_comparison  # matplotlib, only for pictures
+        from lora_tool.workflows.drawing import drawer
 
-        draw_comparison(comparison, plot, names=(first, second))
+        drawer().comparison(comparison, plot, names=(first, second))
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
         print_json(first=first, second=second, same=comparison.same, **asdict(comparison))

@@ -12,7 +12,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from lora_tool.core.display import duration
-from lora_tool.core.errors import require_packages
 from lora_tool.core.progress import reasons
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
@@ -45,7 +44,9 @@ class PicturePath(UserPath):
         path = super().convert(value, param, ctx)
         if path.suffix not in PICTURES:
             self.fail(f"{path} does not end in one of {', '.join(PICTURES)}", param, ctx)
-        require_packages(("matplotlib", "jinja2"), extra="plot")  # before anything is read
+        from lora_tool.workflows.drawing import drawer
+
+        drawer()  # what it lacks is an error before anything is read
         return path
 
 

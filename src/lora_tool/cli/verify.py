@@ -81,9 +81,9 @@ def command(
         shown = _text(verification, form, reporting.least, tensors=tensors, color=wants_colour())
         (say if form is Form.TEXT else click.echo)(shown)
     if plot is not None and verification.pairs is not None:
-        from lora_tool.pictures.margins import draw_margins  # matplotlib, only for pictures
+        from lora_tool.workflows.drawing import drawer
 
-        draw_margins(folder.resolve().name, verification.pairs, plot)
+        drawer().margins(folder.resolve().name, verification.pairs, plot)
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     reporting.write_files(lambda form: _text(verification, form, reporting.least, tensors=tensors))
     return reporting.code_of(verification)

@@ -6,14 +6,14 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import asdict, replace
 
+from lora_tool.core.engines import Spread
 from lora_tool.core.errors import ExecutionError, LoraToolError
 from lora_tool.core.progress import Progress
 from lora_tool.core.report.refusing import refuse_errors
-from lora_tool.core.spread import Spread
 from lora_tool.execution.at_work import at_work
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
@@ -36,20 +36,14 @@ from lora_tool.plans.core.manifest import manifest_bytes
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Shard, SideFile
 
-if TYPE_CHECKING:
-    from lora_tool.core.cluster.ray_cluster import RayCluster
-    from lora_tool.execution.ray_engine import RayEngine
-
 
 def engine_of(spread: Spread, *, jobs: int | None, written: Written | None = None) -> Engine:
     """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
-    return LocalEngine(jobs=jobs, written=written) if spread.cluster is None else _engine_on(spread.cluster)
+    if spread.cluster is None:
+        return LocalEngine(jobs=jobs, written=written)
+    from lora_tool.execution.cluster_engine import OnCluster  # for few runs
 
-
-def _engine_on(cluster: RayCluster) -> RayEngine:
-    from lora_tool.execution.ray_engine import RayEngine  # only where it is asked for
-
-    return RayEngine(cluster=cluster)
+    return OnCluster(cluster=spread.cluster)
 
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lora_tool.checkpoints import MERGED_MODEL, ModelDir
+from lora_tool.core.engines import HERE, Spread
 from lora_tool.core.errors import UnsupportedAdapter, require_packages
 from lora_tool.core.progress import Progress, StageWatch, unwatched
 from lora_tool.core.report import Skipped
-from lora_tool.core.spread import HERE, Spread
 from lora_tool.plans.computed import ComputedInputs
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.plan import Plan
@@ -86,7 +86,7 @@ def _compared(
     weights, precision = inputs.merged.weights, inputs.precision
     if spread.cluster is None:
         return check_steps(plan.steps, weights.tensors, level=level, precision=precision, jobs=jobs, progress=progress)
-    from lora_tool.verification.elsewhere import check_on_cluster  # only where asked for
+    from lora_tool.verification.on_cluster import check_on_cluster  # only where asked for
 
     return check_on_cluster(plan, weights, spread.cluster, level=level, precision=precision, progress=progress)
 

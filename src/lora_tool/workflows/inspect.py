@@ -12,6 +12,7 @@ from lora_tool.core.choices import flag
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import Options, option
 from lora_tool.rules.bases import named_base
+from lora_tool.workflows.drawing import drawer
 from lora_tool.workflows.inspection.folders import inspect_checkpoint
 from lora_tool.workflows.inspection.model import Inspection
 
@@ -49,14 +50,13 @@ class InspectEachOptions(InspectOptions):
 
 
 def inspect_each(checkpoints: Sequence[Reference], options: InspectEachOptions) -> tuple[Inspection, ...]:
-    """Return what each checkpoint holds, and write the picture of one. Raises `CheckpointError`, `ExecutionError`."""
+    """Return what each checkpoint holds, and write the picture of one. Raises `CheckpointError`, `ExecutionError`, `MissingDependency`."""
     options.require(len(checkpoints))
     found = [opened(each) for each in checkpoints]
     inspections = tuple(inspect_checkpoint(each, norms=options.norms, spectra=options.spectra) for each in found)
     if options.plot is not None:
-        from lora_tool.pictures.drawing import draw  # matplotlib, only for pictures
-
-        draw(found[0], options.plot, base=_base_of(found[0], options.base), facts=inspections[0].facts())
+        base = _base_of(found[0], options.base)
+        drawer().checkpoint(found[0], options.plot, base=base, facts=inspections[0].facts())
     return inspections
 
 

@@ -36,6 +36,7 @@ from lora_tool.checkpoints.sources import (
     source_of,
 )
 from lora_tool.core.display import from_here, size
+from lora_tool.core.engines import Spread
 from lora_tool.core.errors import (
     CheckpointError,
     IncompatibleBase,
@@ -45,7 +46,6 @@ from lora_tool.core.errors import (
     WrongValue,
 )
 from lora_tool.core.progress import decided
-from lora_tool.core.spread import Spread
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.plans.core.plan import Plan

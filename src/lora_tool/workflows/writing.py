@@ -13,12 +13,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from lora_tool.checkpoints.sources import Reference
+from lora_tool.core.engines import HERE, Spread
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import StageWatch, unwatched
 from lora_tool.core.report.findings import Finding
 from lora_tool.core.share import Share
-from lora_tool.core.spread import HERE, Spread
 from lora_tool.execution.folder import check_output
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
@@ -57,9 +57,7 @@ def require_part(caller: Caller, options: WritingOptions, spread: Spread = HERE)
     if caller.part is None:
         return
     if spread.cluster is not None:
-        raise WrongValue(
-            "this machine writes a part, not the Ray cluster", hint='leave out `part=I/N`, or `engine="ray"`'
-        )
+        raise WrongValue("this machine writes a part, not the cluster", hint='leave out `part=I/N`, or `engine="NAME"`')
     if _resumes(options):
         raise WrongValue("`resume=True` finishes what the parts have begun", hint="leave out `part=I/N`")
 

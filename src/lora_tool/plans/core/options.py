@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lora_tool.core.choices import codes, flag, fraction, number_of_bytes, positive, wrong_value
+from lora_tool.core.engines import LOCAL, Spread, engine_name
 from lora_tool.core.options import Options, option
 from lora_tool.core.progress import StageWatch
 from lora_tool.core.report.findings import Severity
-from lora_tool.core.spread import EngineName, Spread
 from lora_tool.core.tensors import DType, float_type
 
 
@@ -98,23 +98,26 @@ class SpreadOptions(Options):
 
     common: ClassVar[bool] = True
 
-    engine: EngineName | str = option(
-        EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
+    engine: str = option(
+        LOCAL,
+        "Do the work on this machine, or on a cluster by the engine of this name.",
+        parse=engine_name,
+        metavar="NAME",
     )
     address: str | None = option(
         None,
-        "Address of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        "Address of the cluster.  [default: the one that the engine finds]",
         parse=str,
         metavar="HOST:PORT",
     )
     workers: int | None = option(
-        None, "Tasks that run at a time on the Ray cluster.  [default: one per CPU of the cluster]", parse=positive
+        None, "Tasks that run at a time on the cluster.  [default: the engine decides]", parse=positive
     )
 
     @property
     def spread(self) -> Spread:
         """Where the work is done."""
-        return Spread(engine=EngineName(self.engine), address=self.address, workers=self.workers)
+        return Spread(engine=self.engine, address=self.address, workers=self.workers)
 
     def __post_init__(self) -> None:
         super().__post_init__()

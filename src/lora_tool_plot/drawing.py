@@ -12,16 +12,16 @@ from lora_tool.core.display import printable
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.version import __version__
 from lora_tool.execution.folder import replace_file
-from lora_tool.pictures.changes import change_grids
-from lora_tool.pictures.grid import Grid, grids
-from lora_tool.pictures.page import page
-from lora_tool.pictures.saving import save
-from lora_tool.pictures.sheet import sheet
-from lora_tool.pictures.theme import themed
 from lora_tool.rules.bases import last_adapter
 from lora_tool.workflows.inspection.comparison import Comparison
 from lora_tool.workflows.inspection.curves import Curves, trainer_state_of, training_curves
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
+from lora_tool_plot.changes import change_grids
+from lora_tool_plot.grid import Grid, grids
+from lora_tool_plot.page import page
+from lora_tool_plot.saving import save
+from lora_tool_plot.sheet import sheet
+from lora_tool_plot.theme import themed
 
 _IN_SUBTITLE = ("base model", "task", "method", "training", "made with", "found")
 """Facts that stand below a sheet's title."""

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from lora_tool.pictures.grid import Grid
-from lora_tool.pictures.theme import (
+from lora_tool.workflows.inspection.curves import Curves, is_main
+from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool.workflows.inspection.targets import place, short_names
+from lora_tool_plot.grid import Grid
+from lora_tool_plot.theme import (
     HEAT,
     INK,
     NOT_A_NUMBER,
@@ -28,9 +31,6 @@ from lora_tool.pictures.theme import (
     short_number,
     title,
 )
-from lora_tool.workflows.inspection.curves import Curves, is_main
-from lora_tool.workflows.inspection.spectra import Spectrum
-from lora_tool.workflows.inspection.targets import place, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -103,7 +103,7 @@ def _require_shared(mark: Path, node: str) -> None:
     except OSError as error:
         raise ExecutionError(
             f"node {node} cannot write to {out}: {error.strerror}",
-            hint="let the user that runs Ray there write to it, or give another folder: `out=OUT`",
+            hint="let the user whose processes run there write to it, or give another folder: `out=OUT`",
         ) from error
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from matplotlib.figure import Figure
 from msgspec import Struct
 
-from lora_tool.pictures.grid import Grid
-from lora_tool.pictures.panels import (
+from lora_tool.workflows.inspection.curves import Curves
+from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool_plot.grid import Grid
+from lora_tool_plot.panels import (
     ROW_LETTERS,
     CurvePanel,
     SpectraPanel,
@@ -24,9 +26,7 @@ from lora_tool.pictures.panels import (
     spectra_sentence,
     value_range,
 )
-from lora_tool.pictures.theme import DEPTHS, SOFT, cut, depth_colours, plain
-from lora_tool.workflows.inspection.curves import Curves
-from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool_plot.theme import DEPTHS, SOFT, cut, depth_colours, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.core.cluster.ray_cluster import RayCluster
-from lora_tool.core.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
+from lora_tool.core.engines import Cluster
 from lora_tool.core.progress import Progress
+from lora_tool.core.tasks import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.weights import Weights
 from lora_tool.plans.core.ops import Precision
@@ -51,13 +51,13 @@ class FileComparison(Struct, frozen=True, kw_only=True):
 def check_on_cluster(
     plan: Plan,
     merged: Weights,
-    cluster: RayCluster,
+    cluster: Cluster,
     *,
     level: Level,
     precision: Precision | None,
     progress: Progress,
 ) -> dict[str, TensorEvidence]:
-    """Return what `check_steps` returns, in the order of the plan. Raises as it and as `RayCluster`."""
+    """Return what `check_steps` returns, in the order of the plan. Raises as it and as the `cluster`."""
     tasks = tuple(_comparisons(plan, merged, level, precision))
     evidence: dict[str, TensorEvidence] = {}
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *merged.stamps)}

@@ -1,18 +1,18 @@
-"""The engine of several machines: every file of a plan is a task on a Ray cluster, over storage that all nodes share."""
+"""The engine of several machines: every file of a plan is a task on a cluster, over storage that all nodes share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.core.cluster.ray_cluster import RayCluster
-from lora_tool.core.cluster.task import Surroundings, TaskGroup, directory_for, versions_here
+from lora_tool.core.engines import Cluster
 from lora_tool.core.errors import ExecutionError
 from lora_tool.core.progress import Progress
 from lora_tool.core.report import Finding
+from lora_tool.core.tasks import Surroundings, TaskGroup, directory_for, versions_here
 from lora_tool.execution.attempts import parts_of, require_divisible
 from lora_tool.execution.backends.choosing import formula, formula_of, makes_factors
 from lora_tool.execution.journal import Journal, versions_of
@@ -21,10 +21,10 @@ from lora_tool.plans.core.manifest import sha256_of
 from lora_tool.plans.core.ops import Precision
 
 
-class RayEngine(Struct, frozen=True, kw_only=True):
-    """The nodes of `cluster`, each task on one CPU: see `lora_tool.core.cluster.ray_cluster`."""
+class OnCluster(Struct, frozen=True, kw_only=True):
+    """The nodes of `cluster`: an `Engine` for `execute`."""
 
-    cluster: RayCluster = field(default_factory=RayCluster)
+    cluster: Cluster
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`. Every node is asked for versions, inputs and output folder before anything is written.

@@ -17,12 +17,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.core.cluster.on_nodes import Meter, Place, carry_out, enter
-from lora_tool.core.cluster.reaching import JOIN, START, is_same_address, require_head, require_node
-from lora_tool.core.cluster.task import Surroundings, Task, TaskGroup
 from lora_tool.core.display import counted
+from lora_tool.core.engines import ClusterEngine
 from lora_tool.core.errors import ExecutionError, LoraToolError, require_packages
 from lora_tool.core.progress import Progress, decided, told
+from lora_tool.core.tasks import Surroundings, Task, TaskGroup
+from lora_tool_ray.on_nodes import Meter, Place, carry_out, enter
+from lora_tool_ray.reaching import JOIN, START, is_same_address, require_head, require_node
 
 MOST_TRIES = 4
 """How often a task is begun whose process is lost, before the run is given up."""
@@ -335,3 +336,7 @@ def _called(node: dict[str, Any]) -> str:
 
 def _told_by(error: BaseException) -> str:
     return f"{type(error).__name__}: {_first_line(error)}"
+
+
+ENGINE = ClusterEngine(cluster=lambda address, workers: RayCluster(address=address or "auto", workers=workers))
+"""The entry point `ray` of `lora_tool.engines`."""

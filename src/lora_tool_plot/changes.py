@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from lora_tool.core.keys import split_layer
-from lora_tool.pictures.grid import Grid, laid_out, span
 from lora_tool.workflows.inspection.comparison import Comparison, Difference
+from lora_tool_plot.grid import Grid, laid_out, span
 
 
 class _Change(Struct, frozen=True):

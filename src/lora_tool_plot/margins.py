@@ -12,11 +12,11 @@ from lora_tool.core.display import counted, printable
 from lora_tool.core.errors import MissingDependency
 from lora_tool.core.version import __version__
 from lora_tool.execution.folder import replace_file
-from lora_tool.pictures.page import page
-from lora_tool.pictures.saving import save
-from lora_tool.pictures.sheet import Drawn, sheet
-from lora_tool.pictures.theme import ONE, RULE, SOFT, themed
 from lora_tool.rules.merged.pairs import PairEvidence
+from lora_tool_plot.page import page
+from lora_tool_plot.saving import save
+from lora_tool_plot.sheet import Drawn, sheet
+from lora_tool_plot.theme import ONE, RULE, SOFT, themed
 
 try:
     from matplotlib.ticker import MaxNLocator

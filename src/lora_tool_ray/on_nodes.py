@@ -7,8 +7,8 @@ import platform
 import time
 from typing import TYPE_CHECKING, Any
 
-from lora_tool.core.cluster.task import Surroundings, Task
 from lora_tool.core.errors import ExecutionError, LoraToolError
+from lora_tool.core.tasks import Surroundings, Task
 
 if TYPE_CHECKING:
     import ray

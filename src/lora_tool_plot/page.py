@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 
 from lora_tool.core.display import four_digits, printable
 from lora_tool.core.errors import MissingDependency
-from lora_tool.pictures.grid import Grid
-from lora_tool.pictures.panels import (
+from lora_tool.workflows.inspection.curves import Curves
+from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool_plot.grid import Grid
+from lora_tool_plot.panels import (
     curve_panels,
     curves_sentence,
     draw_curve,
@@ -26,10 +28,8 @@ from lora_tool.pictures.panels import (
     spectra_sentence,
     value_range,
 )
-from lora_tool.pictures.sheet import Drawn
-from lora_tool.pictures.theme import by_name, depth_colours, heat_colour, variables
-from lora_tool.workflows.inspection.curves import Curves
-from lora_tool.workflows.inspection.spectra import Spectrum
+from lora_tool_plot.sheet import Drawn
+from lora_tool_plot.theme import by_name, depth_colours, heat_colour, variables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def page(
     picture.
     """
     environment = Environment(
-        loader=PackageLoader("lora_tool.pictures", ""),
+        loader=PackageLoader("lora_tool_plot", ""),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,

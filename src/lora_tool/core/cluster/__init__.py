@@ -1,1 +1,0 @@
-"""Work on other machines: tasks as plain data, and the one engine that hands them out, Ray."""
