@@ -32,7 +32,7 @@ NEVER = {
 }
 """Judging needs no plan, no arithmetic and no model; a proof shares no arithmetic with the writer."""
 LONGEST = 400
-PLUGINS = ("lora_tool_plot", "lora_tool_ray", "lora_tool_train")
+PLUGINS = ("lora_tool_megatron", "lora_tool_plot", "lora_tool_ray", "lora_tool_train")
 """Packages that enter by entry points: they import what has no underscore, and nothing of ours names them."""
 
 FILES = sorted((SOURCE / "lora_tool").rglob("*.py"))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lora_tool.checkpoints import KINDS, ShardedKind
+from lora_tool.checkpoints import ShardedKind, kinds
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.fsdp import DCP
 from lora_tool.verification.validating import unresumable_reason
@@ -130,7 +130,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def test_every_kind_has_a_sample() -> None:
-    assert MAKERS.keys() == {kind.name for kind in KINDS}
+    assert MAKERS.keys() == {kind.name for kind in kinds()}
 
 
 @pytest.fixture(params=MAKERS)
@@ -196,7 +196,7 @@ def test_a_trainer_that_cannot_resume_from_it_says_so(sample: Sample) -> None:
 def test_of_a_trainers_own_folder_it_knows_which_kinds_can_be_resumed_from(
     kind: str, sample: Sample, tmp_path: Path
 ) -> None:
-    (found,) = (each for each in KINDS if each.name == kind)
+    (found,) = (each for each in kinds() if each.name == kind)
     if not isinstance(found, ShardedKind):
         pytest.skip("weights that are whole, whose optimizer's state lies beside them: tests/train/test_resume.py")
     checkpoint = Path(shutil.copytree(sample.root, tmp_path / "checkpoint-2"))

@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from lora_tool import merge
-from lora_tool.checkpoints.states.megatron_model import Geometry, LayerNames, MegatronModel
-from lora_tool.checkpoints.states.megatron_names import is_megatron, places
 from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
@@ -23,6 +21,8 @@ from lora_tool.formats.dcp import read_dcp
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.inventory import inventory
+from lora_tool_megatron.model import Geometry, LayerNames, MegatronModel
+from lora_tool_megatron.names import is_megatron, places
 from tests.cli.calling import FIXTURES
 
 MEGATRON = FIXTURES / "megatron-lora"

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool import merge
 from lora_tool.checkpoints import open_sharded
-from lora_tool.checkpoints.states.megatron_model import Geometry, LayerNames, MegatronModel
-from lora_tool.checkpoints.states.megatron_names import places
 from lora_tool.core.errors import NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.formats.files import read_object
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.verification.validating import validate
+from lora_tool_megatron.model import Geometry, LayerNames, MegatronModel
+from lora_tool_megatron.names import places
 from tests.cli.calling import FIXTURES
 from tests.oracle.peft_merge import load_model, save_base
 

@@ -15,7 +15,7 @@ from lora_tool.checkpoints import other_formats
 from lora_tool.checkpoints.folders import Folder, read_folder
 from lora_tool.checkpoints.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoints.nearby import consolidate_command
-from lora_tool.checkpoints.registry import KINDS, holds_pieces, recognised, sharded_kinds
+from lora_tool.checkpoints.registry import holds_pieces, kinds, recognised, sharded_kinds
 from lora_tool.checkpoints.unmerged import unmerged_model
 from lora_tool.core.display import some
 from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint
@@ -33,7 +33,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     `UnsupportedCheckpoint` for files of other programs.
     """
     folder = read_folder(Path(path))
-    found = recognised(folder, KINDS)
+    found = recognised(folder, kinds())
     if found is not None:
         return found[0].open(folder)
     below = _sharded_below(folder)
@@ -116,7 +116,7 @@ def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheck
         hint = f"name one of them: {shlex.quote(str(folder.root / held[0]))}; to list them: {ls}"
         message = f"{folder.root} is not a checkpoint itself, but holds: {some(held, _ENOUGH)}"
         return NotACheckpoint(message, hint=hint)
-    *signs, last = (kind.sign for kind in KINDS)
+    *signs, last = (kind.sign for kind in kinds())
     message = f"{folder.root} holds no {', '.join(signs)} or {last}"
     return NotACheckpoint(message, hint=_list_below(folder))
 

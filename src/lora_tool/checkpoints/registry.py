@@ -1,37 +1,40 @@
-"""The list of all kinds of checkpoint: a new kind is a module beside these and an entry here."""
+"""All kinds of checkpoint: the built-in ones, and those that other packages add."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lora_tool.checkpoints.adapters import ADAPTER
+from lora_tool.checkpoints.added import added_kinds
 from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
 from lora_tool.checkpoints.fsdp import DCP, FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoints.kinds import Claim, Kind, ShardedKind, matches
-from lora_tool.checkpoints.megatron import MEGATRON
 from lora_tool.checkpoints.models import BASE_MODEL
 from lora_tool.checkpoints.runs import RUN
 from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.verl import VERL
 from lora_tool.core.errors import CheckpointError
 
-KINDS: list[Kind] = [
-    ADAPTER,
-    BASE_MODEL,
-    ZERO,
-    FSDP_RANKS,
-    FSDP_FULL,
-    CUT_SAFETENSORS,
-    MEGATRON,
-    DCP,
-    VERL,
-    RUN,
-    STATE_FILE,
-]
-"""In the order in which they are asked."""
+_CERTAIN: tuple[Kind, ...] = (ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS)
+"""Those whose files no other program writes."""
+_COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, STATE_FILE)
+"""Those whose files or folders others write, too."""
+_ORDINARY = re.compile(
+    r"(?:config\.json|adapter_(?:config|model)|model\b|pytorch_model\b|trainer_state|training_args|optimizer\.|scheduler\."
+    r"|scaler\.|rng_state|\.git)"
+)
+"""Beginnings of names that transformers, PEFT and the HF Trainer give to files, besides those that are copied."""
+
+
+def kinds() -> Iterator[Kind]:
+    """Yield all kinds in the order in which they are asked. Those of other packages are read once their turn comes."""
+    yield from _CERTAIN
+    yield from (added.kind for added in added_kinds())
+    yield from _COMMON
 
 
 def recognised(folder: Folder, kinds: Iterable[Kind]) -> tuple[Kind, Claim] | None:
@@ -48,7 +51,11 @@ def recognised(folder: Folder, kinds: Iterable[Kind]) -> tuple[Kind, Claim] | No
 
 def sharded_kinds() -> Iterator[ShardedKind]:
     """Yield the kinds whose weights lie in pieces."""
-    return (kind for kind in KINDS if isinstance(kind, ShardedKind))
+    return _sharded(kinds())
+
+
+def _sharded(among: Iterable[Kind]) -> Iterator[ShardedKind]:
+    return (kind for kind in among if isinstance(kind, ShardedKind))
 
 
 def piece_folders(folder: Folder) -> tuple[str, ...]:
@@ -58,8 +65,25 @@ def piece_folders(folder: Folder) -> tuple[str, ...]:
 
 def holds_rank_files(folder: Folder) -> bool:
     """Return whether pieces of a training checkpoint lie in the folder, themselves or in folders of their own."""
-    patterns = [pattern for kind in sharded_kinds() for pattern in kind.weights]
-    return bool(piece_folders(folder)) or any(matches(name, patterns) for name in folder.files)
+    if _holds_files_of(folder, _sharded((*_CERTAIN, *_COMMON))):
+        return True
+    # plain folders are most, and reading entry points takes as long as judging one
+    return not _is_plain(folder) and _holds_files_of(folder, _sharded(added.kind for added in added_kinds()))
+
+
+def _holds_files_of(folder: Folder, among: Iterator[ShardedKind]) -> bool:
+    return any(
+        matches(name, patterns)
+        for kind in among
+        for names, patterns in ((folder.folders, kind.folders), (folder.files, kind.weights))
+        for name in names
+    )
+
+
+def _is_plain(folder: Folder) -> bool:
+    """Return whether the folder holds nothing but files of which each has the name of an adapter's, a model's or a Trainer's."""
+    known = {*folder.copied_files, *folder.trained_beside}
+    return not folder.folders and all(name in known or _ORDINARY.match(name) for name in folder.files)
 
 
 def holds_pieces(name: str) -> bool:

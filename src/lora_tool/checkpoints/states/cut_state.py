@@ -11,7 +11,8 @@ from lora_tool.checkpoints.cut_safetensors import CUT_FILE
 from lora_tool.checkpoints.models import weights_in
 from lora_tool.checkpoints.states.file_facts import KnownRows, NumberedFiles
 from lora_tool.checkpoints.states.model_sizes import size_near
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, require_tag_here
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import require_tag_here
 from lora_tool.core.display import counted
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors

@@ -16,14 +16,8 @@ from lora_tool.checkpoints.states import rank_facts
 from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, Replica, UngatheredFile
 from lora_tool.checkpoints.states.model_sizes import size_near
-from lora_tool.checkpoints.states.state import (
-    TrainingState,
-    base_layers_left_out,
-    choose_tag,
-    is_critic,
-    require_tag_here,
-    saved_tags,
-)
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import choose_tag, is_critic, require_tag_here, saved_tags
 from lora_tool.checkpoints.verl import MODEL_FILE, POINTER, ranks_of
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedCheckpoint

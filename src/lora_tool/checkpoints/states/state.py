@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.states.file_facts import (
     AbsentFile,
     Amount,
@@ -25,9 +24,8 @@ from lora_tool.checkpoints.states.file_facts import (
 )
 from lora_tool.checkpoints.states.file_values import FileValues, ValuePiece
 from lora_tool.checkpoints.states.value_facts import ValueReader
-from lora_tool.core.errors import NotACheckpoint, Problem
+from lora_tool.core.errors import Problem
 from lora_tool.core.keys import LORA_FACTOR, has_lora_factor
-from lora_tool.core.progress import decided
 from lora_tool.core.records import AbstractRecord
 from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorTable
 from lora_tool.formats.files import is_folder
@@ -213,63 +211,6 @@ def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
     held = {name[: match.start()] for name in weights for match in _BASE.finditer(name)}
     held |= {module for module in adapted if f"{module}.weight" in names}  # prime-rl saves the base under its own names
     return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))
-
-
-# Choosing one of the saved steps in a checkpoint.
-
-
-def choose_tag(
-    checkpoint: ShardedDir, tag: str | None, *, or_newest: bool, pointer: str = "latest", called: str = "tags"
-) -> str:
-    """Return the requested tag, else the one that the file `pointer` names, else the only one.
-
-    For verl it is the actor's, if there is one. Where nothing chooses one, `or_newest` takes the newest. `called` is
-    the framework's word for tags. Raises `NotACheckpoint` where there is no such tag, or no way to choose.
-    """
-    tags = tuple(checkpoint.rank_files)
-    trained = [name for name in tags if not is_critic(name)] or list(tags)
-    wanted = tag or checkpoint.latest or (trained[0] if len(trained) == 1 else None)
-    # verl's are roles in steps, and those of its Megatron engine folders in them; the actor's come first
-    inside = next((name for name in tags if name == wanted or name.startswith(f"{wanted}/")), None)
-    if inside is not None:
-        why = "as requested" if tag else f"as `{pointer}` says" if checkpoint.latest else "the only one"
-        decided(f"tag: {inside}, {why}")
-        return inside
-    if or_newest:
-        return trained[-1]
-    require_tag_here(checkpoint, tag)
-    listed = ", ".join(tags)
-    if wanted is None:
-        message = f"{checkpoint.root} has several {called} and no file `{pointer}`: {listed}"
-        raise NotACheckpoint(message, hint="choose: `tag=T`")
-    says = "" if tag else f"`{pointer}` names "
-    message = f"{checkpoint.root}: {says}{wanted}, which does not exist; the folder has: {listed}"
-    raise NotACheckpoint(message, hint=f'`tag="{trained[-1]}"`')
-
-
-def is_critic(tag: str) -> bool:
-    """Return whether a tag is that of verl's critic, a value model beside the one that is trained to answer."""
-    return "critic" in tag.split("/")
-
-
-def require_tag_here(checkpoint: ShardedDir, tag: str | None) -> None:
-    """Raise `NotACheckpoint` if the folder is itself the only saved step and `tag` names another."""
-    if tag not in (None, ".") and tuple(checkpoint.rank_files) == (".",):
-        raise NotACheckpoint(
-            f"{checkpoint.root}: the tag {tag} was requested, but the folder is one step of {checkpoint.kind.with_article}"
-        )
-
-
-def saved_tags(
-    checkpoint: ShardedDir, *, names: Collection[str] | None = None, pointer: str | None = "latest"
-) -> SavedTags:
-    """Return the saves in a checkpoint, or those with the given `names`, and the one that its file `pointer` names."""
-    return SavedTags(
-        root=checkpoint.root,
-        names=tuple(checkpoint.rank_files if names is None else names),
-        latest=checkpoint.latest,
-        pointer=pointer,
-    )
 
 
 # What the modules around a model put before all names in a training state: a Lightning module's ``net.``, say.

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoints import DCP, ZERO, ShardedDir
+from lora_tool.checkpoints.added import added_kinds
 from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoints.fsdp import FSDP_FULL, FSDP_RANKS
-from lora_tool.checkpoints.megatron import MEGATRON
 from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.unmerged import UNMERGED_MODEL
 from lora_tool.checkpoints.verl import VERL
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.state import TrainingState
-
-
-class StateReader(Protocol):
-    """Reads the training state of one kind of checkpoint."""
-
-    def __call__(self, checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
-        """Return the state; see `training_state`."""
-
-
-READERS: dict[str, StateReader] = {}
-"""Kinds of checkpoint that other packages add → what reads their state."""
 
 
 def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
@@ -40,13 +29,9 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
 
         state = zero_state(checkpoint, tag=tag, or_newest=or_newest)
     elif kind is DCP:
-        from lora_tool.checkpoints.states.megatron_state import torch_dist_state
+        from lora_tool.checkpoints.states.dcp_state import dcp_state
 
-        state = torch_dist_state(checkpoint, tag=tag, or_newest=or_newest)
-    elif kind is MEGATRON:
-        from lora_tool.checkpoints.states.megatron_state import iteration_state
-
-        state = iteration_state(checkpoint, tag=tag, or_newest=or_newest)
+        state = _adopted(dcp_state(checkpoint, tag=tag, or_newest=or_newest))
     elif kind is VERL:
         from lora_tool.checkpoints.states.rank_state import verl_state
 
@@ -62,8 +47,22 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
 
         state = whole_state(checkpoint, tag=tag)
     else:
-        state = READERS[kind.name](checkpoint, tag=tag, or_newest=or_newest)
+        state = _added(checkpoint, tag=tag, or_newest=or_newest)
     return state
+
+
+def _adopted(state: TrainingState) -> TrainingState:
+    """Return the state of torch's distributed checkpoints, as the program read it whose names are in it."""
+    readers = (added.adopted for added in added_kinds() if added.adopted is not None)
+    return next((found for read in readers if (found := read(state)) is not None), state)
+
+
+def _added(checkpoint: ShardedDir, *, tag: str | None, or_newest: bool) -> TrainingState:
+    """Return the state of a kind that another package adds."""
+    for added in added_kinds():
+        if added.kind is checkpoint.kind and added.state is not None:
+            return added.state(checkpoint, tag=tag, or_newest=or_newest)
+    raise AssertionError(f"nothing reads the state of {checkpoint.kind.with_article}")
 
 
 def _in_one_save(checkpoint: ShardedDir, tag: str | None) -> TrainingState:

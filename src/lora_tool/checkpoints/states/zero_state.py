@@ -12,7 +12,8 @@ from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.states import zero_facts
 from lora_tool.checkpoints.states.file_facts import AbsentFile, Amount, FileFacts, NumberedFiles
 from lora_tool.checkpoints.states.master_rounding import master_rounding
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, choose_tag, saved_tags
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import choose_tag, saved_tags
 from lora_tool.checkpoints.states.value_facts import ValueReader
 from lora_tool.core.display import counted
 from lora_tool.core.errors import IncompleteCheckpoint, UnsupportedCheckpoint

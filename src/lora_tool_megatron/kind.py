@@ -9,11 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lora_tool.checkpoints.added import AddedKind
 from lora_tool.checkpoints.folders import Folder
 from lora_tool.checkpoints.fsdp import holds_pieces
 from lora_tool.checkpoints.kinds import Claim, ShardedDir, ShardedKind, read_pointer, step_of
 from lora_tool.core.errors import BrokenFile
+
+if TYPE_CHECKING:
+    from lora_tool.checkpoints.states.state import TrainingState
 
 POINTER = "latest_checkpointed_iteration.txt"
 _TRAIN_STATE = "latest_train_state.pt"
@@ -121,3 +126,19 @@ MEGATRON = ShardedKind(
     recognise=_recognise,
     open=_open,
 )
+
+
+def _state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    from lora_tool_megatron.state import iteration_state  # many folders are recognised, few are read
+
+    return iteration_state(checkpoint, tag=tag, or_newest=or_newest)
+
+
+def _adopted(stored: TrainingState) -> TrainingState | None:
+    from lora_tool_megatron.state import adopted_state
+
+    return adopted_state(stored)
+
+
+ADDED = AddedKind(kind=MEGATRON, state=_state, adopted=_adopted)
+"""The entry point `megatron` of `lora_tool.kinds`."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.checkpoints.states.megatron_model import EXPORT, GIVE, MOST_MATRICES, MegatronModel, Rows
 from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.keys import PREFIX
+from lora_tool_megatron.model import EXPORT, GIVE, MOST_MATRICES, MegatronModel, Rows
 
 _OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.", re.DOTALL)
 _BRIDGE = re.compile(r".*\.adapter\.(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)

@@ -9,18 +9,19 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import read_folder
-from lora_tool.checkpoints.megatron import POINTER
 from lora_tool.checkpoints.other_formats import refuse_files
 from lora_tool.checkpoints.states.dcp_state import DcpState, dcp_state
 from lora_tool.checkpoints.states.file_facts import AbsentFile
-from lora_tool.checkpoints.states.megatron_model import model_of
-from lora_tool.checkpoints.states.megatron_names import Place, is_megatron, places
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, choose_tag, saved_tags
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.tags import choose_tag, saved_tags
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 from lora_tool.formats.files import is_folder
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
+from lora_tool_megatron.kind import POINTER
+from lora_tool_megatron.model import model_of
+from lora_tool_megatron.names import Place, is_megatron, places
 
 _NESTS = frozenset({"weights", "policy", "value", "model"})
 """Folders of NeMo-RL and verl between the step, or the role, where the config lies, and the pieces."""
@@ -81,7 +82,8 @@ def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     Raises `UnsupportedCheckpoint` where the LoRA lies beside it in files that say too little.
     """
     name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="iterations")
-    state = torch_dist_state(checkpoint, tag=name)
+    stored = dcp_state(checkpoint, tag=name)
+    state = adopted_state(stored) or stored
     if not isinstance(state, MegatronState):
         if is_folder(beside := state.folder.absolute().parent / _ADAPTER_OF_RANKS):
             refuse_files(read_folder(beside), adapter=True)
@@ -89,10 +91,12 @@ def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     return replace(state, tags=saved_tags(checkpoint, pointer=POINTER) if tag is None else state.tags)
 
 
-def torch_dist_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
-    """Return the state in a folder of torch distributed checkpoints, whoever wrote it; see `training_state`."""
-    stored = dcp_state(checkpoint, tag=tag, or_newest=or_newest)
-    return megatron_state(stored) if isinstance(stored, DcpState) and is_megatron(stored.entries) else stored
+def adopted_state(stored: TrainingState) -> MegatronState | None:
+    """Return the adapter in the state of a folder of torch's distributed checkpoints; None if its names are not Megatron's.
+
+    Raises as `megatron_state`.
+    """
+    return megatron_state(stored) if isinstance(stored, DcpState) and is_megatron(stored.entries) else None
 
 
 def megatron_state(stored: DcpState) -> MegatronState:

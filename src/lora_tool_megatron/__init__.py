@@ -1,0 +1,1 @@
+"""Megatron's checkpoints: the kind and the reader of its LoRA, which enter lora-tool by an entry point."""
