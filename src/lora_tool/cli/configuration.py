@@ -20,7 +20,7 @@ from lora_tool.core.report.words import Ignored
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.rules.engine.registry import expand
-from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.named import known_servers, server_named
 
 if TYPE_CHECKING:
     from lora_tool.verification.validating import Criteria
@@ -57,7 +57,7 @@ class Configuration(Struct, frozen=True, kw_only=True):
             select=self.select,
             ignore=tuple(self.ignore),
             deep=True if self.strict else None,
-            servers=frozenset(map(Server, self.servers)),
+            servers=frozenset(map(server_named, self.servers)),
         )
 
 
@@ -145,7 +145,7 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
         select=_codes(fields, "select", fields.listed("select")),
         ignore=_ignored(fields),
         fail_on=fields.choice("fail-on", (Severity.ERROR.value, Severity.WARNING.value)),
-        servers=fields.listed("for", [server.value for server in Server]),
+        servers=fields.listed("for", known_servers() if "for" in table else ()),
         reports=fields.listed("report"),
         strict=fields.optional_boolean("strict"),
         form=fields.choice("format", [form.value for form in Form]),

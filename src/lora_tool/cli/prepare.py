@@ -6,21 +6,26 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.declared import ChoiceOf, options_of, typed_as
+from lora_tool.cli.declared import Parsed, options_of, typed_as
 from lora_tool.cli.options import FolderOrId, Timed
 from lora_tool.cli.writing import caller, run_options
-from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.workflows.prepare import PrepareOptions, prepare
 
 
 @click.command("prepare", cls=Timed, epilog="Example: lora-tool prepare my-adapter/ --for vllm -o my-adapter-vllm/")
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
 @click.option(
-    "--for", "server", type=ChoiceOf(Server), required=True, help="Server or program that will read the adapter."
+    "--for",
+    "server",
+    type=Parsed(server_named),
+    metavar=SERVER_NAMES,
+    required=True,
+    help="Server or program that will read the adapter.",
 )
 @options_of(PrepareOptions)
 @run_options
-def command(adapter: str, *, server: Server, **typed: Any) -> None:
+def command(adapter: str, *, server: str, **typed: Any) -> None:
     """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
 
     One scaling of all modules stays in the config; others are multiplied into B, so the server need not know rsLoRA or

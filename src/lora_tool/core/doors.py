@@ -5,6 +5,7 @@ An entry point of a group names an object of the group's type, in a module that 
     lora_tool.commands    a `click.Command`; its short help is its line in `lora-tool --help`
     lora_tool.engines     a `core.engines.ClusterEngine`: its name is a word of `--engine`
     lora_tool.kinds       a `checkpoints.added.AddedKind`: a kind of checkpoint
+    lora_tool.servers     a `rules.serving.forms.AddedServer`: its name is a word of `--for`
     lora_tool.pictures    a `workflows.drawing.Drawer`: the first one draws for `--plot`
 
 Groups are read when they are needed and not before: reading them costs as long as the rest of a start.
@@ -25,6 +26,7 @@ COMMANDS = "lora_tool.commands"
 ENGINES = "lora_tool.engines"
 KINDS = "lora_tool.kinds"
 PICTURES = "lora_tool.pictures"
+SERVERS = "lora_tool.servers"
 
 T = TypeVar("T")
 

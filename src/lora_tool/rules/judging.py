@@ -32,7 +32,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked
 from lora_tool.rules.engine.scan import scans_of
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Server, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
@@ -100,7 +100,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     why_no_base: str = NO_BASE
     num_labels: int | None = None
     task: str | None = None
-    servers: frozenset[Server] = frozenset()
+    servers: frozenset[str] = frozenset()
     deep: bool | None = None
     ignored: bool = False
     progress: Progress | None = None

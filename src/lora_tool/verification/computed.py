@@ -24,7 +24,8 @@ from lora_tool.plans.convert.provenance import ConvertInputs
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.rules.serving.forms import FORMS
+from lora_tool.rules.serving.forms import form_of
+from lora_tool.rules.serving.named import known_servers
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.configs import check_config
 from lora_tool.verification.converted import check_converted, is_news
@@ -109,7 +110,8 @@ def _put_beside(factors: Factors, written: Sequence[Factors], manifest: Manifest
 
 def _of_idle(sums: Sequence[Factors], written: Sequence[Factors], manifest: Manifest) -> Iterator[Step]:
     """Yield that ΔW is zero of modules that no input changes, which were written for a server."""
-    reads = next((form.together for server, form in FORMS.items() if server == manifest.raw.get("for")), None)
+    server = manifest.raw.get("for")
+    reads = form_of(server).together if server is not None and server in known_servers() else None
     beside = beside_which(sums, [each.module for each in written], reads) if reads else {}
     for each in written:
         if each.module in beside:

@@ -21,8 +21,9 @@ from lora_tool.formats.files import inside
 from lora_tool.plans.base.task import Task
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.registry import chosen
-from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server
+from lora_tool.rules.engine.subjects import ModelSubject, RunSubject
 from lora_tool.rules.judging import Judge, unopened
+from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 
@@ -33,7 +34,7 @@ class Criteria(Struct, frozen=True, kw_only=True):
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     deep: bool | None = None
-    servers: frozenset[Server] = frozenset()
+    servers: frozenset[str] = frozenset()
 
 
 _READS = {
@@ -70,10 +71,11 @@ class ValidateOptions(Options):
     deep: bool | None = option(
         None, "Read all weights, or none.  [default: only those of adapters]", parse=flag, off="headers-only"
     )
-    servers: Iterable[Server | str] = option(
+    servers: Iterable[str] = option(
         (),
         "Report what this server refuses or ignores. May be repeated.",
-        parse=Server,
+        parse=server_named,
+        metavar=SERVER_NAMES,
         name="for",
         many=True,
     )
@@ -127,7 +129,7 @@ def findings_on(
         num_labels=options.num_labels,
         task=task,
         deep=options.deep,
-        servers=frozenset(map(Server, options.servers)),
+        servers=frozenset(options.servers),
         progress=progress,
         watch=watch,
         why_no_base=why_no_base,

@@ -22,6 +22,7 @@ from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.named import server_named
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
@@ -54,13 +55,13 @@ class PrepareOptions(ResumableOptions):
     ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
 
 
-def prepare(adapter: Reference, server: Server | str, options: PrepareOptions, caller: Caller = LIBRARY) -> Done:
+def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Caller = LIBRARY) -> Done:
     """Write `adapter` in the form that `server` reads, with the same ΔW. Raises as `combine`.
 
     With `reward_base` the base with the adapter's head is written as well, once both are planned; the result is that of
     the adapter.
     """
-    server, out = Server(server), Path(options.out)
+    server, out = server_named(server), Path(options.out)
     if options.reward_base is not None and server is not Server.VLLM:
         raise WrongValue(
             f"`reward_base=PATH` is only for vLLM: {server} does not serve an adapter's head; merge the adapter "
@@ -83,7 +84,7 @@ def prepare(adapter: Reference, server: Server | str, options: PrepareOptions, c
     return done
 
 
-def _planned(opened: AdapterDir, server: Server, options: PrepareOptions, spool: Callable[[], Spool]) -> Plan:
+def _planned(opened: AdapterDir, server: str, options: PrepareOptions, spool: Callable[[], Spool]) -> Plan:
     from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
 
     return plan_prepare(

@@ -32,14 +32,15 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.rules.serving.forms import FORMS, ServingForm, alone_text, in_the_way, stacks_in_the_way
+from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
 from lora_tool.rules.serving.left_out import TOWERS, outside_language
+from lora_tool.rules.serving.named import server_named
 from lora_tool.rules.serving.together import lacking
 
 
 def plan_prepare(
     adapter: Reference,
-    server: Server | str,
+    server: str,
     *,
     base: Reference | None = None,
     max_rank: int | None = None,
@@ -62,8 +63,8 @@ def plan_prepare(
     codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
     its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
-    chosen = Server(server)
-    form, kind = FORMS[chosen], None if dtype is None else float_type(dtype)
+    chosen = server_named(server)
+    form, kind = form_of(chosen), None if dtype is None else float_type(dtype)
     opened = opened_adapter(adapter)
     model = None if base is None else opened_model(base)
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model, computing=False)
@@ -108,7 +109,7 @@ def plan_prepare(
         computed=changes.spooled,
         manifest={
             "operation": "prepare",
-            "for": chosen.value,
+            "for": str(chosen),
             "served_rank": served.one_rank,
             "scale": served.scale,
             "rank": max_rank if lowered else None,
@@ -120,9 +121,9 @@ def plan_prepare(
     return replace(plan, warnings=(*plan.warnings, *_warnings(form, served, model, out)))
 
 
-def _require_form(view: AdapterView, server: Server, base: ModelDir | None, *, approximate: bool) -> None:
+def _require_form(view: AdapterView, server: str, base: ModelDir | None, *, approximate: bool) -> None:
     """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
-    config, root, form = view.config, shlex.quote(str(view.adapter.root)), FORMS[server]
+    config, root, form = view.config, shlex.quote(str(view.adapter.root)), form_of(server)
     require_known(view)
     of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
     found = [*of_form, *stacks_in_the_way(view, form, base)]
@@ -130,7 +131,7 @@ def _require_form(view: AdapterView, server: Server, base: ModelDir | None, *, a
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
-            hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
+            hint=f"lora-tool prepare {root} --for {server} {options} -o OUT"
             if all(each.options for each in found)
             else found[0].hint
             if all(each.hint for each in found)
@@ -218,7 +219,7 @@ def _notes(
     if form.one_end and ends and base is None:
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     outside = outside_language(view.layers)
-    if form is FORMS[Server.VLLM] and outside:
+    if form is form_of(Server.VLLM) and outside:
         yield f"vLLM reads LoRA on {named(outside, 3)} only with {TOWERS}, which some of its models support"
-    if form is FORMS[Server.VLLM] and view.saved:
+    if form is form_of(Server.VLLM) and view.saved:
         yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

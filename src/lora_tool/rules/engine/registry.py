@@ -21,7 +21,9 @@ SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
 _WIDTH = 116
 _COMMAND = re.compile(r"`lora-tool [^`]*`")
 _WORD = re.compile(r"(?<![\w-])[A-Z]{2,}(?![\w-])")
-_CODE = re.compile(r"LT\d{3}\Z")
+_CODE = re.compile(r"[A-Z]{2,8}\d{3}\Z")
+"""LT is lora-tool's own: the rules of another package have letters of its own."""
+_BEGINNING = re.compile(r"[A-Z]{2,8}\d*\Z")
 
 
 @enum.unique
@@ -216,7 +218,7 @@ def expand(codes: Iterable[str]) -> frozenset[str]:
     meant: set[str] = set()
     for code in codes.split(",") if isinstance(codes, str) else codes:
         wanted = code.strip().upper()
-        matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
+        matching = [known for known in RULES if known.startswith(wanted)] if _BEGINNING.match(wanted) else []
         if not matching:
             close = _meant_by(wanted)
             nearest = f" Did you mean {close}?" if close else ""

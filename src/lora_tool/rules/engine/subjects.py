@@ -247,7 +247,7 @@ class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     """Where they cannot: the base, if some modules are there under the adapter's names."""
     num_labels: int | None = None
     task: str | None = None
-    servers: frozenset[Server] = frozenset()
+    servers: frozenset[str] = frozenset()
     """What the adapter must be fit for (`--for`)."""
     why_no_base: str = ""
     """Why there is no base, as a sentence; of no meaning where there is one."""

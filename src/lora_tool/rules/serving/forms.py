@@ -12,6 +12,7 @@ from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.view import AdapterView
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import named
+from lora_tool.core.doors import SERVERS, entry_points, load
 from lora_tool.core.keys import Part, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.models.ends import MATRIX, PEFT_CLASSIFIERS, head_of, is_end, is_tied
@@ -62,6 +63,20 @@ FORMS: Mapping[Server, ServingForm] = {
 }
 """vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
 `convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
+
+
+class AddedServer(Struct, frozen=True, kw_only=True):
+    """A server that another package adds by an entry point of `lora_tool.servers`, whose name is that in `--for NAME`.
+
+    Its module registers the server's rules, which ask whether NAME is in `subject.servers`.
+    """
+
+    form: ServingForm
+
+
+def form_of(server: str) -> ServingForm:
+    """Return what a server takes of this name. Raises `KeyError` for one that `server_named` does not know."""
+    return FORMS[Server(server)] if server in FORMS else load(entry_points(SERVERS)[server], AddedServer).form
 
 
 WITH_BASE = "--base MODEL"

@@ -15,7 +15,6 @@ from lora_tool.core.errors import LoraToolError
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.model import Report
 from lora_tool.plans.merge.options import MergeOptions
-from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs
 
@@ -36,7 +35,7 @@ class Job(Struct, frozen=True, kw_only=True):
     """For rank files where no file tells it."""
     deep: bool | None = None
     """Whether all weights are read, or none; None for those of adapters."""
-    servers: frozenset[Server] = frozenset()
+    servers: frozenset[str] = frozenset()
     push: str | None = None
     private: bool | None = None
     revision: str | None = None
