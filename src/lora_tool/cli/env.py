@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+from collections.abc import Iterator
 from importlib import metadata
 
 import click
@@ -14,10 +16,9 @@ from lora_tool.core.machine import available_cores
 from lora_tool.core.version import __version__
 from lora_tool.native.library import FILE, VARIABLE, kernel, loaded
 
-_PACKAGES = (
-    *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich", "msgspec"),
-    *("torch", "transformers", "peft", "accelerate", "trl", "deepspeed", "datasets", "matplotlib"),
-)
+_ALSO = ("hf-xet", "deepspeed")
+"""Packages that nothing requires, and that change what other packages do."""
+_DEVELOPERS = re.compile(r"extra == .(?:dev|docs).")
 
 
 @click.command("env", epilog="Example: lora-tool env")
@@ -35,7 +36,7 @@ def command(*, as_json: bool) -> None:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(available_cores()),
         "kernel": _kernel(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in (*_required(), *_ALSO)},
     }
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -54,6 +55,15 @@ def _kernel() -> str:
         return str(found)
     why_not = loaded(FILE)[1]
     return f"none; numpy is used because {why_not or f'{VARIABLE}=off'}"
+
+
+def _required() -> Iterator[str]:
+    """Yield the packages that lora-tool and its extras require, as its metadata lists them."""
+    for requirement in metadata.requires("lora-tool") or ():
+        package, _, condition = requirement.partition(";")
+        name = re.split(r"[^\w.-]", package, maxsplit=1)[0]
+        if name != "lora-tool" and not _DEVELOPERS.search(condition):
+            yield name
 
 
 def _version(package: str) -> str:

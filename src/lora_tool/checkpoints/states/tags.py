@@ -21,7 +21,7 @@ def choose_tag(
     tags = tuple(checkpoint.rank_files)
     trained = [name for name in tags if not is_critic(name)] or list(tags)
     wanted = tag or checkpoint.latest or (trained[0] if len(trained) == 1 else None)
-    # verl's are roles in steps, and those of its Megatron engine folders in them; the actor's come first
+    # verl's are roles in steps, or folders in these roles; the actor's come first
     inside = next((name for name in tags if name == wanted or name.startswith(f"{wanted}/")), None)
     if inside is not None:
         why = "as requested" if tag else f"as `{pointer}` says" if checkpoint.latest else "the only one"

@@ -37,9 +37,9 @@ from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
-"""Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
-_MEGATRON = re.compile(r"(\A|\.)decoder\.layers\.(\d+\.)?(self_attention|mlp)\.(experts\.)*linear_(qkv|proj|fc[12])\.")
-"""Names of Megatron's modules."""
+"""Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's."""
+_FUSED = re.compile(r"(\A|\.)decoder\.layers\.(\d+\.)?(self_attention|mlp)\.(experts\.)*linear_(qkv|proj|fc[12])\.")
+"""Names of modules that another program fuses: rows of q, k and v in one tensor, gate and up in another."""
 
 
 @enum.unique
@@ -211,10 +211,10 @@ def _refuse_foreign(state: TrainingState) -> None:
             "of these tensors would be the base with an unmerged adapter beside it",
             hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
         )
-    fused = next(filter(_MEGATRON.search, state.entries), None)
+    fused = next(filter(_FUSED.search, state.entries), None)
     if fused is not None:
         raise UnsupportedCheckpoint(
-            f"{state.folder} is a model of Megatron's, under names that are not transformers' (`{fused}`)",
+            f"{state.folder} is a model whose modules another program fused, under names that are not transformers' (`{fused}`)",
             hint='convert it with the program that trained it; `what="state"` writes every tensor',
         )
 

@@ -140,7 +140,7 @@ def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
 _DEEPEST = 4
-"""Folders from a rank file up to the save that it belongs to: Megatron's `iter_N/actor/model/dist_ckpt`."""
+"""Folders from a rank file up to the save that it belongs to: `iter_N/actor/model/dist_ckpt` lies deepest."""
 _NUMBER = re.compile(r"\d+")
 
 
