@@ -59,7 +59,7 @@ class RayCluster(Struct, frozen=True, kw_only=True):
         require_node(where)
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[Connection]:
+    def connected(self) -> Iterator[RayConnection]:
         """Yield the connection to the cluster: this process's own, which it keeps, where it has joined one already.
 
         Raises as `require`, and `ExecutionError` where it cannot join the cluster.
@@ -73,7 +73,7 @@ class RayCluster(Struct, frozen=True, kw_only=True):
 
             if ray.is_initialized():
                 _require_joined(self.address, ray.get_runtime_context().gcs_address)
-                yield Connection(ray, self.workers)
+                yield RayConnection(ray, self.workers)
                 return
             try:
                 with _own_handler_of_sigterm():
@@ -81,7 +81,7 @@ class RayCluster(Struct, frozen=True, kw_only=True):
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise _not_joined(self.address, error) from error
             try:
-                yield Connection(ray, self.workers)
+                yield RayConnection(ray, self.workers)
             finally:
                 ray.shutdown()
 
@@ -131,10 +131,10 @@ class _Try(Struct, frozen=True):
     count: int
 
 
-class Connection:
+class RayConnection:
     """What hands tasks to the cluster."""
 
-    def __init__(self, module: Any, workers: int | None) -> None:  # noqa: ANN401 - Ray, which has no types of its own
+    def __init__(self, module: Any, workers: int | None) -> None:
         self._ray = module
         nodes = self._alive()
         self._workers = workers or max(1, int(sum(node["Resources"]["CPU"] for node in nodes)))
@@ -164,7 +164,7 @@ class Connection:
                 hint="look at it with: ray status",
             )
 
-    def _answer(self, reference: Any, node: dict[str, Any]) -> LoraToolError | None:  # noqa: ANN401
+    def _answer(self, reference: Any, node: dict[str, Any]) -> LoraToolError | None:
         """Return what the node lacks; None for nothing, and for a node that is lost by now."""
         try:
             fault: LoraToolError | None = self._result(reference, f"node {_called(node)}")
@@ -187,7 +187,7 @@ class Connection:
             )
         return nodes
 
-    def _result(self, reference: Any, who: str) -> Any:  # noqa: ANN401
+    def _result(self, reference: Any, who: str) -> Any:
         """Return what a task returned. Raises `ExecutionError` where it ended with an error that is none of the work's."""
         try:
             return self._ray.get(reference)
@@ -257,7 +257,7 @@ class _Run(Struct):
         number, place = one.place
         return self.groups[number], self.groups[number].tasks[place]
 
-    def _end(self, reference: Any, one: _Try) -> None:  # noqa: ANN401
+    def _end(self, reference: Any, one: _Try) -> None:
         """Take in how a task ended. One that failed ends its group; one that was lost is begun again."""
         try:
             again = self._ended(reference, one)
@@ -270,7 +270,7 @@ class _Run(Struct):
         if again is not None:
             self.waiting.append(again)
 
-    def _ended(self, reference: Any, one: _Try) -> _Try | None:  # noqa: ANN401
+    def _ended(self, reference: Any, one: _Try) -> _Try | None:
         """Take in how a task ended; return it where it has to be begun again."""
         group, task = self._task(one)
         try:
@@ -293,7 +293,7 @@ class _Run(Struct):
         decided(f"{task.name} is started again: {lost}")
         return _Try(one.place, one.count + 1)
 
-    def _show(self, meter: Any) -> None:  # noqa: ANN401
+    def _show(self, meter: Any) -> None:
         """Report the bytes of all tasks, as far as the meter has answered: those of a lost try are not reported twice."""
         if self.asked is None:
             self.asked = meter.read.remote()

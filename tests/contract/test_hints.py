@@ -14,10 +14,10 @@ from lora_tool.core.options import Options, declared
 
 SOURCE = Path(__file__).parents[2] / "src" / "lora_tool"
 NOT_OURS = ("cli",)
-"""The room whose words are those of a command line."""
+"""Rooms that speak to a command line only."""
 OPTION = re.compile(r"(?<![\w`-])(?:--[a-z][\w-]*|-o\b)")
 COMMAND = re.compile(
-    r"\b(?:lora-tool [a-z]+|vllm serve|hf [a-z]+|mlx_lm\.\w+|ray start|trl [a-z]+|pip [a-z]+|python -m|ulimit|wsl)\b"
+    r"\b(?:lora-tool [a-z]+|vllm serve|hf [a-z]+|mlx_lm\.\w+|python -m|pip (?:un)?install|ulimit|wsl)\b"
 )
 """A whole command, which is copied as it is: its options are those of a shell."""
 

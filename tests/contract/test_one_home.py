@@ -38,6 +38,8 @@ PRINTING = {
     "expand",  # codes of rules that were typed
     "page_in_source",
     "replace_file",  # a report's file
+    "known_servers",  # words of `--for`
+    "server_named",
     "kernel",  # `env`
     "loaded",
     "verification_json",
