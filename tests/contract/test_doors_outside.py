@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.core.errors import MissingDependency
+from lora_tool.workflows import drawing
+
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "fixtures" / "causal-llama" / "adapter"
 MERGE = ("merge", ADAPTER, "--base", ADAPTER.parent / "base", "-q")
@@ -207,6 +210,14 @@ def test_a_server(site: Path, tmp_path: Path) -> None:
     run(site, "prepare", ADAPTER, "--for", "toy", "-o", tmp_path / "out", "-q")
     assert json.loads((tmp_path / "out" / "lora_tool.json").read_text())["for"] == "toy"
     run(site, "verify", tmp_path / "out", "-q")
+
+
+def test_without_a_package_that_draws_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "entry_points", lambda _: {})
+    with pytest.raises(MissingDependency, match="a package that draws is not installed") as raised:
+        drawing.drawer()
+    assert raised.value.hint
+    assert "[plot]" in raised.value.hint
 
 
 PROBE = """

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from lora_tool.core.choices import wrong_value
 from lora_tool.core.doors import ENGINES, entry_points, load
 from lora_tool.core.errors import WrongValue
-from lora_tool.core.progress import Progress
-from lora_tool.core.tasks import Surroundings, TaskGroup
+
+if TYPE_CHECKING:
+    from lora_tool.core.progress import Progress
+    from lora_tool.core.tasks import Surroundings, TaskGroup
 
 LOCAL = "local"
 """The engine that is built in: this machine's cores."""
