@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -7,7 +10,25 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+_SLOW_IMPORT = re.compile(
+    r"^\s*(?:from|import) (?:torch|peft|transformers|matplotlib|tests\.(?:bench|fuzz|oracle|quantised))", re.MULTILINE
+)
+
+
+def _is_fast(path: Path) -> bool:
+    return path.parent.name in ("unit", "property") and not _SLOW_IMPORT.search(path.read_text())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m fast`, import no other test file: importing torch, transformers and PEFT takes longer than the tests."""
+    if config.option.markexpr == "fast" and collection_path.match("test_*.py"):
+        return not _is_fast(collection_path)
+    return None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what trains first: these tests take up to 20 seconds, and no worker shall begin one when others are done."""
+    """Mark what is fast, and put what trains first, so that no worker begins a test of 20 s when the others are done."""
+    for item in items:
+        if _is_fast(item.path):
+            item.add_marker(pytest.mark.fast)
     items.sort(key=lambda item: item.path.parent.name != "train")
