@@ -43,7 +43,7 @@ def test_codes_are_permanent() -> None:
     assert tuple(sorted(RULES)) == PERMANENT
 
 
-FAULTS = Path(__file__).parents[1] / "unit" / "test_zero_faults.py"
+FAULTS = [Path(__file__).parents[1] / each for each in ("unit/test_zero_faults.py", "oracle/test_faults_of_kinds.py")]
 
 
 def _file(function: Callable[..., object]) -> str:
@@ -57,8 +57,8 @@ def test_every_rule_has_an_injury() -> None:
         name for name, mutation in MUTATIONS.items() if _file(mutation.injure) != _file(RULES[mutation.code].check)
     }
     assert not stray, "an injury stands in the file of tests/mutations that has the name of its rule's file"
-    # those of rank files are made by torch.save, in a module of their own
-    assert zero == set(re.findall("LT4[0-9]{2}", FAULTS.read_text())) & set(RULES)
+    # those of rank files are made by torch.save, in modules of their own
+    assert zero == {code for path in FAULTS for code in re.findall("LT4[0-9]{2}", path.read_text())} & set(RULES)
 
 
 def test_every_file_defect_has_an_injury(tmp_path: Path) -> None:

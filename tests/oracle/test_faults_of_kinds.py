@@ -1,6 +1,7 @@
 """Every kind of pieces with every fault: which rules find it. A cell that is `none` says what nothing in the files tells.
 
-DeepSpeed's own are in tests/unit/test_zero_faults.py, test_zero_universal.py and test_deepspeed_parallel.py.
+What only DeepSpeed's files can have is in tests/unit/test_zero_faults.py, test_zero_universal.py and
+test_deepspeed_parallel.py.
 """
 
 from __future__ import annotations
@@ -27,24 +28,27 @@ from tests.hostile.folders import FIXTURES
 from tests.unit.test_ranks_on_disk import cut, whole
 
 TABLE = """
-                 missing  truncated  empty  copied             swapped  foreign            step  bit    NaN    zeros
-verl             LT401    LT402      LT402  LT404,LT405,LT408  LT404    LT404,LT407,LT408  none  LT411  LT412  LT413
-fsdp2-ranks      LT401    LT402      LT402  LT404,LT405,LT408  LT404    LT404,LT407,LT408  none  LT411  LT412  LT413
-fsdp1-ranks      LT401    LT402      LT402  LT404,LT405,LT408  LT404    LT404,LT407,LT408  none  LT411  LT412  LT413
-fsdp1-local      LT401    LT402      LT402  LT404,LT405        LT404    LT404,LT407        none  LT411  LT412  LT413
-fsdp1-dcp        LT401    LT402      LT402  LT405              none     LT402              none  LT411  LT412  LT413
-fsdp2-dcp        LT401    LT402      LT402  LT405              none     LT402              none  LT411  LT412  LT413
-dcp-safetensors  LT401    LT402      LT402  LT402              LT402    LT402              none  none   LT412  LT413
-tensor-parallel  LT401    LT402      LT402  LT402              LT402    LT402              none  LT411  LT412  LT413
-both             LT401    LT402      LT402  LT402              LT402    LT402              none  LT411  LT412  LT413
-megatron         LT401    LT402      LT402  LT402              LT402    LT402              none  LT411  LT412  LT413
-safetensors      LT401    LT402      LT402  LT405,LT408        none     LT408              none  none   LT412  LT413
-full             .        LT402      LT402  .                  .        .                  none  LT411  LT412  LT413
-one-file         .        LT402      LT402  .                  .        .                  none  LT411  LT412  LT413
+                 missing  last   lone   truncated  empty  copied             swapped      foreign                  step  bit    NaN          zeros
+verl             LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
+fsdp2-ranks      LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
+fsdp1-ranks      LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
+fsdp1-local      LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404        LT404,LT407              none  LT411  LT412        LT413
+fsdp1-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
+fsdp2-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
+dcp-safetensors  LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  none   LT412        LT413
+tensor-parallel  LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
+both             LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
+megatron         LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
+safetensors      LT401    LT401  LT401  LT402      LT402  LT405,LT408        none         LT408                    none  none   LT412        LT413
+full             .        .      .      LT402      LT402  .                  .            .                        none  LT411  LT412        LT413
+one-file         .        .      .      LT402      LT402  .                  .            .                        none  LT411  LT412        LT413
+zero2            LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404,LT414  LT407                    none  LT411  LT412,LT414  LT413,LT414
+zero3            LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404        LT403,LT404,LT407,LT408  none  LT411  LT412        LT413
 """
 """Kind × fault → the codes; `.` where a kind of one file cannot have the fault.
 
 Under tensor parallelism ranks save different ones of the tensors that are not cut, so that no two files have one layout.
+Under ZeRO-2 the 16-bit weights are saved whole, and masters that are not theirs are LT414 too.
 """
 CELLS = {
     (kind, fault): frozenset() if cell == "none" else frozenset(cell.split(","))
@@ -64,10 +68,11 @@ class Kind:
     foreign: str = ""
 
     def source(self, trainers: Path) -> Path:
-        return (FIXTURES if self.name.startswith("megatron") else trainers) / self.name
+        return (FIXTURES if self.name.startswith(("megatron", "zero/")) else trainers) / self.name
 
 
 DISTCP = "__*_0.distcp"
+MASTERS = "global_step2/*_optim_states.pt"
 KINDS = {
     "verl": Kind(name="verl-fsdp2", pieces="model_*.pt", foreign="verl-fsdp1-bf16"),
     "fsdp2-ranks": Kind(name="fsdp2-ranks", pieces="pytorch_*.bin", foreign="fsdp1-ranks"),
@@ -82,6 +87,8 @@ KINDS = {
     "safetensors": Kind(name="safetensors", pieces="shard-*.safetensors", foreign="causal-llama"),
     "full": Kind(name="fsdp2-full", pieces="pytorch_model_fsdp.bin"),
     "one-file": Kind(name="one-file", pieces="state.pt"),
+    "zero2": Kind(name="zero/stage2-reward", pieces=MASTERS, foreign="zero/stage1-reward"),
+    "zero3": Kind(name="zero/stage3-reward", pieces=MASTERS, foreign="zero/stage3-hpz"),
 }
 
 
@@ -141,6 +148,8 @@ def negated(data: bytes) -> bytes:
 
 FAULTS: dict[str, Callable[[Run], object]] = {
     "missing": lambda run: run.second.unlink(),
+    "last": lambda run: run.pieces[-1].unlink(),
+    "lone": lambda run: [piece.unlink() for piece in run.pieces[1:]],
     "truncated": lambda run: os.truncate(run.second, run.second.stat().st_size // 2),
     "empty": lambda run: os.truncate(run.second, 0),
     "copied": lambda run: shutil.copy(run.pieces[0], run.second),
