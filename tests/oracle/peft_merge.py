@@ -113,5 +113,13 @@ def different(ours: Table, theirs: Table) -> list[str]:
     return [name for name, tensor in theirs.items() if not torch.equal(_bits(ours[name]), _bits(tensor))]
 
 
+def require_same(ours: Path, theirs: Path) -> Table:
+    """Assert that both folders hold the same tensors, of the same types and bit for bit; return them."""
+    found, wanted = saved_tensors(ours), saved_tensors(theirs)
+    assert layout(found) == layout(wanted)
+    assert different(found, wanted) == []
+    return wanted
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(INTEGERS.get(tensor.dtype, tensor.dtype))
