@@ -20,7 +20,7 @@ from lora_tool.verification.answers import ask
 from lora_tool.verification.prompts import read_prompts
 from tests.mutations import copy_of, merged_in
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
-from tests.oracle.test_features_against_peft import FEATURES, make_base
+from tests.oracle.test_merge_against_peft import CASES
 from tests.oracle.tiny import Task
 
 pytestmark = [
@@ -46,10 +46,7 @@ def asking(base: Path, adapter: Path, merged: Path) -> answers._Asking:
 
 @pytest.mark.parametrize("feature", STREAMED)
 def test_a_layer_at_a_time_is_what_peft_computes(tmp_path: Path, feature: str) -> None:
-    model_type, lora = FEATURES[feature]
-    base = make_base(tmp_path / "base", model_type, torch.bfloat16)
-    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    base, adapter = CASES[feature].write(tmp_path, torch.bfloat16)
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
     with quiet(), torch.inference_mode():
         both = asking(base, adapter, merged)
@@ -95,7 +92,7 @@ def test_classifiers(tmp_path: Path, model_type: str, labels: int) -> None:
 
 
 def test_float32_models_leave_next_to_nothing(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama", torch.float32)
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": "all-linear"})
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
     found = verify(merged, logits=True).outputs
