@@ -14,6 +14,9 @@ _SLOW_IMPORT = re.compile(
     r"^\s*(?:from|import) (?:torch|peft|transformers|matplotlib|tests\.(?:bench|fuzz|oracle|quantised))", re.MULTILINE
 )
 
+_RUN_A_MODEL = ("[LT620]", "[LT625]")
+"""Ends of the names of tests that import torch all the same, to ask a model."""
+
 
 def _is_fast(path: Path) -> bool:
     return path.parent.name in ("unit", "property") and not _SLOW_IMPORT.search(path.read_text())
@@ -29,6 +32,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is fast, and put what trains first, so that no worker begins a test of 20 s when the others are done."""
     for item in items:
-        if _is_fast(item.path):
+        if _is_fast(item.path) and not item.name.endswith(_RUN_A_MODEL):
             item.add_marker(pytest.mark.fast)
     items.sort(key=lambda item: item.path.parent.name != "train")
