@@ -1,4 +1,4 @@
-"""Adapters that were computed or converted, with what they were made from, so that verify can compute them again."""
+"""Adapters that were computed or converted, with their inputs, so that verify can compute them again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _written(folder: Reference, adapters: Sequence[Reference]) -> Written | None
 
 
 def _experts_of(manifest: Manifest, root: Path, adapters: Sequence[Reference]) -> TensorTable:
-    """Return what the base calls the weights under the LoRA of the first input: MLX-LM's stack lacks the experts' names."""
+    """Return the base's names of the weights under the first input's LoRA: MLX-LM's stack lacks the experts' names."""
     entry = manifest.input("adapter")
     if not adapters and not entry:
         return {}

@@ -1,1 +1,1 @@
-"""What the adapters of a merge do, as terms."""
+"""The changes that the adapters of a merge make, as terms."""

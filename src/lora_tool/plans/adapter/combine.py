@@ -1,4 +1,4 @@
-"""The adapters of one merge: each with its config and its tensors by what they do, and all of them together.
+"""The adapters of one merge: each with its config and its tensors by their effect, and all of them together.
 
 The deltas of several adapters are summed. What cannot be summed is in one of them only, or the same in all.
 """
@@ -37,8 +37,8 @@ def parameter_term(
 ) -> LoraTerm:
     """Return the delta of one parameter; the rules have compared the shapes.
 
-    `layout` is what the user says of lora_B; None to go by the config. Raises `UnsupportedAdapter` where the layout of
-    lora_B cannot be known, `WrongValue` where the config says another.
+    `layout` is the user's for lora_B; None to go by the config. Raises `UnsupportedAdapter` where the layout of lora_B
+    cannot be known, `WrongValue` where the config says another.
     """
     config = view.config
     a, b = layer.a, layer.b
@@ -60,29 +60,29 @@ def stack_is_transposed(parameter: str, facts: ModelFacts) -> bool:
     return len(facts.shapes[parameter]) == _STACK and parameter.rpartition(".")[0] in facts.transposed
 
 
-def layout_of(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None = None) -> ExpertLayout:
-    """Return how the columns of a fused lora_B belong to experts: as `asked`, else as the config says.
+def layout_of(config: AdapterConfig, b: StoredTensor, requested: ExpertLayout | None = None) -> ExpertLayout:
+    """Return how the columns of a fused lora_B belong to experts: as `requested`, else as the config says.
 
     Raises `WrongValue` where the two differ, `UnsupportedAdapter` where Unsloth wrote it and neither says.
     """
     named = config.expert_layout
-    if asked is not None and named not in (None, asked.value):
-        raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was requested')
-    if asked is None and named is None and config.by_unsloth:
+    if requested is not None and named not in (None, requested.value):
+        raise WrongValue(f'{config.path}: lora_B_layout is {named}, but `expert_layout="{requested}"` was requested')
+    if requested is None and named is None and config.by_unsloth:
         raise UnsupportedAdapter(
             f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
             "2026-09. The file does not record which order it has, and the wrong one gives plausible garbage",
             hint=f'write "lora_B_layout" into {config.path.name}: "{ExpertLayout.GROUPED_BY_EXPERT.value}" if it was trained '
             f'before that, "{ExpertLayout.RANK_MAJOR.value}" if after; to merge, `expert_layout="…"` says the same',
         )
-    return asked or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)
+    return requested or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)
 
 
-# What an adapter does to a model, in the terms of a plan. Each of its tensors appears here once.
+# An adapter's changes of a model, in the terms of a plan. Each of its tensors appears here once.
 
 
 class AdapterModules(Struct, frozen=True, kw_only=True):
-    """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
+    """An adapter's changes, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
     lora: Mapping[str, tuple[LoraTerm, ...]]
     """One term of each adapter that has LoRA on the module."""
@@ -96,7 +96,7 @@ class AdapterModules(Struct, frozen=True, kw_only=True):
     embeddings: frozenset[str]
     """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
     tokens: Mapping[str, StoredTensor]
-    """Rows trained by themselves, by module path."""
+    """The rows of `trainable_token_indices`, by module path."""
     parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """LoRA on bare parameters, by their names."""
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -124,12 +124,12 @@ def adapter_modules(
     ends: frozenset[str] = frozenset(),
     weight: float = 1.0,
 ) -> AdapterModules:
-    """Return the adapter's tensors by what they do; the rules have judged them.
+    """Return the adapter's tensors by their effect; the rules have judged them.
 
     `weight` is the adapter's in a sum: all of its terms are scaled by it, whole tensors stay as they are.
-    `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
-    lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
-    resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Raises as
+    `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is the user's for a fused lora_B.
+    `ends` are the base's tensors with a row per token: PEFT saves them unasked after the vocabulary was resized, and
+    loads them over the base's. `base` are all of its tensors; an adapter may repeat some. Raises as
     `parameter_term`.
     """
     layers = {layer.module: layer for layer in view.layers}
@@ -207,7 +207,7 @@ class Adapted(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> Mapping[str, tuple[int, ...]]:
-        """Embedding module → the rows that this adapter trained by themselves."""
+        """Embedding module → the rows that this adapter trained (`trainable_token_indices`)."""
         return {module: self.view.tokens[module].indices for module in self.modules.tokens}
 
     def without(self, tensors: Collection[StoredTensor], reason: str) -> Adapted:
@@ -233,7 +233,7 @@ def without_delta(part: Adapted) -> Adapted:
 
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
-    """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.
+    """Return the adapters without the tensors that an earlier one holds too, and the changes of all of them together.
 
     Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other.
     """
@@ -257,7 +257,7 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
 
 
 def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
-    """Raise `UnsupportedAdapter` where a later adapter alone saved a module whole.
+    """Raise `UnsupportedAdapter` where only a later adapter saved a module whole.
 
     PEFT takes saved modules from the active adapter, which is the first, and silently leaves out the others'
     (peft 0.21, `ModulesToSaveWrapper.unload_and_optionally_merge_module`).

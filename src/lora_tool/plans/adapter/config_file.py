@@ -1,4 +1,4 @@
-"""The `adapter_config.json` that is written beside an adapter's tensors: that of the input, changed where it must be."""
+"""The `adapter_config.json` of a written adapter: the input's, changed where it must be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config_file(
 ) -> SideFile:
     """Return the config with `changes` in its fields, described by `why`, and the base as an absolute path.
 
-    A relative path of the base would mean another folder beside the output. A config without any change is copied.
+    A relative path of the base would mean another folder from there. A config without any change is copied.
     `rebuilt` are the fields of a config that no file had.
     """
     changed, reasons = dict(changes), [*why]

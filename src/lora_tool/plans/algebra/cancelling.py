@@ -11,16 +11,16 @@ from lora_tool.formats.open_files import OpenFiles
 from lora_tool.plans.algebra.terms import Factors
 
 _LITTLE = 0.05
-"""A share of what the terms are by themselves: rounding both factors of a term to bfloat16 costs a tenth of less."""
+"""A share of the sum of the terms' norms. A smaller ΔW loses a tenth when both factors are rounded to bfloat16."""
 _SMALL = 16 << 20
-"""Bytes of factors that are all looked at; of larger adapters some modules are."""
+"""Up to so many bytes of factors every module is checked; of larger adapters only `_SOME`."""
 _SOME = 4
 
 
 def cancel_warnings(sums: Sequence[Factors]) -> Iterator[str]:
     """Yield a warning where ‖ΔW‖ is a small share of the sum of the norms of its terms, from Gram matrices.
 
-    All modules of small adapters are looked at, of large ones some from everywhere. Raises `OSError`, `SourceChanged`.
+    Checks all modules of small adapters, and a few of large ones, evenly spaced. Raises `OSError`, `SourceChanged`.
     """
     several = [each for each in sums if len(each.terms) > 1]
     if not several:
@@ -32,16 +32,16 @@ def cancel_warnings(sums: Sequence[Factors]) -> Iterator[str]:
     little = sorted((share, module) for module, share in shares.items() if share < _LITTLE)
     if little:
         share, module = little[0]
-        looked = "" if len(shares) == len(sums) else " that were looked at"
+        checked = "" if len(shares) == len(sums) else " that were looked at"
         yield (
-            f"the adapters nearly cancel: in {len(little)} of {counted(len(shares), 'module')}{looked} ‖ΔW‖ of the sum is "
+            f"the adapters nearly cancel: in {len(little)} of {counted(len(shares), 'module')}{checked} ‖ΔW‖ of the sum is "
             f"below {_LITTLE:.0%} of what its terms are by themselves, in {module} {100 * share:.2g}%; a server "
             "that computes in 16 bits loses much of that to rounding"
         )
 
 
 def _shares(sums: Sequence[Factors]) -> Iterator[tuple[str, float]]:
-    """Yield each module and ‖ΔW‖ as a share of what its terms are by themselves."""
+    """Yield each module and ‖ΔW‖ as a share of the sum of its terms' norms."""
     from lora_tool.plans.algebra.grams import Reader  # numpy, only where values are read
     from lora_tool.plans.algebra.spectrum import grams_and_scales, left_of_terms
 

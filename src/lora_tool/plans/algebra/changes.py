@@ -1,4 +1,4 @@
-"""What an adapter does to each module, as products of low rank: by its factors, or computed together with its base."""
+"""An adapter's change of each module as a product of low rank: its factors, or computed together with its base."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Changes(Struct, frozen=True, kw_only=True):
     records: tuple[InputRecord, ...] = ()
     """Tensors that are in a product, or left out because the server's base has the same."""
     spooled: tuple[FileStamp, ...] = ()
-    """What the files are like that hold computed factors."""
+    """The stamps of the files with computed factors."""
     from_base: bool = False
     """Whether the base's values are in it."""
 
@@ -70,9 +70,9 @@ def changes_of(
     max_rank: int | None = None,
     as_dora: bool = False,
 ) -> Changes:
-    """Return what the adapter does to each module, for a server of the `form`, which has nothing in the way.
+    """Return the adapter's change of each module, for a server of the `form` that can express all of it.
 
-    `as_dora` is whether DoRA stays DoRA, whose s·B·A is what is returned. Reads whole weights of `base` where the
+    With `as_dora` DoRA stays DoRA, and its s·B·A is returned. Reads whole weights of `base` where the
     adapter's change needs them, one after the other. Raises `UnsupportedAdapter` and `IncompatibleBase` where that gives
     no product of low rank.
     """

@@ -1,4 +1,4 @@
-"""Where two models differ, tensor by tensor: what can be LoRA, what is saved whole, and what no adapter can hold."""
+"""The tensors in which two models differ: as LoRA, saved whole, or refused, as no adapter can hold them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _require_place(tensor: StoredTensor, known: StoredTensor, tuned: ModelDir, b
 
 
 def _require_own(module: str, tuned: ModelDir) -> None:
-    """Raise where an encoder and a decoder have this module as their embeddings: PEFT would replace it alone."""
+    """Raise where an encoder and a decoder have this module as their embeddings: PEFT would replace only it."""
     prefix, _, leaf = module.rpartition(".")
     inner = f"{prefix}.encoder.embed_tokens.weight".removeprefix(".")
     if leaf == "shared" and inner not in tuned.tensors:
@@ -239,7 +239,7 @@ def _targets(linear: Iterable[str], base: ModelDir) -> tuple[str, ...]:
 
 
 def _is_in(saved: Iterable[str], tensor: str) -> bool:
-    """Return whether PEFT saves and loads the tensor with one of these modules: it looks for their names as text."""
+    """Return whether PEFT saves and loads the tensor with one of these modules: it searches for their names as text."""
     return any(f"{name}." in tensor for name in saved)
 
 

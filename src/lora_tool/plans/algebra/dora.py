@@ -56,7 +56,7 @@ def nearest_to_dora(
             moved *= (sizes[some] / np.linalg.norm(moved, axis=1))[:, None]
             yield (moved - before).astype(np.float32)
 
-    with np.errstate(all="ignore"):  # what is not finite is refused by name
+    with np.errstate(all="ignore"):  # NaN and infinity are refused by name
         near = nearest_to(changes, weight.shape, f"{weight.path}: what DoRA makes of `{weight.name}`", rank=rank)
     a, b = (spool.add(f"{factors.module}.dora_{part}", each) for part, each in (("A", near.a), ("B", near.b)))
     figures = ModuleRank(

@@ -1,4 +1,4 @@
-"""The steps that write one module's factors: put beside one another, or turned to a lower rank."""
+"""The steps that write one module's factors: stacked, or multiplied by small matrices that lower the rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _POWER_OF_TWO = 0.5
 def exact_type(sums: Iterable[Factors], *, turned: bool = False) -> DType:
     """Return the type in which the factors of all sums can be written without rounding, float32 where none is.
 
-    None is where one is `turned` to a lower rank. A power of two as scale rounds nothing, but in float16, which has few exponents.
+    A module `turned` to a lower rank always rounds. Scaling by a power of two does not, except in float16 with its
+    few exponents.
     """
     found, scaled = set(), turned
     for factors in sums:
@@ -33,17 +34,19 @@ def exact_type(sums: Iterable[Factors], *, turned: bool = False) -> DType:
 
 
 def part_names(factors: Factors) -> tuple[str, str]:
-    """Return what PEFT calls A and B of the module."""
+    """Return PEFT's names of A and B of the module."""
     return ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
 
 
-def factor_ops(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> tuple[Op, Op]:
+def factor_ops(factors: Factors, dtype: DType, lowering: tuple[SmallMatrix, SmallMatrix] | None) -> tuple[Op, Op]:
     """Return the operations that make A and B, of all scaling.
 
-    `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
+    `lowering` are the matrices for B and A that lower the rank; None stacks the factors of all terms.
     """
-    if turned:
-        return Mix(parts=factors.a_parts, matrix=turned[1], below=True), Mix(parts=factors.b_parts, matrix=turned[0])
+    if lowering:
+        return Mix(parts=factors.a_parts, matrix=lowering[1], below=True), Mix(
+            parts=factors.b_parts, matrix=lowering[0]
+        )
     copies = tuple(copied_as(dtype, part) for part in factors.a_parts)
     columns = tuple(Columns(tensor=term.b, count=term.rank, scale=term.scale) for term in factors.terms)
     unscaled = len(columns) == 1 and columns[0].scale == 1

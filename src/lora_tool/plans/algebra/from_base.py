@@ -1,8 +1,8 @@
-"""What of an adapter's change is a product of low rank only together with its base: inits, and rows trained as they are.
+"""Changes that are of low rank only together with the base: PiSSA's and OLoRA's inits, and rows trained whole.
 
 PiSSA and OLoRA take a product P out of W before training, so that the change of W is s·B·A - P (Meng et al., 2024;
-Büyükakyüz, 2024): P's factors beside the others give it at rank 2r. Rows of an embedding or output layer that were
-trained by themselves, or saved whole, differ from the base's in a few rows; the difference is a product of those rows
+Büyükakyüz, 2024): P's factors added to the others give it at rank 2r. Rows of an embedding or output layer that were
+trained as tokens, or saved whole, differ from the base's in a few rows; the difference is a product of those rows
 and of rows of the unit matrix, at a rank that is their number.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MOST_ROWS = 512
-"""Changed rows beyond this are no low rank: no server takes a rank above it."""
+"""More changed rows are not of low rank: no server takes a rank above this."""
 _BLOCK = 1 << 20
 
 
@@ -40,7 +40,7 @@ class ChangedRows(Struct, frozen=True, kw_only=True):
 
     module: str
     tensor: StoredTensor
-    """The adapter's tensor that holds them, alone or among all rows."""
+    """The adapter's tensor with only these rows, or with all rows."""
     places: tuple[int, ...]
     """Which rows of the base's weight they are."""
     base: StoredTensor
@@ -63,7 +63,7 @@ def base_weight(base: ModelDir, module: str) -> StoredTensor:
 
 
 def without_init(factors: Factors, weight: StoredTensor, init: str, spool: Spool, *, transposed: bool) -> Factors:
-    """Return s·B·A - P: the change of W, of which `init` took P out before training.
+    """Return s·B·A - P: the change of W, from which `init` subtracted P before training.
 
     W is `weight`, stored [in, out] where `transposed`. Raises `IncompatibleBase` where the sizes differ.
     """

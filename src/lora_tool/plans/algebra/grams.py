@@ -1,4 +1,4 @@
-"""Gram matrices of factors that stand beside one another, and the triangle of their QR factorisation, in float64.
+"""Gram matrices of factors side by side, and the triangle of their QR factorisation, in float64.
 
 A factor is small: it is read whole where it has a few MB, else some rows at a time.
 """
@@ -37,7 +37,7 @@ class Reader(Struct, kw_only=True, eq=False):
         """
         total = sum(part.shape[0 if below else 1] for part in parts)
         gram = np.zeros((total, total))
-        with np.errstate(all="ignore"):  # what is not finite is refused by name
+        with np.errstate(all="ignore"):  # NaN and infinity are refused by name
             for block in self._blocks(parts, total, below=below):
                 gram += block.T @ block
         return gram

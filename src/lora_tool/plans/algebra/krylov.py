@@ -31,11 +31,11 @@ _BLOCK = 1 << 19
 _SHORT = 1e-12
 """The square of a direction's length among columns of float32, below which it is rounding."""
 _EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: (23, 0xFF, 150)}
-"""Where a type's exponent is, its mask, and what is taken off it for the distance to the next number."""
+"""Bits below a type's exponent, the exponent's mask, and e: an ulp is 2^(exponent - e)."""
 
 
 class LowRank(Struct, frozen=True, kw_only=True):
-    """A difference D as `b`·`a`, [out, r] and [r, in], and what that leaves of it."""
+    """A difference D as `b`·`a`, [out, r] and [r, in], and the size of the rest."""
 
     b: Array
     a: Array
@@ -44,11 +44,11 @@ class LowRank(Struct, frozen=True, kw_only=True):
     residual: float
     """‖D - B·A‖."""
     noise: float
-    """What rounding the weights to their type once contributes to ‖D‖."""
+    """The part of ‖D‖ that comes from rounding the weights to their type once."""
     largest: float
     """The largest singular value that was found."""
     enough: int | None
-    """The rank that keeps 99 % of ‖D‖²; None where it is above those that were looked at."""
+    """The rank that keeps 99 % of ‖D‖²; None where it is above the ranks that were computed."""
 
     @property
     def rank(self) -> int:
@@ -88,7 +88,7 @@ def nearest_to(
 ) -> LowRank:
     """Return the nearest product of `rank` at most to the matrix whose rows `blocks` yields in float32, four times.
 
-    `name` is what a message calls it; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
+    `name` stands for it in messages; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
     """
     height, width = shape
     basis, norm = _basis_and_norm(blocks, shape, name, min(rank + _MORE, width, height))
@@ -97,7 +97,7 @@ def nearest_to(
         np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
         at += len(difference)
     eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
-    squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
+    squares, directions = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
     chosen = min(rank, int(np.count_nonzero(squares > squares[0] * width * np.finfo(np.float32).eps ** 2)) or 1)
     if keep is not None:
         shares = np.cumsum(squares[:chosen]) / max(norm - noise**2, np.finfo(np.float64).tiny)
@@ -106,9 +106,9 @@ def nearest_to(
     inverse = np.divide(1.0, sizes, out=np.zeros(chosen), where=sizes > 0)
     b, a = np.empty((height, chosen), np.float32), np.empty((chosen, width), np.float32)
     for rows in _rows_of(thin):
-        b[rows] = thin[rows] @ (turned[:, :chosen] * inverse)
+        b[rows] = thin[rows] @ (directions[:, :chosen] * inverse)
     for rows in _rows_of(basis):
-        a[:, rows] = (basis[rows] @ (turned[:, :chosen] * sizes)).T
+        a[:, rows] = (basis[rows] @ (directions[:, :chosen] * sizes)).T
     left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
     return LowRank(
         b=b,
@@ -131,11 +131,11 @@ def memory_of(shape: Sequence[int], rank: int) -> int:
 def _basis_and_norm(
     blocks: Callable[[], Iterator[Array]], shape: Sequence[int], name: str, count: int
 ) -> tuple[Array, float]:
-    """Return an orthonormal basis of what three passes from so many random vectors reach, and ‖D‖². Raises as `nearest_to`."""
+    """Return an orthonormal basis of three passes from `count` random vectors, and ‖D‖². Raises as `nearest_to`."""
     width = shape[1]
     chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
     block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
-    # in float64, for what is left of ‖D‖ is the difference of two sums of squares
+    # in float64, because the residual is the difference of two sums of squares
     kept = np.empty((width, _PASSES * count))
     norm = 0.0
     for number in range(_PASSES):
@@ -157,9 +157,9 @@ def _basis_and_norm(
 
 
 def _orthonormal(columns: Array) -> Array:
-    """Return an orthonormal basis of what columns of length 1 span, in their place: a QR takes four times their memory.
+    """Return an orthonormal basis of the span of columns of length 1, in place: a QR takes four times their memory.
 
-    By eigenvalues of their Gram matrix, twice: the first time leaves what rounding does to directions that are short.
+    By eigenvalues of their Gram matrix, twice: the first time leaves rounding errors in short directions.
     """
     for _ in range(2):
         eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
@@ -172,7 +172,7 @@ def _orthonormal(columns: Array) -> Array:
 
 
 def _rows_of(matrix: Array) -> Iterator[slice]:
-    """Yield its rows, some at a time, so that what is computed of them is a block."""
+    """Yield slices of its rows, each small enough to compute with at once."""
     step = max(1, _BLOCK // max(1, matrix.shape[1]))
     return (slice(at, at + step) for at in range(0, len(matrix), step))
 
@@ -186,7 +186,7 @@ def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
     """Yield rows of tensor - base in float32, which holds the difference of two 16-bit numbers that are near."""
     step = max(1, _BLOCK // max(1, tensor.shape[1]))
     for ours, theirs in zip(row_blocks(tensor, step), row_blocks(base, step), strict=True):
-        with np.errstate(all="ignore"):  # what is not finite is refused by name
+        with np.errstate(all="ignore"):  # NaN and infinity are refused by name
             yield single(ours, tensor.dtype) - single(theirs, base.dtype)
 
 

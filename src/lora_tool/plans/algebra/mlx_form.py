@@ -31,18 +31,18 @@ _ALL_LAYERS = -1
 
 
 def mlx_steps(
-    factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None, rank: int
+    factors: Factors, dtype: DType, lowering: tuple[SmallMatrix, SmallMatrix] | None, rank: int
 ) -> Iterator[Step]:
     """Yield the steps that write lora_a, [in, rank], and lora_b, [rank, out], of zeros beyond the factors' rank."""
-    missing = rank - (turned[0].columns if turned else factors.rank)
+    missing = rank - (lowering[0].columns if lowering else factors.rank)
     a, b = (tuple(map(transposed, parts)) for parts in (factors.a_parts, factors.b_parts))
-    if turned:
-        down: Op = Mix(parts=a, matrix=padded(turned[1], missing))
-        up: tuple[RowOp, ...] = (Mix(parts=b, matrix=turned[0], below=True),)
+    if lowering:
+        down: Op = Mix(parts=a, matrix=padded(lowering[1], missing))
+        up: tuple[RowOp, ...] = (Mix(parts=b, matrix=lowering[0], below=True),)
     else:
-        alone = len(a) == 1 and not missing
+        single = len(a) == 1 and not missing
         columns = tuple(Columns(tensor=part, count=part.shape[1]) for part in a)
-        down = copied_as(dtype, a[0]) if alone else Beside(parts=columns, zeros=missing)
+        down = copied_as(dtype, a[0]) if single else Beside(parts=columns, zeros=missing)
         up = tuple(
             copied_as(dtype, part)
             if term.scale == 1
@@ -101,7 +101,7 @@ def mlx_config(sums: Sequence[Factors], rank: int, scale: float) -> SideFile:
 
 
 def rope_notes(base: ModelDir | None) -> Iterator[str]:
-    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
+    """Yield a note where MLX-LM does not find rope_theta, because transformers 5 nests it in `rope_parameters`."""
     raw = base.config.raw if base and base.config else {}
     inner = raw.get("rope_parameters")
     if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
@@ -114,7 +114,7 @@ def _in_layer(module: str) -> str:
     return module if number is None else module.partition(f".{number}.")[2]
 
 
-# What MLX-LM calls the modules of an adapter: it has classes with an output layer alone, some with names of their own.
+# MLX-LM's names of an adapter's modules: it has only classes with an output layer, some with names of their own.
 
 
 _MULTIMODAL = (
@@ -133,13 +133,13 @@ _LAYERS: Mapping[str, str] = MappingProxyType(
 )
 """Where the classes of `mlx_lm/models/` have their layers, by model type, if that is not where transformers has them."""
 _STORED_ROUTER = ".block_sparse_moe.gate"
-"""What Mixtral calls its router on disk, and MLX-LM in memory."""
+"""The name of Mixtral's router on disk, and of MLX-LM's in memory."""
 
 
 def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
     """Return how module paths begin in the class that the adapter was trained on, and in MLX-LM's.
 
-    Raises `UnsupportedAdapter` where only the base tells, and for modules that MLX-LM does not have.
+    Raises `UnsupportedAdapter` where this takes the base, and for modules that MLX-LM does not have.
     """
     modules = [layer.target for layer in view.layers]
     found = sorted({layers_of(module) for module in modules if split_layer(module)[0] is not None})
@@ -171,7 +171,7 @@ def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
 
 
 def mlx_path(module: str, names: Beginnings, base: ModelDir | None) -> str:
-    """Return the path that MLX-LM's model has a module under; only the base tells what it calls routers."""
+    """Return a module's path in MLX-LM's model; a router keeps the name that the base's checkpoint has for it."""
     path = names.path(module)
     stored = path.removesuffix(ROUTER) + _STORED_ROUTER
     return stored if path.endswith(ROUTER) and base is not None and f"{stored}.weight" in base.tensors else path
@@ -184,7 +184,7 @@ def _theirs(own: str, base: ModelDir | None) -> str | None:
     known = _LAYERS.get(base.config.model_type or "")
     if known is not None:
         return known
-    # what is not in the table has the names of checkpoints with an output layer
+    # model types outside the table keep the names of checkpoints with an output layer
     stored = {layers_of(name) for name in base.tensors if split_layer(name)[0] is not None}
     fitting = {each for each in stored if each.endswith(f".{own}")}
     return own if "." in own else fitting.pop() if len(fitting) == 1 else f"model.{own}"

@@ -49,7 +49,7 @@ def config_of_sum(
 
     PEFT scales by alpha / r, which is `scale` in every module; other than 1 only where all have one rank, with which a
     whole alpha gives it. Trained tokens are those of `head_of` where several have some. With `as_dora` the magnitudes of
-    the first, if it has any, are written beside the factors. Raises `UnsupportedAdapter` where the adapters' configs
+    the first, if it has any, are written with the factors. Raises `UnsupportedAdapter` where the adapters' configs
     contradict each other in what cannot be added up.
     """
     first = views[0].config
@@ -85,14 +85,14 @@ def base_of(config: AdapterConfig) -> str | None:
     """Return the base that an adapter names; a folder by its absolute path, which holds from any working directory."""
     if not config.base_model or Path(config.base_model).is_absolute():
         return config.base_model
-    beside = config.path.parent / config.base_model
-    return str(beside.resolve()) if beside.is_dir() else config.base_model
+    relative = config.path.parent / config.base_model
+    return str(relative.resolve()) if relative.is_dir() else config.base_model
 
 
 def rank_fields(ranks: Mapping[str, int], scale: float = 1.0) -> dict[str, Any]:
     """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and the `scale` for each.
 
-    Of fused experts, as which PEFT loads LoRA on single ones, it takes the rank from r alone.
+    PEFT loads LoRA on single experts as fused experts, and takes their rank only from r.
     """
     usual = largest_of_experts(ranks) or Counter(ranks.values()).most_common(1)[0][0]
     others = {module: rank for module, rank in ranks.items() if rank != usual}
@@ -133,7 +133,7 @@ def all_but(modules: Iterable[str]) -> str:
 
 
 def exactly(modules: Iterable[str]) -> str:
-    """Return a pattern that matches these paths alone; those of layers that have the same are written once."""
+    """Return a pattern that matches only these paths; layers with the same modules share one part of it."""
     layers: dict[tuple[str, str], set[str]] = {}
     for module in modules:
         before, index, after = [*re.split(r"(?<=\.)(\d+)(?=\.)", module, maxsplit=1), "", ""][:3]

@@ -58,10 +58,10 @@ def plan_combine(
     """
     names, given = all_weighted(adapters, weights)
     at = None if head_of is None else place_of(head_of, names)
-    asked = Ranks(rank=rank, keep=keep)
+    requested = Ranks(rank=rank, keep=keep)
     kind = None if dtype is None else float_type(dtype)
     opened = tuple(map(opened_adapter, names))
-    return _planned("combine", opened, given, asked, kind, head_of=at, base=base, ignore=ignore)
+    return _planned("combine", opened, given, requested, kind, head_of=at, base=base, ignore=ignore)
 
 
 def plan_resize(
@@ -78,18 +78,20 @@ def plan_resize(
     keeps, at the lowest rank that keeps it. `dtype` None means float32; `ignore` are codes of rules. Planning reads all
     factors once. Raises as `plan_combine`.
     """
-    asked = Ranks(rank=rank, keep=keep)
-    if asked.exact:
+    requested = Ranks(rank=rank, keep=keep)
+    if requested.exact:
         raise WrongValue("rank, keep: give one of the two", hint="`rank=16`, or `keep=0.99`")
     kind = None if dtype is None else float_type(dtype)
-    return _planned("resize", (opened_adapter(adapter),), (1.0,), asked, kind, head_of=None, base=None, ignore=ignore)
+    return _planned(
+        "resize", (opened_adapter(adapter),), (1.0,), requested, kind, head_of=None, base=None, ignore=ignore
+    )
 
 
 def _planned(
     operation: str,
     adapters: tuple[AdapterDir, ...],
     weights: tuple[float, ...],
-    asked: Ranks,
+    requested: Ranks,
     dtype: DType | None,
     *,
     head_of: int | None,
@@ -105,10 +107,10 @@ def _planned(
     if model is None:
         require_one_base(views)
     sums = factors_of_sum(views, weights)
-    turned = turned_to(asked, sums)
-    out = dtype or exact_type(sums, turned=bool(turned.matrices))
+    lowered = turned_to(requested, sums)
+    out = dtype or exact_type(sums, turned=bool(lowered.matrices))
     whole = whole_tensors(views, head_of=None if head_of is None else views[head_of])
-    matrices = turned.matrices
+    matrices = lowered.matrices
     written = equal_for_experts(
         {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
     )
@@ -124,17 +126,17 @@ def _planned(
         ),
         dropped=whole.dropped,
         findings=report.findings,
-        notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
-        ranks=turned.ranks,
+        notes=_notes(operation, adapters, weights, sums, lowered.ranks, whole.steps),
+        ranks=lowered.ranks,
         manifest={
             "operation": operation,
-            "rank": asked.rank,
-            "keep": asked.keep,
+            "rank": requested.rank,
+            "keep": requested.keep,
             "dtype": out.value,
             "head_of": None if head_of is None else input_name(head_of + 1),
         },
     )
-    return replace(plan, warnings=(*plan.warnings, *cancel_warnings(sums), *small_warnings(sums, out, turned.ranks)))
+    return replace(plan, warnings=(*plan.warnings, *cancel_warnings(sums), *small_warnings(sums, out, lowered.ranks)))
 
 
 def _steps(

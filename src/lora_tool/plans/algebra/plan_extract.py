@@ -89,8 +89,8 @@ def plan_extract(
     `spool`. A classifier of a causal base gives a reward adapter. `dtype` None is float32. Raises `UnsupportedAdapter`
     for what an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
     """
-    asked = Ranks(rank=rank, keep=keep)
-    if asked.exact:
+    requested = Ranks(rank=rank, keep=keep)
+    if requested.exact:
         raise WrongValue("rank, keep: give one of the two", hint="rank=64, or keep=0.95")
     kind = DType.F32 if dtype is None else float_type(dtype)
     tuned, first = opened_model(model), opened_model(base)
@@ -107,7 +107,7 @@ def plan_extract(
         )
     _require_names(first, found)
     told(f"comparing {len(found.low_rank)} changed matrices with the base's, in four passes")
-    made = [*_factors(tuned, first, found, asked, spool)]
+    made = [*_factors(tuned, first, found, requested, spool)]
     made += _unchanged(made, first, found, spool)
     modules = [each for each, _ in made]
     ranks = equal_for_experts({each.module: each.rank for each in modules})
@@ -146,15 +146,15 @@ def _merged(model: ModelDir) -> tuple[str, ...]:
 
 
 def _require_names(base: ModelDir, found: Differing) -> None:
-    """Return if PEFT finds the modules by the names that they have on disk, as far as tables or transformers tell.
+    """Check that PEFT finds the modules by their names on disk, as far as tables or transformers know them.
 
     Raises `UnsupportedAdapter` where transformers has another name for one in memory.
     """
     config = base.config
     if config is None or config.custom_code:
         return
-    asked = AdapterConfig(path=base.root / FILE_NAME, task_type=found.task_type)
-    known = module_names(config, base.tensors, asked)
+    trained = AdapterConfig(path=base.root / FILE_NAME, task_type=found.task_type)
+    known = module_names(config, base.tensors, trained)
     if known is None and all(map(find_spec, ("torch", "transformers"))):
         from lora_tool.models.mapping.modules import built_modules
 
@@ -173,7 +173,7 @@ def _require_names(base: ModelDir, found: Differing) -> None:
         )
 
 
-def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool) -> Iterator[Made]:
+def _factors(tuned: ModelDir, base: ModelDir, found: Differing, requested: Ranks, spool: Spool) -> Iterator[Made]:
     """Yield each module's figures and factors, computed by one worker per core, as far as memory goes."""
     from threadpoolctl import threadpool_limits  # numpy, only where values are read
 
@@ -181,15 +181,15 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, sp
 
     def one(module: str) -> Made:
         ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
-        ranks = _LARGEST if asked.rank is None else (asked.rank,)
+        ranks = _LARGEST if requested.rank is None else (requested.rank,)
         for largest in ranks:
-            near = nearest(ours, theirs, rank=largest, keep=asked.keep)
-            if asked.keep is None or near.kept >= asked.keep * (1 - 1e-9):
+            near = nearest(ours, theirs, rank=largest, keep=requested.keep)
+            if requested.keep is None or near.kept >= requested.keep * (1 - 1e-9):
                 break
         else:
             raise UnsupportedAdapter(
                 f"{ours.path}: `{ours.name}` is not of low rank: rank {near.rank} keeps {near.kept:.1%} of what changed, "
-                f"{asked.keep:.1%} was requested",
+                f"{requested.keep:.1%} was requested",
                 hint=f"`save={module}` writes it whole, `rank={near.rank}` writes the best of that rank",
             )
         figures = Extracted(
@@ -205,7 +205,7 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, sp
         return figures, (spool.add(f"{module}.lora_A", a), spool.add(f"{module}.lora_B", b))
 
     largest = max(
-        memory_of(tuned.tensors[f"{each}.weight"].shape, asked.rank or _LARGEST[1]) for each in found.low_rank
+        memory_of(tuned.tensors[f"{each}.weight"].shape, requested.rank or _LARGEST[1]) for each in found.low_rank
     )
     count = min(available_cores(), max(1, _MEMORY // largest))
     with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(count) as workers:

@@ -89,7 +89,7 @@ def plan_prepare(
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
     ranks = (*changes.ranks, *served.turned.ranks)
-    # beside the adapter's own factors, which `verify` has at hand, too: those computed with the base are rounded
+    # from the adapter's own factors, which `verify` reads too: those computed with the base are rounded
     idle: tuple[Idle, ...] = ()
     if form.together and model:
         idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
@@ -165,7 +165,7 @@ def _config(
 
 
 def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:
-    """Return the config for a server: one rank, targets by the last parts of their names, parameters of experts alone."""
+    """Return the config for a server: one rank, targets by the last parts of their names, experts by parameters."""
     raw = parse_json(config.content or b"{}", view.config.path)
     paths = [stack.path for stack in served.fused.values()]
     parameters = view.config.target_parameters or ()
@@ -192,8 +192,8 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
 
 def _warnings(form: ServingForm, served: ServedFactors, base: ModelDir | None, dtype: DType) -> Iterator[str]:
     yield from small_warnings(served.sums, dtype, served.turned.ranks)
-    if form.together and base is None and (alone := lacking([each.module for each in served.sums], form.together)):
-        yield f"{alone_text(alone)}, which {form.name} with transformers 5 does not load: --base MODEL adds LoRA of zeros"
+    if form.together and base is None and (lone := lacking([each.module for each in served.sums], form.together)):
+        yield f"{alone_text(lone)}, which {form.name} with transformers 5 does not load: --base MODEL adds LoRA of zeros"
 
 
 def _notes(

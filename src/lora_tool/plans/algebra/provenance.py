@@ -1,4 +1,4 @@
-"""What a computed adapter was made from, as its manifest says, so that verify can compute it again."""
+"""The inputs of a computed adapter, from its manifest, so that verify can compute it again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SumInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def keep(self) -> float | None:
-        """The share of ‖ΔW‖² that every module was to keep, None where that was not asked."""
+        """The share of ‖ΔW‖² that every module was to keep, None where none was requested."""
         keep = self.manifest.raw.get("keep")
         return float(keep) if isinstance(keep, int | float) else None
 
@@ -69,7 +69,7 @@ class SumInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def discarded(self) -> dict[str, float]:
-        """Module → the share of ‖ΔW‖ that was said to be left out."""
+        """Module → the share of ‖ΔW‖ that is left out, by the manifest."""
         return dict(_figures(self.manifest, "error"))
 
     def fingerprints(self) -> dict[str, str]:
@@ -94,7 +94,7 @@ class ExtractInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def residuals(self) -> dict[str, float]:
-        """Module → how far from the difference its ΔW was said to be."""
+        """Module → the distance of its ΔW from the difference, by the manifest."""
         return dict(_figures(self.manifest, "residual"))
 
     @property
@@ -104,7 +104,7 @@ class ExtractInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> dict[str, str]:
-        """Tensor of the adapter that is no LoRA → its name in the model."""
+        """Tensor of the adapter that is not a LoRA factor → its name in the model."""
         names = {
             name: key.tensor if key.part is Part.PLAIN else f"{key.module}.{key.leaf}"
             for name, key in self.made.keys.items()

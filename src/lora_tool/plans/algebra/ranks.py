@@ -1,4 +1,4 @@
-"""What a change of ranks does to each module, in figures that are known before anything is written."""
+"""The effect of lower ranks on each module, in figures that are known before anything is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kept(Protocol):
 
     @property
     def kept(self) -> float:
-        """The share of what was to be kept."""
+        """The share that is kept of the change."""
 
 
 class ModuleRank(Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class ModuleRank(Struct, frozen=True, kw_only=True):
     energy: float
     """‖ΔW‖²."""
     discarded: float
-    """What of it is left out."""
+    """The part of it that is left out."""
     largest: float
     """The largest singular value."""
     enough: int
@@ -141,9 +141,10 @@ def equal_for_experts(ranks: Mapping[str, int]) -> dict[str, int]:
 
 
 def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield what PEFT needs besides, to stack the factors of `modules`, of all modules that are `known`: the other experts,
-    in all layers, and all their matrices beside gate or up; down alone it finds. Each comes with one of the modules that
-    has as many columns, if there is one.
+    """Yield the `known` modules that PEFT also needs to stack the factors of `modules`.
+
+    These are the other experts, in all layers, and for gate or up all three matrices; down needs only down. Each comes
+    with one of `modules` that has as many columns, if there is one.
     """
     present = set(modules)
     likes: dict[tuple[str, str], str | None] = {}

@@ -38,7 +38,7 @@ class ServedFactors(Struct, frozen=True, kw_only=True):
     sums: tuple[Factors, ...]
     """The factors, without `scale`."""
     turned: Turned
-    """What lowers the rank of some."""
+    """The matrices that lower the rank of some modules."""
     fused: Mapping[str, FusedExperts]
     """Modules whose factors hold those of several experts."""
     ranks: Mapping[str, int]
@@ -60,7 +60,7 @@ class ServedFactors(Struct, frozen=True, kw_only=True):
 
     @property
     def rank_of_idle(self) -> int:
-        """The rank of modules of zeros beside others: that of all, or that of single experts."""
+        """The rank of LoRA of zeros: the one rank of all modules, else that of single experts, else the largest."""
         return self.one_rank or largest_of_experts(self.ranks) or self.largest
 
     def rank(self, module: str) -> int:
@@ -78,18 +78,18 @@ def served_factors(
     """
     fused = fused_experts(view)
     _require_low(fused.values(), max_rank, view)
-    turned = _within(max_rank, [each for each in sums if each.module not in fused], view, approximate=approximate)
-    lowered = {module: of_b.columns for module, (of_b, _) in turned.matrices.items()}
+    within = _within(max_rank, [each for each in sums if each.module not in fused], view, approximate=approximate)
+    lowered = {module: of_b.columns for module, (of_b, _) in within.matrices.items()}
     of_experts = {module: stack.rank for module, stack in fused.items()}
     ranks = {each.module: each.rank for each in sums} | lowered | of_experts
     one_rank = max(ranks.values()) if form.one_rank else None
     if not form.one_rank:
         ranks = equal_for_experts(ranks)
-    # turning a module to a lower rank puts its scaling into the factors
-    scale = 1.0 if turned.matrices else _said_by_config(common_scale(sums), form, ranks.values(), one_rank)
+    # lowering a module's rank puts its scaling into the factors
+    scale = 1.0 if within.matrices else _said_by_config(common_scale(sums), form, ranks.values(), one_rank)
     return ServedFactors(
         sums=tuple(sums if scale == 1 else (unscaled(each, scale) for each in sums)),
-        turned=turned,
+        turned=within,
         fused=fused,
         ranks=ranks,
         one_rank=one_rank,
@@ -113,12 +113,12 @@ def served_steps(served: ServedFactors, form: ServingForm, dtype: DType) -> Iter
     for each in served.sums:
         if form.mlx and is_of_expert(each.module):
             continue
-        turned, rank = matrices.get(each.module), served.rank(each.module)
+        lowering, rank = matrices.get(each.module), served.rank(each.module)
         if form.mlx:
-            yield from mlx_steps(each, dtype, turned, rank)
+            yield from mlx_steps(each, dtype, lowering, rank)
         else:
             stack = served.fused.get(each.module)
-            yield from padded_steps(each, dtype, turned, rank, experts=stack.count if stack else 1)
+            yield from padded_steps(each, dtype, lowering, rank, experts=stack.count if stack else 1)
         yield from bias_steps(each, dtype)
     if form.mlx:
         yield from stacked_steps(served.sums, dtype, matrices, served.largest)
@@ -137,9 +137,9 @@ def _require_low(fused: Iterable[FusedExperts], max_rank: int | None, view: Adap
 
 def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *, approximate: bool) -> Turned:
     """Return how the modules above the largest rank get to it. Raises `UnsupportedAdapter` where that loses something."""
-    asked = Ranks(rank=max_rank)
-    turned = turned_to(asked, [] if max_rank is None else [each for each in sums if each.rank > max_rank])
-    lost = [each for each in turned.ranks if each.discarded > _NOTHING_LOST * each.energy]
+    above = [] if max_rank is None else [each for each in sums if each.rank > max_rank]
+    within = turned_to(Ranks(rank=max_rank), above)
+    lost = [each for each in within.ranks if each.discarded > _NOTHING_LOST * each.energy]
     if lost and not approximate:
         worst = min(lost, key=lambda each: each.kept)
         raise UnsupportedAdapter(
@@ -147,10 +147,10 @@ def _within(max_rank: int | None, sums: Sequence[Factors], view: AdapterView, *,
             f"{max_rank}, the least of {counted(len(lost), 'module')}",
             hint=f"`approximate=True` writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
         )
-    return turned
+    return within
 
 
-# LoRA of zeros on modules that an adapter leaves alone, for a server that reads LoRA on some modules only together.
+# LoRA of zeros on modules without LoRA, for a server that reads LoRA on some modules only together.
 
 
 class Idle(Struct, frozen=True, kw_only=True):
@@ -178,10 +178,10 @@ def idle_modules(sums: Sequence[Factors], base: ModelDir, reads: ReadTogether) -
     if not reads.is_of(base.whole_config.model_type):
         return
     known = [name.removesuffix(".weight") for name in as_matrices(base).tensors]
-    for module, beside in beside_which(sums, known, reads).items():
-        weight = weight_beside(base, module, beside.width)
+    for module, like in beside_which(sums, known, reads).items():
+        weight = weight_beside(base, module, like.width)
         if weight is not None:
-            yield Idle(module=module, out=weight.shape[0], width=weight.shape[1], beside=beside)
+            yield Idle(module=module, out=weight.shape[0], width=weight.shape[1], beside=like)
 
 
 def beside_which(sums: Sequence[Factors], known: Iterable[str], reads: ReadTogether) -> Mapping[str, Factors]:

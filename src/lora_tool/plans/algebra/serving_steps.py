@@ -19,7 +19,7 @@ from lora_tool.plans.core.steps import Step
 def padded_steps(
     factors: Factors,
     dtype: DType,
-    turned: tuple[SmallMatrix, SmallMatrix] | None,
+    lowering: tuple[SmallMatrix, SmallMatrix] | None,
     rank: int,
     *,
     experts: int = 1,
@@ -29,8 +29,8 @@ def padded_steps(
     Those of fused `experts` have that rank each: one expert's rows of A follow the other's, and the columns of B are of
     the experts in turn, so that those of zeros come last.
     """
-    above, across = factor_ops(factors, dtype, turned)
-    own = (turned[0].columns if turned else factors.rank) // experts
+    above, across = factor_ops(factors, dtype, lowering)
+    own = (lowering[0].columns if lowering else factors.rank) // experts
     if missing := rank - own:
         first = factors.a_parts[0]
         of_each = (
@@ -39,23 +39,23 @@ def padded_steps(
             else [(copied_as(dtype, rows_of(first, at * own, own)),) for at in range(experts)]
         )
         above = Assemble(parts=tuple(part for rows in of_each for part in (*rows, *zero_rows(first, missing))))
-        across = _wider(factors, across, missing * experts, turned)
+        across = _wider(factors, across, missing * experts, lowering)
     a, b = part_names(factors)
     yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank * experts, *factors.inner), above)
     yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank * experts, *factors.outer), across)
 
 
 def zero_rows(like: StoredTensor, count: int, width: int | None = None) -> Iterator[Beside]:
-    """Yield operations that make `count` rows of zeros, `width` wide, or as wide as `like`, of which no value is taken."""
+    """Yield operations for `count` rows of zeros, `width` wide, or as wide as `like`. Its values are not read."""
     while count:
         some = min(count, like.shape[0])
         yield Beside(parts=(Columns(tensor=rows_of(like, 0, some), count=0),), zeros=width or like.shape[1])
         count -= some
 
 
-def _wider(factors: Factors, op: Op, zeros: int, turned: tuple[SmallMatrix, SmallMatrix] | None) -> Op:
-    if turned:
-        return Mix(parts=factors.b_parts, matrix=padded(turned[0], zeros))
+def _wider(factors: Factors, op: Op, zeros: int, lowering: tuple[SmallMatrix, SmallMatrix] | None) -> Op:
+    if lowering:
+        return Mix(parts=factors.b_parts, matrix=padded(lowering[0], zeros))
     if isinstance(op, Beside):
         return replace(op, zeros=zeros)
     return Beside(

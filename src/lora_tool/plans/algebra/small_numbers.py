@@ -24,7 +24,7 @@ _TINY = 1e-20
 def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[ModuleRank] = ()) -> Iterator[str]:
     """Yield a warning where `dtype` rounds factors by more than a hundredth, since its numbers are too far apart.
 
-    `ranks` are the modules that get other factors of a lower rank. The factors are read where that can be at all: for
+    `ranks` are the modules that get other factors of a lower rank. The factors are read only where that can happen: for
     float16, and for very small scales. Raises `WrongValue` where it takes half of a factor, `OSError`, `SourceChanged`.
     """
     scales = [abs(term.scale) for each in sums for term in each.terms if term.scale]
@@ -37,13 +37,13 @@ def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[Module
         return
     worst = max(found, key=found.__getitem__)
     name = FLOAT_NAMES[dtype]
-    told = (
+    message = (
         f"{name} has no numbers between 0 and {_APART[dtype]:.1g}: in {len(found)} of {counted(len(shares), 'module')} it "
         f"rounds a factor by more than {_WARNED:.0%} of its size, by {found[worst]:.0%} in {named([worst])}"
     )
     if found[worst] >= _REFUSED:
-        raise WrongValue(told, hint="`dtype=float32`" if dtype is DType.F16 else "weights that are not that small")
-    yield f"{told}; {FLOAT_NAMES[DType.F64 if dtype is DType.F32 else DType.F32]} does not"
+        raise WrongValue(message, hint="`dtype=float32`" if dtype is DType.F16 else "weights that are not that small")
+    yield f"{message}; {FLOAT_NAMES[DType.F64 if dtype is DType.F32 else DType.F32]} does not"
 
 
 def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRank]) -> Iterator[tuple[str, float]]:
@@ -54,7 +54,7 @@ def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRan
         reader = Reader(files=files)
         for each in sums:
             if each.module in lower:
-                # ‖A‖² = ‖B‖² = Σσ, which is no less than ‖ΔW‖ = √Σσ²
+                # ‖A‖² = ‖B‖² = Σσ, which is at least ‖ΔW‖ = √Σσ²
                 rank, norm = lower[each.module].after, math.sqrt(lower[each.module].energy)
                 sizes = [(rank * max(each.out, each.width), norm)]
             else:
@@ -68,7 +68,7 @@ def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRan
 
 
 def _share(apart: float, numel: int, norm: float) -> float:
-    """Return what rounding to multiples of `apart` takes of so many values with that squared norm.
+    """Return the share of the norm that rounding `numel` values with the squared `norm` to multiples of `apart` takes.
 
     The errors of many values are spread evenly over that distance, so that their mean square is apart²/12.
     """

@@ -1,14 +1,14 @@
-"""The singular values of a sum of LoRA deltas, and the best product of lower rank, from the factors alone.
+"""The singular values of a sum of LoRA deltas, and the best product of lower rank, from only the factors.
 
-ΔW = Σ cₖ·BₖAₖ = L·C·Rᵀ, with all B's beside one another in L, all Aᵀ in R, and the scalings in the diagonal C. With the
+ΔW = Σ cₖ·BₖAₖ = L·C·Rᵀ, with all B's side by side in L, all Aᵀ in R, and the scalings in the diagonal C. With the
 columns of L and R scaled to length 1, G = LᵀL = TᵀT (Cholesky) gives L = U·T with orthonormal columns U = L·T⁻¹, and R
 likewise; the singular values of ΔW are those of the small matrix T_L·C·T_Rᵀ = P·S·Qᵀ, all of them. The best
 approximation of rank r (Eckart and Young, Psychometrika 1, 1936) is (L·X)·(R·Y)ᵀ, X = T_L⁻¹·P·S^½ and
 Y = T_R⁻¹·Q·S^½, which needs rows of L and R one at a time. √S on both sides keeps both factors small. Where columns
-depend on one another, T is Λ^½Vᵀ of G = V·Λ·Vᵀ without what is zero.
+depend on one another, T is Λ^½Vᵀ of G = V·Λ·Vᵀ without the zero eigenvalues.
 
-Sums are in float64. A Gram matrix squares the singular values of a factor, so that what is below 1e-8 of the largest is
-lost in it. Where that could be seen in ΔW, because its terms nearly cancel or a factor is nearly singular, T is taken
+Sums are in float64. A Gram matrix squares the singular values of a factor, so that those below 1e-8 of the largest
+are lost. Where that could be seen in ΔW, because its terms nearly cancel or a factor is nearly singular, T is taken
 from the triangle of a QR factorisation instead, which does not square them. Where much is left out, and that is not so,
 the eigenvectors of (ΔW)ᵀΔW tell the best approximation in half the time (`_by_eigenvalues`).
 """
@@ -32,7 +32,7 @@ from lora_tool.plans.core.factor_ops import SmallMatrix
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _CANCELLED = 1e-4
-"""If ‖ΔW‖ is below this share of what its terms are by themselves, they cancel too far for a Gram matrix."""
+"""If ‖ΔW‖ is below this share of the sum of its terms' norms, they cancel too far for a Gram matrix."""
 _CANCELLED_IF_DEPENDENT = 0.5
 """The same where columns of a factor are linearly dependent in a Gram matrix, which may be those that do not cancel."""
 _NEARLY_SINGULAR = 1e-10
@@ -49,9 +49,9 @@ class Compressed(Struct, frozen=True, kw_only=True):
     """Those of ΔW, falling; zeros are left out."""
     rank: int
     left: SmallMatrix
-    """What the columns of all B's beside one another are turned by."""
+    """X, [all ranks, rank]: the new B is L·X."""
     right: SmallMatrix
-    """What the rows of all A's, one below the other, are turned by."""
+    """Y, [all ranks, rank]: the new A is (R·Y)ᵀ."""
 
     @property
     def energy(self) -> float:
@@ -60,7 +60,7 @@ class Compressed(Struct, frozen=True, kw_only=True):
 
     @property
     def discarded(self) -> float:
-        """‖ΔW‖² of what the rank leaves out."""
+        """The part of ‖ΔW‖² that the rank leaves out."""
         return math.fsum(np.square(self.singular_values[self.rank :]).tolist())
 
     def rank_for(self, share: float) -> int:
@@ -94,11 +94,11 @@ def compressed(
             hint=f"lora-tool validate --deep {shlex.quote(str(factors.b_parts[0].path.parent))} names the tensor",
         )
     sides = _Sides.of(grams, scales)
-    asked = _Asked(rank, keep)
+    goal = _Goal(rank, keep)
     left = left_of_terms(grams, scales, factors)
-    found = _by_eigenvalues(sides, asked) if left > _CANCELLED_IF_DEPENDENT else None
+    found = _by_eigenvalues(sides, goal) if left > _CANCELLED_IF_DEPENDENT else None
     if found is None:
-        found = _by_singular_values(sides, asked, *_roots(sides, left, factors, reader))
+        found = _by_singular_values(sides, goal, *_roots(sides, left, factors, reader))
     return Compressed(
         module=factors.module,
         singular_values=found.values,
@@ -108,7 +108,7 @@ def compressed(
     )
 
 
-class _Asked(Struct, frozen=True):
+class _Goal(Struct, frozen=True):
     """A rank, or the least that keeps a share of ‖ΔW‖²."""
 
     rank: int | None
@@ -120,14 +120,14 @@ class _Asked(Struct, frozen=True):
 
 
 class _Sides(Struct, frozen=True):
-    """L and R with columns of length 1, of which the Gram matrices are known: ΔW = L·diag(core)·Rᵀ."""
+    """L and R with columns of length 1, by their Gram matrices: ΔW = L·diag(core)·Rᵀ."""
 
     grams: tuple[Matrix, Matrix]
     inverse: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
     """One over the lengths that the columns had; 0 of zeros."""
     core: npt.NDArray[np.float64]
     scaled: npt.NDArray[np.float64]
-    """The core times the first of `inverse`, without what a column of zeros would divide by."""
+    """The core times the first of `inverse`, computed without dividing by the length of a zero column."""
 
     @classmethod
     def of(cls, grams: tuple[Matrix, Matrix], scales: npt.NDArray[np.float64]) -> _Sides:
@@ -142,15 +142,15 @@ def _one_over(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 class _Found(Struct, frozen=True):
-    """Singular values, and what turns L and R to the rank."""
+    """Singular values, and the matrices X and Y that L and R are multiplied by."""
 
     values: npt.NDArray[np.float64]
     left: Matrix
     right: Matrix
 
 
-def _by_eigenvalues(sides: _Sides, asked: _Asked) -> _Found | None:
-    """Return the decomposition by the eigenvectors of (ΔW)ᵀΔW; None where too many digits of what is left out are lost.
+def _by_eigenvalues(sides: _Sides, goal: _Goal) -> _Found | None:
+    """Return the decomposition by the eigenvectors of (ΔW)ᵀΔW; None where the discarded part loses too many digits.
 
     With Ĝ_R = TᵀT, orthonormal V = R·T⁻¹·Q and Q of T·C·Ĝ_L·C·Tᵀ = Q·Λ·Qᵀ, ΔW·V·Vᵀ is the best approximation. The
     eigenvalues of a symmetric matrix take half the time of singular values, and only one side needs a triangle.
@@ -158,14 +158,14 @@ def _by_eigenvalues(sides: _Sides, asked: _Asked) -> _Found | None:
     root = _root_of_whole(sides.grams[1])
     if root is None:
         return None
-    turned = root.square * sides.core
-    eigenvalues, vectors = np.linalg.eigh(turned @ sides.grams[0] @ turned.T)
+    small = root.square * sides.core
+    eigenvalues, vectors = np.linalg.eigh(small @ sides.grams[0] @ small.T)
     squares = np.maximum(eigenvalues[::-1], 0.0)
     energy = float(squares.sum())
     if not energy:
         return None
     values = np.sqrt(squares[squares > len(squares) * _EPSILON * squares[0]])
-    rank = asked.of(values)
+    rank = goal.of(values)
     if float(squares[rank:].sum()) < _LEFT_OUT * energy:
         return None
     kept = vectors[:, ::-1][:, :rank]
@@ -177,13 +177,12 @@ def _by_eigenvalues(sides: _Sides, asked: _Asked) -> _Found | None:
     )
 
 
-def _by_singular_values(sides: _Sides, asked: _Asked, root_l: _Root, root_r: _Root) -> _Found:
+def _by_singular_values(sides: _Sides, goal: _Goal, root_l: _Root, root_r: _Root) -> _Found:
     """Return the decomposition by the singular values of the small matrix."""
     p, s, q = np.linalg.svd((root_l.square * sides.core) @ root_r.square.T, full_matrices=False)
-    found = s[
-        s > float(np.abs(sides.core).max()) * len(sides.core) * _EPSILON
-    ]  # what is left where terms cancel is rounding
-    chosen = asked.of(found)
+    # smaller values are rounding noise, left where terms cancel
+    found = s[s > float(np.abs(sides.core).max()) * len(sides.core) * _EPSILON]
+    chosen = goal.of(found)
     kept = min(chosen, len(found))
     half = np.sqrt(found[:kept])
     left = sides.inverse[0][:, None] * (root_l.inverse @ (p[:, :kept] * half))
@@ -208,7 +207,7 @@ def _roots(sides: _Sides, left: float, factors: Factors, reader: Reader) -> tupl
 
 
 class _Root(Struct, frozen=True):
-    """Of a factor whose columns have length 1: orthonormal columns times `square`, without what is zero to working precision."""
+    """A factor with columns of length 1 as orthonormal columns times `square`, without numerically zero ones."""
 
     square: Matrix
     """[rank, columns]: squareᵀ·square is the Gram matrix."""
@@ -226,7 +225,7 @@ class _Root(Struct, frozen=True):
 
 
 def _root_of_gram(gram: Matrix) -> _Root | None:
-    """Return what a Gram matrix is the square of; None where too many of its digits are lost."""
+    """Return the square root of a Gram matrix; None where too many of its digits are lost."""
     if (whole := _root_of_whole(gram)) is not None:
         return whole
     eigenvalues, vectors = np.linalg.eigh(gram)
@@ -241,7 +240,7 @@ def _root_of_gram(gram: Matrix) -> _Root | None:
 def _root_of_whole(gram: Matrix) -> _Root | None:
     """Return the triangle of a Gram matrix that is far from singular, which is several times faster than eigenvalues.
 
-    Zero columns, which have no length, are no part of it: any length will do, for nothing comes of them.
+    Zero columns get a 1 on the diagonal, so that Cholesky does not fail: `core` and `inverse` of `_Sides` are 0 there.
     """
     try:
         square = np.asarray(np.linalg.cholesky(gram + np.diag(np.diag(gram) == 0)).T, np.float64)
@@ -253,9 +252,9 @@ def _root_of_whole(gram: Matrix) -> _Root | None:
 
 
 def _root_of_triangle(triangle: Matrix) -> _Root:
-    _, roots, turned = np.linalg.svd(triangle, full_matrices=False)
+    _, roots, right = np.linalg.svd(triangle, full_matrices=False)
     kept = roots > (roots[0] if roots.size else 0.0) * triangle.shape[1] * _EPSILON
-    return _Root.of(roots[kept], turned[kept].T)
+    return _Root.of(roots[kept], right[kept].T)
 
 
 def grams_and_scales(factors: Factors, reader: Reader) -> tuple[tuple[Matrix, Matrix], npt.NDArray[np.float64]]:
@@ -267,11 +266,11 @@ def grams_and_scales(factors: Factors, reader: Reader) -> tuple[tuple[Matrix, Ma
 def left_of_terms(grams: Sequence[Matrix], scales: npt.NDArray[np.float64], factors: Factors) -> float:
     """Return ‖ΔW‖ as a share of the sum of the norms of its terms, or of its columns' if that is less: little where they cancel."""
     products = grams[0] * grams[1] * np.outer(scales, scales)
-    norm, alone, at = math.sqrt(max(float(products.sum()), 0.0)), 0.0, 0
+    norm, separate, at = math.sqrt(max(float(products.sum()), 0.0)), 0.0, 0
     for term in factors.terms:
         own = slice(at, at + term.rank)
-        alone += math.sqrt(max(float(products[own, own].sum()), 0.0))
+        separate += math.sqrt(max(float(products[own, own].sum()), 0.0))
         at += term.rank
     # one adapter may be a sum itself, whose terms are its columns
-    alone = max(alone, math.sqrt(float(np.diag(products).sum())))
-    return norm / alone if alone else 1.0
+    separate = max(separate, math.sqrt(float(np.diag(products).sum())))
+    return norm / separate if separate else 1.0

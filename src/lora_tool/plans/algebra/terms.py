@@ -48,12 +48,12 @@ class Factors(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def a_parts(self) -> tuple[StoredTensor, ...]:
-        """All A's, which stand one below the other."""
+        """All A's, one below the other."""
         return tuple(term.a for term in self.terms)
 
     @property
     def b_parts(self) -> tuple[StoredTensor, ...]:
-        """All B's, which stand beside one another."""
+        """All B's, side by side."""
         return tuple(term.b for term in self.terms)
 
     @property
@@ -68,9 +68,9 @@ class Factors(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def factors_of_sum(views: Sequence[AdapterView], weights: Sequence[float]) -> tuple[Factors, ...]:
-    """Return what Σ weight·adapter does to each module, in the order in which the adapters name them.
+    """Return the change that Σ weight·adapter makes to each module, in the order in which the adapters name them.
 
-    Raises `UnsupportedAdapter` for a layer whose factors are no two matrices, `IncompatibleBase` where a module has
+    Raises `UnsupportedAdapter` for a layer whose factors are not two matrices, `IncompatibleBase` where a module has
     different sizes in two adapters.
     """
     found: dict[str, list[tuple[LoraLayer, Term]]] = {}

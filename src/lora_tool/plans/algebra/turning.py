@@ -46,18 +46,18 @@ class Ranks(Struct, frozen=True, kw_only=True):
 
 
 class Turned(Struct, frozen=True, kw_only=True):
-    """The matrices for B and A of each module that loses rank, and figures on every module that was looked at."""
+    """The matrices for B and A of each module that loses rank, and figures on every module that was computed."""
 
     matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]] = field(default_factory=dict)
     ranks: tuple[ModuleRank, ...] = ()
 
 
-def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
+def turned_to(requested: Ranks, sums: Sequence[Factors]) -> Turned:
     """Return the small matrices that take the modules to the requested ranks; none where nothing is left out.
 
     All factors are read once, by a few workers. Raises as `compressed`.
     """
-    if asked.exact or not sums:
+    if requested.exact or not sums:
         return Turned()
     from threadpoolctl import threadpool_limits  # numpy, only where values are read
 
@@ -71,14 +71,14 @@ def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
     def one(factors: Factors, rank: int | None) -> Compressed:
         if not hasattr(local, "reader"):
             local.reader = Reader(files=files)
-        return compressed(factors, local.reader, rank=rank, keep=asked.keep or 1.0, aside=aside)
+        return compressed(factors, local.reader, rank=rank, keep=requested.keep or 1.0, aside=aside)
 
     with (
         OpenFiles(opened_regular) as files,
         threadpool_limits(limits=1, user_api="blas"),
         ThreadPoolExecutor(factor_workers()) as workers,
     ):
-        chosen = list(workers.map(partial(one, rank=asked.rank), sums))
+        chosen = list(workers.map(partial(one, rank=requested.rank), sums))
         raised = equal_for_experts({each.module: each.rank for each in chosen})
         low = [(at, raised[each.module]) for at, each in enumerate(chosen) if each.rank < raised[each.module]]
         for (at, _), found in zip(low, workers.map(lambda item: one(sums[item[0]], item[1]), low), strict=True):

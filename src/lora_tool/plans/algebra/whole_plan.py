@@ -46,7 +46,7 @@ def adapter_plan(
     """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
     `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed
-    from, `computed` what the files are like in which that lies. Raises `UnsupportedAdapter` for a tensor of an adapter
+    from, `computed` the stamps of the files with its factors. Raises `UnsupportedAdapter` for a tensor of an adapter
     that no step has, and that is not `dropped` by name.
     """
     side_files = (config, *tokenizer_files(adapters))
@@ -85,7 +85,7 @@ def adapter_plan(
 
 
 def described(checkpoint: AdapterDir | ModelDir) -> Mapping[str, Any]:
-    """Return what the manifest says of an input."""
+    """Return the manifest's entry for an input."""
     return describe_input(source_of(checkpoint.root), checkpoint.weights, fingerprint(checkpoint.weights))
 
 
@@ -121,13 +121,13 @@ def _require_all(adapters: Sequence[AdapterDir], leftovers: Sequence[InputRecord
 
 
 def stamps_of(inputs: Sequence[AdapterDir | ModelDir], side_files: Sequence[SideFile]) -> tuple[FileStamp, ...]:
-    """Return what the files are like that the inputs' weights and the copied side files are in, each once."""
+    """Return the stamps of the inputs' weight files and of the copied side files, each once."""
     stamps = {stamp.path: stamp for each in inputs for stamp in each.weights.stamps}
     copied = {file.source: FileStamp.of(file.source) for file in side_files if file.source is not None}
     return tuple({**stamps, **copied}.values())
 
 
-# What a sum of adapters holds besides LoRA: heads, saved modules, biases, trained tokens. They cannot be added.
+# The whole tensors of a sum of adapters: heads, saved modules, biases, trained tokens. They cannot be added.
 
 
 class WholeTensors(Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class WholeTensors(Struct, frozen=True, kw_only=True):
 
 
 def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None = None) -> WholeTensors:
-    """Return every whole tensor of the adapters once: those that are the same in all of them, or in one alone.
+    """Return every whole tensor of the adapters once: those that are the same wherever they are.
 
     If their values differ, those of `head_of` are taken. Raises `UnsupportedAdapter` if they differ without `head_of`.
     """
@@ -242,7 +242,7 @@ class Beginnings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_json(cls, data: object) -> Beginnings:
-        """Return what a manifest has; that of no renaming where it has none."""
+        """Return the beginnings in a manifest; without any those of no renaming."""
         known: dict[str, Any] = data if isinstance(data, dict) else {}
         return cls(text=str(known.get("text", "")), whole=str(known.get("whole", "")))
 

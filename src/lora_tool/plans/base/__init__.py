@@ -1,1 +1,1 @@
-"""What a merge takes from the base model beside its weights."""
+"""The parts of the base model that a merge takes besides its weights."""

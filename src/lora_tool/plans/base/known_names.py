@@ -1,10 +1,10 @@
-"""Whether a base has exactly the parameters of its class, told from headers without transformers.
+"""Whether a base has exactly the parameters of its class, by its headers, without transformers.
 
 A tensor with a common name in a common place may still belong to no model, and a model may lack one. So the names of
 every class in the table of architectures are known, as digests: with the defaults of its config, and with each switch
-of biases and norms turned (`attention_bias`). `tests/contract/test_architectures.py` computes them from transformers. A
-class with tied tensors besides its output layer is not among them, and a base that matches none may be sound all the
-same; then transformers must be asked.
+of biases and norms flipped (`attention_bias`). `tests/contract/test_architectures.py` computes them from transformers.
+Classes with tied tensors besides the output layer are not among them, and a base that matches none may still be sound:
+then transformers decides.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSide
     """Return the files of sentence-transformers that go with a model for `task`, from the first of `owners` that has each.
 
     `owners` are the adapters' folders and then the base's, each with what to call it. A classifier has modules only
-    where the folder is a CrossEncoder's. Raises `CorruptFile` for one that is no regular file inside its folder.
+    where the folder is a CrossEncoder's. Raises `CorruptFile` for one that is not a regular file inside its folder.
     """
     found = ModuleSideFiles()
     owners = [(folder, whose) for folder, whose in owners if root_files(folder.files)]

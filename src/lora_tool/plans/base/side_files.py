@@ -1,4 +1,4 @@
-"""The files beside the weights: config, tokenizer, licence. They are copied byte for byte, or written with a reason."""
+"""The files next to the weights: config, tokenizer, licence. Copied byte for byte, or written with a reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     raw.update(changes)
     if isinstance(inner, dict) and "text_config" in changes:
         raw["text_config"] = {**inner, **changes["text_config"]}
-    in_order = "dynamic" in quantisation_table(config)  # patterns of GPTQ, of which the first that matches counts
+    in_order = "dynamic" in quantisation_table(config)  # patterns of GPTQ: the first that matches counts
     content = json_bytes(raw, indent=2, sort_keys=not in_order)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
@@ -60,13 +60,14 @@ def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_tok
     changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
     if pad_token_id is not None:
         changes["pad_token_id"] = pad_token_id
-        if isinstance(base.whole_config.raw.get("text_config"), dict):  # whose pad token is the one that is asked for
+        # transformers' classifiers read the pad token of the text config, not the outer one
+        if isinstance(base.whole_config.raw.get("text_config"), dict):
             changes["text_config"] = {"pad_token_id": pad_token_id}
     return changes
 
 
 def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
-    """Return what `config.json` must say for a class with this number of labels; nothing where it says so already."""
+    """Return what `config.json` must say for a class with this number of labels; nothing where it already does."""
     said = base.whole_config.num_labels
     return (
         {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
@@ -99,7 +100,7 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
 
 
 def not_merged_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
-    """Yield a warning for each file of trained weights beside an adapter that is no part of it."""
+    """Yield a warning for each file of trained weights next to an adapter that does not belong to it."""
     for adapter in adapters:
         for name in adapter.folder.trained_beside:
             yield f"{adapter.root / name} holds trained weights that are not part of the adapter: they are not merged"
@@ -122,7 +123,7 @@ def joined_changes(*parts: Mapping[str, Any]) -> dict[str, Any]:
 def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
     """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
 
-    Raises `CorruptFile` for one that is no regular file inside its folder.
+    Raises `CorruptFile` for one that is not a regular file inside its folder.
     """
     taken = set()
     for folder, whose in owners(adapters, base):
@@ -139,7 +140,7 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
 def quantisation_file(base: ModelDir, config: ModelConfig) -> Iterator[SideFile]:
     """Yield the file in which modelopt says how weights are quantised: none where, by the new config, none is.
 
-    It names the modules, too, that only the new config names as plain. Raises `BrokenFile` for what is no JSON object.
+    It also names the modules that only the new config names as plain. Raises `BrokenFile` if it is not a JSON object.
     """
     if _QUANTISATION not in base.folder.files:
         return
@@ -167,7 +168,7 @@ def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
 
 
 def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
-    """Yield a warning for each tokenizer file of which the adapters have different ones: the first is copied."""
+    """Yield a warning for each tokenizer file that differs between adapters: the first is copied."""
     names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)
     for name in names:
         holders = [adapter.root for adapter in adapters if name in adapter.folder.tokenizer_files]
@@ -268,14 +269,14 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
         text = f"`{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, but {stops}"
         note = f"generation stops at {text}"
     return Generation(
-        config=_config_changes(base.config, special, more, alone=not old),
+        config=_config_changes(base.config, special, more, no_generation=not old),
         file=_file(old, special, more),
         notes=(note,) if note else (),
     )
 
 
 def _written(adapters: Sequence[AdapterDir], base: ModelDir) -> Tokenizer:
-    """Return the tokenizer that lies beside the merged model: each file from the first folder that has it."""
+    """Return the tokenizer of the merged model: each file from the first folder that has it."""
     paths: dict[str, Path] = {}
     for folder in (base.folder, *(each.folder for each in reversed(adapters))):
         paths |= own_files(folder.root, folder.tokenizer_files)
@@ -283,22 +284,22 @@ def _written(adapters: Sequence[AdapterDir], base: ModelDir) -> Tokenizer:
 
 
 def _config_changes(
-    config: ModelConfig, special: Mapping[str, int], more: Sequence[int], *, alone: bool
+    config: ModelConfig, special: Mapping[str, int], more: Sequence[int], *, no_generation: bool
 ) -> dict[str, Any]:
     """Return what `config.json` must say, in its `text_config` where that says it now.
 
-    It names the tokenizer's end where `generation_config.json` has the others, and all of them where it stands `alone`.
+    It names all ends with `no_generation` config, else only the tokenizer's: `generation_config.json` has all.
     """
     inner = config.raw.get("text_config")
     if isinstance(inner, dict) and not special.keys() & config.raw.keys():
-        changes = _changed(inner, special, _config_ends(inner, more, alone=alone))
+        changes = _changed(inner, special, _config_ends(inner, more, no_generation=no_generation))
         return {"text_config": changes} if changes else {}
-    return _changed(config.raw, special, _config_ends(config.raw, more, alone=alone))
+    return _changed(config.raw, special, _config_ends(config.raw, more, no_generation=no_generation))
 
 
-def _config_ends(table: Mapping[str, Any], more: Sequence[int], *, alone: bool) -> Sequence[int]:
+def _config_ends(table: Mapping[str, Any], more: Sequence[int], *, no_generation: bool) -> Sequence[int]:
     known = ids(table.get(_EOS))
-    if alone:
+    if no_generation:
         return (*known, *more)
     return known if not more or more[0] in known else more[:1]
 

@@ -19,8 +19,8 @@ from lora_tool.models.ends import CLASSIFICATION_HEADS, head_of
 class Task(Choice):
     """The values of `--task`. REWARD is SEQ_CLS with one label; AUTO follows the adapter and the base.
 
-    AS_TRAINED is the class that the adapter was trained on, which PEFT records if there is no task type, else the
-    class of the base.
+    AS_TRAINED is the class that the adapter was trained on, which PEFT records without a task type, else the class
+    of the base.
     """
 
     AUTO = "auto"
@@ -35,11 +35,11 @@ class Task(Choice):
 
     @classmethod
     def _missing_(cls, value: object) -> Choice:
-        return cls.AS_TRAINED if value == "own-class" else super()._missing_(value)  # what manifests may still say
+        return cls.AS_TRAINED if value == "own-class" else super()._missing_(value)  # the old value, in manifests
 
     @property
     def expected(self) -> str | None:
-        """What the rules expect the merged model to be; None where adapter and base decide it."""
+        """The task that the rules expect of the merged model; None where adapter and base decide it."""
         return None if self in (Task.AUTO, Task.AS_TRAINED) else self.value
 
     @property
@@ -94,9 +94,9 @@ def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
 
 
 def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
-    """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
+    """Return the merged model's task if it is neither a causal LM nor a sequence classifier.
 
-    None where it is, or may be, one of the two: `decide_task` tells which. The rules let no adapters pass whose classes
+    None where it is, or may be, one of the two: `decide_task` chooses. The rules let no adapters pass whose classes
     contradict each other.
     """
     if task is not Task.AUTO:
@@ -111,7 +111,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
 
 
 def _declared(adapters: Sequence[AdapterDir]) -> Task | None:
-    """Return what the adapters' configs say: a task type, else the class that was trained on; None where tensors tell."""
+    """Return the task in the adapters' configs: by task type, else by the trained class; None to go by the tensors."""
     said = [(each.config.task_type, trained_for(each.config)) for each in adapters if each.config]
     named = next((task_type or for_class for task_type, for_class in said if task_type or for_class == "SEQ_CLS"), None)
     if named is not None:
@@ -130,16 +130,15 @@ def _carries_head(adapter: AdapterDir) -> bool:
     return any(head_of(key.module, CLASSIFICATION_HEADS) for key in keys)
 
 
-def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
-    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, else what an adapter's config says, else whether one has
-    a head, else the base's own class. The rules have compared each adapter with what was asked for, and with the
-    others.
+def decide_task(requested: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
+    """Return CAUSAL_LM, SEQ_CLS or REWARD: as requested, else by an adapter's config, else by whether one has a head,
+    else by the base's own class. The rules have compared each adapter with the request and with the others.
 
     `head` is the path of the model's classification head, None where its class has none.
     """
-    said = asked if asked is not Task.AUTO else _declared(adapters)
+    said = requested if requested is not Task.AUTO else _declared(adapters)
     if said is not None:
-        why = "as requested" if asked is not Task.AUTO else "as the adapter's config says"
+        why = "as requested" if requested is not Task.AUTO else "as the adapter's config says"
         decided(f"task: {said}, {why}")
         return said
     modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}

@@ -37,7 +37,7 @@ _LORA = frozenset(
 
 
 class Selection(Struct, frozen=True, kw_only=True):
-    """The tensors of a training module that are written, the files beside them, notes and warnings."""
+    """The tensors of a training module that are written, the files next to them, notes and warnings."""
 
     names: Mapping[str, str]
     """Name in the output → name in the training module."""
@@ -65,7 +65,7 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     names: dict[str, str] = {}
     outside = outside_names(known)
     whole: list[str] = []
-    alone = bool(state.without_values)  # saved without the base, so that all that was saved is the adapter's
+    only_adapter = bool(state.without_values)  # saved without the base, so that every saved tensor is the adapter's
     for name, key in parsed.items():
         role = entries[name].role
         if name in outside:
@@ -81,20 +81,20 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
             if not _can_be_saved_whole(key, known):
                 raise _no_place(name, "is neither LoRA nor in `modules_to_save`")
             whole.append(key.module)
-        elif role is Role.TRAINED or (role is Role.SAVED and (alone or _may_be_trained(config, key))):
+        elif role is Role.TRAINED or (role is Role.SAVED and (only_adapter or _may_be_trained(config, key))):
             names[key.canonical] = name
     names |= {key.canonical: name for name, key in parsed.items() if key.part is Part.PLAIN and key.module in whole}
     _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
     heads = heads_of(state, config, known)
     rescued = [name for name in heads.names if name not in names]
     names |= heads.names
-    beside = {
+    value_head = {
         parsed[name].tensor: name for name in sorted(outside & entries.keys()) if is_new_head(parsed[name].module)
     }
     return Selection(
         names=names,
-        beside=beside,
-        leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *beside.values())), outside)),
+        beside=value_head,
+        leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *value_head.values())), outside)),
         side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
         heads=heads,
         notes=(
@@ -104,7 +104,7 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
                 for module in dict.fromkeys(whole)
                 if not config.saves(module)
             ),
-            *(f"{name} lies outside of the PEFT model: written into {VALUE_HEAD}" for name in beside),
+            *(f"{name} lies outside of the PEFT model: written into {VALUE_HEAD}" for name in value_head),
         ),
         warnings=found.warnings,
     )
@@ -168,7 +168,7 @@ def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
 
 
 def _config_file(found: FoundConfig, saved: tuple[str, ...]) -> SideFile:
-    """Return the config, in which `saved` heads that lie beside it are named: PEFT would not load them otherwise."""
+    """Return the config, with the `saved` heads in `modules_to_save`: PEFT would not load them otherwise."""
     named = {"modules_to_save": [*found.config.modules_to_save, *saved]} if saved else {}
     why = (f"{', '.join(saved)} in modules_to_save",) if saved else ()
     origins: dict[str, list[str]] = {}

@@ -130,23 +130,23 @@ def plan_consolidate(
     )
 
 
-def _target(asked: What, *, lora: bool) -> What:
-    """Return what to write: what was asked for, else an adapter if there is LoRA, else a model."""
-    if asked is not What.AUTO:
-        return asked
+def _target(requested: What, *, lora: bool) -> What:
+    """Return what to write: as requested, else an adapter if there is LoRA, else a model."""
+    if requested is not What.AUTO:
+        return requested
     found = What.ADAPTER if lora else What.MODEL
     decided(f"what: {found}, because there are {'' if lora else 'no '}LoRA tensors")
     return found
 
 
-def _rules(asked: tuple[str, ...]) -> tuple[str, ...]:
+def _rules(requested: tuple[str, ...]) -> tuple[str, ...]:
     """Return the codes as reports write them. Raises `UnknownRule`."""
-    if asked:
+    if requested:
         import lora_tool.rules.judging  # noqa: F401 - it registers the rules, which only this needs
         from lora_tool.rules.engine.registry import expand
 
-        expand(asked)
-    return tuple(code.upper() for code in asked)
+        expand(requested)
+    return tuple(code.upper() for code in requested)
 
 
 def _config_of(
@@ -232,7 +232,7 @@ def _require_shapes(state: TrainingState, selection: Selection) -> None:
 
 
 def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:
-    """Return transformers' name → saved name: what wrappers put into names, or before all of them, is taken away."""
+    """Return transformers' name → saved name, without the parts that wrappers put into names or before all of them."""
     names = {keys.unwrapped(name): name for name in entries}
     if len(names) != len(entries):
         raise UnsupportedCheckpoint(

@@ -1,7 +1,7 @@
 """The `adapter_config.json` of an adapter that has none: rank and targets from the tensors, alpha from the run's files.
 
-Nothing is guessed. What the tensors tell is taken from them, and a file that contradicts them is of another run. The
-other fields come from the run's files, with their origin recorded. If no file has alpha, without which there is no
+Nothing is guessed. Fields that follow from the tensors come from them; a file that contradicts them is of another run.
+The other fields come from the run's files, with their origin recorded. If no file has alpha, without which there is no
 scaling, the user must give it.
 """
 
@@ -31,7 +31,7 @@ _TENSORS = "the tensors"
 _ASK = "give it: `lora_alpha=N`"
 _OF_BASE = frozenset({Part.PLAIN, Part.BASE_LAYER})
 _MUST_AGREE = ("lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "alpha_pattern")
-"""Fields that decide about ΔW and that no tensor tells."""
+"""Fields that decide about ΔW and do not follow from the tensors."""
 
 
 class FoundConfig(Struct, frozen=True, kw_only=True):
@@ -54,8 +54,8 @@ def adapter_config_of(
     """Return the config that was `given`, the one that lies near the checkpoint, or else one that is rebuilt.
 
     `given` may be a file in which a trainer wrote the run's arguments. Raises `IncompleteCheckpoint` where no file
-    tells alpha, `UnsupportedCheckpoint` for what neither tensors nor files tell, `WrongValue` for a `lora_alpha` that
-    contradicts a file.
+    has alpha, `UnsupportedCheckpoint` for other fields that neither tensors nor files give, `WrongValue` for a
+    `lora_alpha` that contradicts a file.
     """
     path = _config_path(given, state.near)
     if path is not None:
@@ -79,14 +79,14 @@ def adapter_config_of(
     recipes = _recipes(state.near, given, tensors)
     decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
     found = _rebuilt(state, tensors, recipes, given, lora_alpha)
-    told = trained or "bias" in found.origins
-    return found if told else replace(found, warnings=(*found.warnings, *_unknown_biases(own, found.config)))
+    known_biases = trained or "bias" in found.origins
+    return found if known_biases else replace(found, warnings=(*found.warnings, *_unknown_biases(own, found.config)))
 
 
 def _trained(state: TrainingState, own: Mapping[str, AdapterKey]) -> frozenset[str]:
-    """Return the names of the tensors that were trained, by their roles or by the optimizer that was saved beside them.
+    """Return the names of the tensors that were trained, by their roles or by the optimizer state saved with them.
 
-    There are none where nothing tells, or the optimizer has other names.
+    None where neither is there, or the optimizer has other names.
     """
     by_role = frozenset(name for name in own if state.entries[name].role is Role.TRAINED)
     trained = by_role or state.optimised()
@@ -101,7 +101,7 @@ def _config_path(given: Path | None, near: Iterable[Path]) -> Path | None:
 
 
 def _recipes(near: Iterable[Path], given: Path | None, tensors: Mapping[str, Any]) -> tuple[Recipe, ...]:
-    """Return what the nearest files say that are of this run: with the rank of its tensors."""
+    """Return the nearest files' settings that are of this run: with the rank of its tensors."""
     if given is not None:
         recipe = read_recipe(given)
         if recipe is None:
@@ -119,7 +119,7 @@ def _recipes(near: Iterable[Path], given: Path | None, tensors: Mapping[str, Any
 
 
 def _strangers(near: Iterable[Path], tensors: Mapping[str, Any]) -> Iterator[Recipe]:
-    """Yield what files say that are near and of another run."""
+    """Yield the settings in nearby files of another run."""
     return (recipe for folder in near for recipe in recipes_in(folder) if not _of_this_run(recipe, tensors))
 
 
@@ -179,7 +179,7 @@ def _rebuilt(
 
 
 def _unknown(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each field that decides about ΔW and that neither tensors nor files tell."""
+    """Yield a warning for each field that decides about ΔW and that neither tensors nor files give."""
     if "use_rslora" not in fields:
         factor = fields["r"] ** 0.5
         yield (
@@ -194,7 +194,7 @@ def _unknown(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown_biases(own: Mapping[str, AdapterKey], config: AdapterConfig) -> Iterator[str]:
-    """Yield a warning if a whole model was saved, of whose biases nothing tells whether they were trained."""
+    """Yield a warning if a whole model was saved and its biases may have been trained."""
     biases = [name for name, key in own.items() if _is_bias(key)]
     if biases and config.bias == "none":
         yield (
@@ -211,9 +211,9 @@ def _is_bias(key: AdapterKey) -> bool:
 def _of_tensors(
     state: TrainingState, parsed: Mapping[str, AdapterKey], trained: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the config that the tensors tell, and which of them were `trained`.
+    """Yield the fields of the config that follow from the tensors, and from which of them were `trained`.
 
-    Raises `UnsupportedCheckpoint` for what they do not tell.
+    Raises `UnsupportedCheckpoint` for LoRA whose config does not follow from them: trained tokens, bare parameters.
     """
     shapes = {name: state.entries[name].shape for name in parsed}
     ranks = {key.module: shapes[name][0] for name, key in parsed.items() if key.part in RANKED and shapes[name]}
@@ -240,11 +240,11 @@ def _of_tensors(
 def _beside_lora(
     parsed: Mapping[str, AdapterKey], adapted: frozenset[str], trained: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what says that tensors were trained that are no factors: modules whole, and biases."""
+    """Yield the fields for trained tensors that are not factors: whole modules, and biases."""
     saved = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     biases: set[str] = set()
     held = [key for key in parsed.values() if key.part is Part.BASE_LAYER]
-    if all(key.leaf == "bias" for key in held):  # without the base, all that is there was trained
+    if all(key.leaf == "bias" for key in held):  # without the base, every saved tensor was trained
         plain = [key for key in parsed.values() if key.part is Part.PLAIN]
         saved |= {saved_as(key.module, adapted) for key in plain if key.leaf != "bias"}
         heads = {key.module: saved_as(key.module, adapted) for key in (*plain, *held) if key.leaf == "bias"}
@@ -270,7 +270,7 @@ def _refuse(what: str, name: str) -> None:
 
 
 def _targets(state: TrainingState, parsed: Mapping[str, AdapterKey], adapted: frozenset[str]) -> Iterator[str]:
-    """Yield what `target_modules` has to say for PEFT to put LoRA on the `adapted` modules and on no others.
+    """Yield the `target_modules` with which PEFT puts LoRA on the `adapted` modules and on no others.
 
     The last part of the paths where the checkpoint has the base and all modules of that name are adapted; else the
     whole paths, for without the base it is not known which others there are.
@@ -278,7 +278,7 @@ def _targets(state: TrainingState, parsed: Mapping[str, AdapterKey], adapted: fr
     left_out = [keys.parse(name) for name in state.without_values]
     names = [*parsed.values(), *left_out]
     plain = {key.module for key in names if key.part in (Part.PLAIN, Part.BASE_LAYER) and key.leaf == "weight"}
-    # of what was left out, the layers under LoRA are known by it alone, and say nothing of others
+    # names saved without values: `base_layer` shows only layers under LoRA, a plain one that the others are listed too
     whole = any(key.part is Part.BASE_LAYER for key in parsed.values()) or any(
         key.part is Part.PLAIN for key in left_out
     )

@@ -1,4 +1,4 @@
-"""The files beside consolidated weights: copies of those near the checkpoint, and the config of what is written."""
+"""The files next to consolidated weights: copies of those near the checkpoint, and the new config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...
 def tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
     """Yield the tokenizer's files of the nearest folder that has some, and its named chat templates.
 
-    Raises `CorruptFile` for one that is no regular file inside its folder.
+    Raises `CorruptFile` for one that is not a regular file inside its folder.
     """
     for folder in state.near:
         names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_there(folder, name)]

@@ -38,17 +38,17 @@ _IN_MEMORY = (".block_sparse_moe.", ".mlp.")
 
 
 class Converted(Struct, frozen=True, kw_only=True):
-    """The steps of the layers on experts, in the other layout, and what the config says of them."""
+    """The steps of the layers on experts, in the other layout, and the fields of their config."""
 
     steps: tuple[Step, ...]
     modules: tuple[str, ...]
     """The modules of the adapter that are in them."""
     targets: tuple[str, ...]
-    """What the matrices are called: of an expert, or the fused parameters."""
+    """The names of the matrices: of an expert, or the fused parameters."""
     forms: Mapping[str, tuple[int, float]]
     """Module or parameter that is written → its rank and its scaling."""
     dropped: tuple[InputRecord, ...] = ()
-    """What is written once for two."""
+    """The A's of up projections that equal the gate's: A is written once for both."""
 
 
 def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
@@ -151,7 +151,7 @@ def _each_expert(
 def _forms(
     scaling: float, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
 ) -> Iterator[tuple[str, tuple[int, float]]]:
-    """Yield rank and scaling of what was written last."""
+    """Yield rank and scaling of the factors that were written last."""
     rank = steps[-1].out.shape[1]
     for expert in range(names.count):
         for name in wanted:
@@ -203,8 +203,8 @@ def to_fused(view: AdapterView) -> Converted:
             forms[f"{module}.gate_up_proj"] = (rank if shared else 2 * rank, scaling)
         if down in found:
             rank, scaling = _common_form([held[at, down] for at in range(count)], view)
-            alone = [_pair(held[at, down]) for at in range(count)]
-            steps += _fused(module, [a for a, _ in alone], [[b for _, b in alone]], rank)
+            downs = [_pair(held[at, down]) for at in range(count)]
+            steps += _fused(module, [a for a, _ in downs], [[b for _, b in downs]], rank)
             targets.add(_target(module, "down_proj"))
             forms[f"{module}.down_proj"] = (rank, scaling)
     return Converted(

@@ -138,7 +138,7 @@ def convertible(reference: Reference, base: Reference | None = None) -> Converti
     return Convertible(adapter=found.adapter, rebuilt={**found.fields, **named})
 
 
-# The modules of an adapter's base model, which say what a name without a prefix means.
+# The modules of an adapter's base model, which give names their lost prefix.
 
 
 def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | None:

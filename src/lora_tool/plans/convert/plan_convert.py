@@ -155,7 +155,7 @@ def _constant(head: ValueHead) -> str:
 
 
 def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
-    """Return what the rules find in the adapter once its tensors have their new names."""
+    """Return the rules' findings in the adapter once its tensors have their new names."""
     tensors = {}
     for new, tensor in named.tensors.items():
         tensors[new] = tensor if new == tensor.name else replace(tensor, spec=replace(tensor.spec, name=new))

@@ -30,8 +30,8 @@ from lora_tool.rules.serving.together import PEFT, lacking, stacked_otherwise
 def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
     """Return the plan of an adapter whose LoRA on experts has the other layout. The rules judge it first.
 
-    `base` tells what its checkpoint calls each expert's matrices. Raises `FindingsFound`, and `UnsupportedAdapter` for
-    an adapter without LoRA on experts, and for what the other layout has no place for.
+    `base` gives the names of each expert's matrices in its checkpoint. Raises `FindingsFound`, and `UnsupportedAdapter`
+    for an adapter without LoRA on experts, and for parts that the other layout has no place for.
     """
     report = MergeJudge(ignore=tuple(ignore)).as_stored((adapter,), base)
     view = view_of(adapter)
@@ -76,7 +76,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
 
 
 def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterator[str]:
-    """Yield why PEFT does not load what is written as it is, where it stacks LoRA on single experts."""
+    """Yield why PEFT does not load the written adapter as it is, where it stacks LoRA on single experts."""
     model_type = base.whole_config.model_type
     if hides_experts(base.whole_config):
         yield f"PEFT with transformers 5 finds no LoRA on single experts of a {model_type}: keep the other layout for it"
@@ -126,7 +126,7 @@ def _is_one_of(parameter: str, layers: Iterable[LoraLayer]) -> bool:
 
 
 def _patterns(view: AdapterView, found: Converted, to: AdapterForm) -> Mapping[str, Any]:
-    """Return the patterns of ranks and alphas, by which PEFT finds those of what is written."""
+    """Return the patterns by which PEFT finds the ranks and alphas of the written adapter."""
     config = view.config
     ranks = {name: rank for name, rank in config.rank_pattern.items() if "experts" not in name}
     alphas = {name: alpha for name, alpha in config.alpha_pattern.items() if "experts" not in name}

@@ -1,4 +1,4 @@
-"""What a converted adapter was made from, as its manifest says, and planning the same conversion again."""
+"""The inputs of a converted adapter, from its manifest, and planning the same conversion again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConvertInputs(Struct, frozen=True, kw_only=True):
     form: AdapterForm
     before: Convertible
     base: ModelDir | None
-    """The model whose modules or experts gave names; None where the names told enough."""
+    """The model whose modules or experts gave names; None where the adapter's own names were enough."""
 
     @property
     def sources(self) -> tuple[AdapterDir]:

@@ -1,8 +1,9 @@
 """The value head of a reward model that was trained on a causal LM, as the score head of a sequence classifier.
 
 LLaMA-Factory and TRL's PPO put a linear layer with one output, ``v_head.summary``, on the last hidden state of a causal
-LM, and save it beside the adapter. The classifier that transformers has for the same model puts `score` on the same
-hidden state, without a bias: its rewards are those of the value head minus one constant, which changes no comparison.
+LM, and save it in a file next to the adapter's. The classifier that transformers has for the same model puts `score` on
+the same hidden state, without a bias: its rewards are those of the value head minus one constant, which changes no
+comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _GIVE_BASE = "give the model that it was trained on: --base MODEL"
 
 
 class ValueHead(Struct, frozen=True, kw_only=True):
-    """The value head beside an adapter. `constant` is its bias; without it every reward is lower by that much."""
+    """The value head in an adapter's folder. `constant` is its bias; without it every reward is lower by that much."""
 
     weights: Weights
     weight: StoredTensor
@@ -45,7 +46,7 @@ class ValueHead(Struct, frozen=True, kw_only=True):
 
 
 def value_head_of(adapter: AdapterDir) -> ValueHead:
-    """Return the value head beside an adapter.
+    """Return the value head in an adapter's folder.
 
     Raises `UnsupportedAdapter` if there is none or it has another form; `CorruptFile` if it cannot be read.
     """
@@ -75,7 +76,7 @@ def with_score(named: PeftNames, head: ValueHead, adapter: AdapterDir, base: Mod
     """Return the adapter as one of the sequence classifier of its base, with the value head as its score head.
 
     Raises `UnsupportedAdapter` where that class is not known to put `score` on the hidden state that the causal LM has,
-    or the adapter changes what it does not have.
+    or the adapter changes a module that it does not have.
     """
     config = base.config if base is not None else None
     if base is None or config is None:

@@ -1,4 +1,4 @@
-"""How much of what an adapter changes survives rounding to the type of the output.
+"""How much of an adapter's change survives rounding to the type of the output.
 
 A bfloat16 weight has 8 digits: a change of less than half a unit in the last place rounds to nothing. Of changes a
 thousandth as large as the weights, about half arrives. Measured on samples, while they are computed.
@@ -65,7 +65,7 @@ def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
 
 
 def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
-    """Return advice if rounding turns ΔW far from its direction, else None."""
+    """Return advice if rounding changes ΔW's direction too much, else None."""
     if found is None or found["cosine"] is None or found["cosine"] >= BAD_COSINE:
         return None
     weakest = [step.out.dtype for step in plan.steps if step.out.name in found["weakest"]]

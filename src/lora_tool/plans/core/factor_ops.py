@@ -1,4 +1,4 @@
-"""The operations that make LoRA factors of other factors: columns beside one another, and products with a small matrix.
+"""The operations that make LoRA factors of other factors: columns side by side, and products with a small matrix.
 
 Both are in float64 and rounded once, at every precision of the plan: a factor is small, and a scaling or a rotation of
 it must lose no more than its own dtype loses.
@@ -98,7 +98,7 @@ class _FactorOperation(Operation, frozen=True, kw_only=True):
 
 
 class Beside(_FactorOperation, frozen=True, kw_only=True):
-    """[0 | c₁·P₁ | c₂·P₂ | … | 0]: scaled columns of several matrices beside one another, between columns of zeros.
+    """[0 | c₁·P₁ | c₂·P₂ | … | 0]: scaled columns of several matrices side by side, between columns of zeros.
 
     A sum of deltas is one product of such a B and of the A's one below the other. With `in_turn` the first column of
     every part comes first, then the second of every part: PEFT's order of the experts in a fused lora_B.
@@ -161,11 +161,11 @@ class Beside(_FactorOperation, frozen=True, kw_only=True):
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         parts = [part.describe(input_names) for part in self.parts]
-        turns = {"leading": self.leading, "in_turn": True} if self.in_turn else {}
-        return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros, **turns}
+        order = {"leading": self.leading, "in_turn": True} if self.in_turn else {}
+        return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros, **order}
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # the formula alone needs it
+        import numpy as np  # only the formula needs it
 
         made = np.zeros(self.shape)
         for part, place in zip(self.parts, self.places, strict=True):
@@ -174,9 +174,9 @@ class Beside(_FactorOperation, frozen=True, kw_only=True):
 
 
 class Mix(_FactorOperation, frozen=True, kw_only=True):
-    """[P₁ | P₂ | …]·X, the parts beside one another; `below`: Xᵀ·[P₁; P₂; …], one below the other.
+    """[P₁ | P₂ | …]·X, the parts side by side; `below`: Xᵀ·[P₁; P₂; …], one below the other.
 
-    Turning the columns of all B's, and the rows of all A's, by small matrices is what recompression is.
+    Recompression multiplies the columns of all B's, and the rows of all A's, by small matrices.
     """
 
     parts: tuple[StoredTensor, ...]
@@ -229,7 +229,7 @@ class Mix(_FactorOperation, frozen=True, kw_only=True):
         return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, **matrix}
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # the formula alone needs it
+        import numpy as np  # only the formula needs it
 
         whole = np.concatenate([read(part) for part in self.parts], axis=0 if self.below else 1)
         return self.matrix.values.T @ whole if self.below else whole @ self.matrix.values

@@ -58,7 +58,7 @@ def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[s
 
 
 def adapters_in(adapters: Iterable[tuple[AdapterDir, str]]) -> list[str]:
-    """Return the fingerprints of adapters, each given beside it, and of all that they were computed from, each once."""
+    """Return the fingerprints of adapters, given with each, and of all that they were computed from, each once."""
     return [*dict.fromkeys(each for adapter, own in adapters for each in (own, *computed_from(adapter)))]
 
 
@@ -121,14 +121,14 @@ def manifest_bytes(
 
 
 def _values(file: SideFile) -> dict[str, Any]:
-    """Return what an adapter's config says, copied or written here: verify asks whether it still does."""
+    """Return an adapter's config, copied or written here: verify compares the file with it."""
     if file.filename != CONFIG_NAME:
         return {}
     return {"config": read_json(file.source) if file.source else json.loads(file.content or b"{}")}
 
 
 def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:
-    """Return what the manifest says of every tensor and file."""
+    """Return the manifest's entries for every tensor and file."""
     return {
         "counts": plan.counts(),
         "side_files": [

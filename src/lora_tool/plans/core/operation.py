@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     """Gives a stored tensor's values."""
 
 InputNames = Mapping[Path, str]
-"""Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
+"""Folder → its name in the manifest's `inputs`, where several adapters have tensors of the same name."""
 
 
 class Sums(Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Operation(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return what it does, for the reason of a step."""
+        """Return its description, for the reason of a step."""
 
     @abstractmethod
     def describe(self, input_names: InputNames) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
 
 
 def _collect(value: object, found: list[StoredTensor]) -> None:
-    """Add the tensors in the fields of an operation, and of what it consists of. A large plan has 50,000 operations."""
+    """Add the tensors in the fields of an operation, and of those in it. A large plan has 50,000 operations."""
     if isinstance(value, StoredTensor):
         found.append(value)
     elif isinstance(value, tuple):

@@ -186,7 +186,7 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
 
 def _residual(weight: Values, init: str, term: LoraTerm) -> Values:
     """Return a float64 W [out, in] without what PiSSA or OLoRA takes out of it (peft 0.21, `pissa_init`, `olora_init`)."""
-    import numpy as np  # the formula alone needs it
+    import numpy as np  # only the formula needs it
 
     if init == "pissa":
         left, values, right = np.linalg.svd(weight, full_matrices=False)
@@ -337,7 +337,7 @@ class Assemble(Operation, frozen=True, kw_only=True):
         return _described(self, self.source, input_names, parts=parts)
 
     def reference(self, read: Read) -> Values:
-        import numpy as np  # the formula alone needs it
+        import numpy as np  # only the formula needs it
 
         return np.concatenate([part.reference(read) for part in self.parts])
 
@@ -349,7 +349,7 @@ Op = Computed | Requantise[Computed]
 
 
 def row_ops(op: Op) -> tuple[RowOp, ...]:
-    """Return the operations that make the output's rows from top to bottom, of most one; of what is stored as codes its numbers'."""
+    """Return the operations that make the output's rows from top to bottom, mostly one; of codes, their numbers'."""
     made = op.made if isinstance(op, Requantise) else op
     return made.parts if isinstance(made, Assemble) else (made,)
 

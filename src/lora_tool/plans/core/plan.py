@@ -1,4 +1,4 @@
-"""A plan: for every output tensor where it comes from, what is done to it and why. Pure data, printable, comparable."""
+"""A plan: for every output tensor its source, the operation and the reason. Pure data, printable, comparable."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     precision: Precision
     manifest: Mapping[str, Any]
     input_names: Mapping[Path, str] = field(default_factory=dict)
-    """Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
+    """Folder → its name in the manifest's `inputs`, where several adapters have tensors of the same name."""
     hashed: tuple[Path, ...] = ()
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     findings: tuple[Finding, ...] = ()
-    """The findings of the rules about the inputs, none of which refused the plan."""
+    """The findings of the rules about the inputs; none refused the plan."""
     values: ValueCheck | None = None
     """The check of the inputs' values, which runs while they are copied."""
     warnings: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> Expected:
-        """What the plan would write, in the form that the rules for merged models read."""
+        """The output of the plan, in the form that the rules for merged models read."""
         return Expected(tensors={step.out.name: step.out for step in self.steps}, files=self.side_files)
 
     @property

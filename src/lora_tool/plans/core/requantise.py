@@ -19,7 +19,7 @@ Made = TypeVar("Made", bound=Operation)
 
 @enum.unique
 class QuantisedPart(TextEnum):
-    """What of a quantised weight is written."""
+    """The part of a quantised weight that is written."""
 
     CODES = "codes"
     SCALES = "scales"
@@ -79,7 +79,7 @@ class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
 
     def reference(self, read: Read) -> Values:
         """Return codes, scales or zero points as they are before they are rounded to their type."""
-        import numpy as np  # the formula alone needs it
+        import numpy as np  # only the formula needs it
 
         grid, (least, most) = grid_of(self.encoding), limits(self.encoding)
         values = self.made.reference(read).reshape(grid.rows, grid.width)

@@ -15,7 +15,7 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
 
 def base_files(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
-    """Return the base's file of each output that has one: where its tensor of that name is, or what it is made of."""
+    """Return the base's file of each output that has one: of its tensor of that name, or of the tensor's source."""
     files = {path: path.name for path in {tensor.path for tensor in base.values()}}
     held = {step.out.name: files.get(base.get(step.out.name, step.op.source).path) for step in steps}
     return {name: file for name, file in held.items() if file is not None}
@@ -32,7 +32,7 @@ def lay_out(
 
     With `max_shard_bytes` None the base's own grouping is kept: `homes` gives the base's file of each output name,
     and names that the base does not have go to the last file. Otherwise files are filled in order up to the size;
-    only a tensor that is larger alone gets a file over it.
+    only a single larger tensor exceeds it.
     """
     groups = _by_home(steps, homes) if max_shard_bytes is None else _by_size(steps, max_shard_bytes)
     said = {} if metadata is None else {"metadata": metadata}

@@ -1,4 +1,4 @@
-"""The parts of a plan: steps in weight files, files beside them, and input tensors without an output of that name."""
+"""The parts of a plan: steps in weight files, other files, and input tensors without an output of that name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SideFile(Struct, frozen=True, kw_only=True):
 def copied_file(root: Path, name: str, whose: object) -> SideFile:
     """Return the file `name` of the folder `root`, `whose` it is, to be copied as it is.
 
-    Raises `CorruptFile` for a link out of the folder, and for what is no regular file or cannot be opened.
+    Raises `CorruptFile` for a link out of the folder, and for one that is not a regular file or cannot be opened.
     """
     require_own_file(root, root / name)
     return SideFile(filename=name, source=root / name, reason=f"copied from {whose}")

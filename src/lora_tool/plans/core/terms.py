@@ -1,4 +1,4 @@
-"""The terms of a delta, each of which is what one adapter adds to a weight or a bias."""
+"""The terms of a delta: each is one adapter's addition to a weight or a bias."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Head(Struct, frozen=True, kw_only=True):
 
     module: str
     name: str
-    """What the model calls the weight of the last layer, whose rows are the labels."""
+    """The model's name of the last layer's weight, whose rows are the labels."""
     weight: StoredTensor
     """That weight, where it is: by its name in the adapter's file, if it comes from there."""
     num_labels: int
@@ -47,7 +47,7 @@ class TiedEmbeddings(Struct, frozen=True, kw_only=True):
     def embedding(self) -> StoredTensor:
         """The input embedding.
 
-        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
+        Raises `UnsupportedAdapter` where several tensors have its shape, `IncompatibleBase` where it is not there.
         """
         if not self.candidates:
             raise IncompatibleBase(
@@ -78,7 +78,7 @@ class ModelEnds(Struct, frozen=True, kw_only=True):
     trained_as_one: bool = False
     """Whether LoRA adds the same to both ends of the shared matrix, so that it is W + ΔW for both."""
     untied: bool = False
-    """Whether the output has two matrices and a config that says so."""
+    """Whether the output has two matrices, and `tie_word_embeddings` is false in its config."""
     untied_tensors: Mapping[str, str] = field(default_factory=dict)
     """Other tensors that only the config tied, which are written too, and the base's tensors that they equal."""
     untied_unsaved: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class ModelEnds(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """What the passes have decided so far; each field has the pass that sets it."""
+    """The decisions of the passes so far; each field has the pass that sets it."""
 
     inputs: MergeInputs
     model: Model
@@ -98,9 +98,9 @@ class Draft(Struct, frozen=True, kw_only=True):
     dtype: DType | None = None
     """The type of all weights; None for each as in the base."""
     adapted: tuple[Adapted, ...] = ()
-    """Each adapter with what it does (`with_deltas`)."""
+    """Each adapter with its changes (`with_deltas`)."""
     modules: AdapterModules = NO_MODULES
-    """What all adapters do together."""
+    """The changes of all adapters together."""
     per_expert: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """Tensor on disk → its own deltas, as a part of a fused parameter (`on_layers`)."""
     head: Head | None = None
@@ -119,4 +119,4 @@ class Draft(Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, str] | None = None
     """The texts in the headers of the weight files; None for the usual."""
     recorded: Mapping[str, object] = field(default_factory=dict)
-    """What the manifest records of the options."""
+    """The options, as the manifest records them."""

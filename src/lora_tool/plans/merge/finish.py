@@ -1,4 +1,4 @@
-"""The plan of a finished draft: its weight files, its side files, and what the manifest says."""
+"""The plan of a finished draft: its weight files, its side files, and its manifest."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def judge_of(options: PlanOptions) -> MergeJudge:
 
 
 def judged_in_memory(judge: MergeJudge, model: Model, report: Report) -> Report:
-    """Return the report with what the rules find in the names of memory, where those on disk are others.
+    """Return the report, with the rules' findings under the names in memory too where those on disk differ.
 
     Raises `FindingsFound`.
     """

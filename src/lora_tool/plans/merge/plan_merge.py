@@ -1,4 +1,4 @@
-"""Planning a merge: base + adapters → every tensor and file of the merged model, from headers alone."""
+"""Planning a merge: base + adapters → every tensor and file of the merged model, from only headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a merged folder was made from: as given, or as its manifest or the configs say; and planning it again."""
+"""The inputs of a merged folder, as given, or from its manifest or the configs; and planning the merge again."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def find_inputs(
     names, given = all_weighted(adapters, None)
     opened = tuple(map(opened_adapter, names)) or tuple(map(open_adapter, _recorded_adapters(model)))
     recorded = tuple(_recorded_weights(model, len(opened)))
-    # a weight that was typed counts, else what the manifest says
+    # weights that the user gives go before the manifest's
     weights = given if any(weight != 1 for weight in given) else recorded
     return Provenance(
         merged=model,

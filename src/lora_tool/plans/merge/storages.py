@@ -1,4 +1,4 @@
-"""What the quantised weights of a base can be stored as."""
+"""The ways in which a base's quantised weights can be stored."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def require_no_lora_on_tied_ends(draft: Draft) -> None:
     if draft.ends.untied:
         _require_nothing_lost(draft)
         return
-    # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
+    # a matrix with as many rows by chance is not an end: only embeddings have an embedding's LoRA
     modules = {tied.output.removesuffix(".weight"), *draft.modules.embeddings} & draft.modules.lora.keys()
     touched = sorted(tied.names & {f"{module}.weight" for module in modules})
     if touched and not draft.ends.trained_as_one:
@@ -51,9 +51,8 @@ def _tokens_of_one_end(draft: Draft, tied: TiedEmbeddings) -> StoredTensor | Non
 
     PEFT trains them in both where the config of the whole model ties them, and it is the model's first embedding.
     """
-    if (
-        draft.model.facts is None or not draft.modules.tokens
-    ):  # what is plainly stored has one embedding, tied by its config
+    # a plainly stored base (no `facts`) has one embedding, tied by its config
+    if draft.model.facts is None or not draft.modules.tokens:
         return None
     module = tied.embedding.name.removesuffix(".weight")
     return None if module == draft.model.facts.tokens_of_both else draft.modules.tokens.get(module)
@@ -76,7 +75,7 @@ def _changes_both(tensor: StoredTensor, name: str) -> str:
 
 
 def untying_steps(draft: Draft) -> Iterator[Step]:
-    """Yield the tensors that a formerly tied base did not have: the output layer, and what the config tied besides."""
+    """Yield the tensors that a formerly tied base lacked: the output layer, and others that the config tied."""
     if draft.ends.tied is not None and draft.ends.untied:
         for name, of in draft.ends.untied_tensors.items():
             yield _untied_step(draft, name, draft.base.tensors[of])
@@ -103,8 +102,8 @@ def _output_step(draft: Draft, tied: TiedEmbeddings) -> Step:
 
 
 def _untied_step(draft: Draft, name: str, of: StoredTensor) -> Step:
-    """Return the step of what was one with `of` as well: transformers ties all that the config says, or nothing."""
-    # a module saved whole was a copy while it was trained: what was one with it stayed as it was
+    """Return the step of a tensor that was tied to `of` too: transformers ties all of them or none."""
+    # a module saved whole was a copy while it was trained: tensors that were tied to the original stayed as they were
     copied = any(part.config.saves(of.name.rpartition(".")[0]) for part in draft.adapted)
     source = of if copied else draft.modules.saved.get(of.name, of)
     dtype = draft.dtype or own_dtype(draft, of)

@@ -32,7 +32,7 @@ _OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 def parts_of_fused(
     model: Model, conversion: ParameterConversion, modules: AdapterModules, precision: Precision
 ) -> tuple[AdapterModules, PerExpert]:
-    """Return the modules without those that are no layers, and the deltas on tensors that are only on disk.
+    """Return the modules without those that are not layers, and the deltas on tensors that are only on disk.
 
     PEFT takes an adapter that an earlier transformers trained on single experts, and fuses its factors; here each
     goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's bits are wanted and PEFT would
@@ -148,7 +148,7 @@ def _require_as_in_memory(
 ) -> None:
     """Raise `UnsupportedAdapter` for LoRA on a weight that is stored transposed.
 
-    Raises `OnlyInMemory` where transformers writes the weight back transposed, so that saving it again is no way out.
+    Raises `OnlyInMemory` where transformers writes the weight back transposed, so that saving it again does not help.
     """
     adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
     for name in sorted(adapted & copied_only.keys()):

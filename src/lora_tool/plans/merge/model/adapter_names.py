@@ -28,7 +28,7 @@ def homes(adapter: AdapterDir, mapping: NamesOnDisk) -> dict[tuple[str, str], st
 
     None where there is none.
     """
-    # in the file's order: a rule of transformers may wait for a name before it looks at others
+    # in the file's order: a rule of transformers may wait for a name before it applies to others
     wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
     return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
 

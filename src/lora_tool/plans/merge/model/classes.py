@@ -132,7 +132,7 @@ def _text_model(
     text = _fitting(base, adapters, (name,), errors)
     if text is None or any(strangers(adapter, text) for adapter in adapters):
         return whole
-    # what the whole lacks too is a new head, which is the adapter's
+    # names that the whole model lacks too are a new head, which is the adapter's
     made_up = [each for each in text.missing if whole is None or each not in whole.missing]
     if whole is None and text.facts.head is not None:
         made_up = [each for each in made_up if not each.startswith(f"{text.facts.head}.")]

@@ -87,9 +87,9 @@ def converted(
 
 
 def complete(model: Model, conversion: ParameterConversion) -> BaseMatch:
-    """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
+    """Return the base with every parameter of its class by name and shape, for rules that read only headers.
 
-    What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
+    A new head, which the base lacks, gets the adapter's number of labels. The parts of a fused parameter are there by
     their names on disk, where an adapter has LoRA on one of them.
     """
     facts = conversion.mapping.facts

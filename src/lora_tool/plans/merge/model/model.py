@@ -30,7 +30,7 @@ class ParameterConversion(Struct, frozen=True, kw_only=True):
     same_names: bool = False
     """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
     partly_quantised: frozenset[str] = frozenset()
-    """Parameters of which some rows are quantised on disk and some are not: they can only be left as they are."""
+    """Parameters with quantised and plain rows on disk: they can only be left as they are."""
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Model(Struct, frozen=True, kw_only=True):
     arch: Architecture
     """The classes that the model may be, and their heads."""
     task: Task
-    """What the merged model is for, which with `arch` or `facts` says its class; never `Task.AUTO`."""
+    """The merged model's task, which with `arch` or `facts` gives its class; never `Task.AUTO`."""
     leftovers: tuple[InputRecord, ...] = ()
     """Tensors of the base that the model has no place for."""
     conversion: ParameterConversion | None = None
@@ -81,7 +81,7 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 def class_row(config: ModelConfig, generator: ModelFacts | None, classifier: ModelFacts | None) -> Architecture:
-    """Return the classes of a model type that were looked up, in the words of the table of plainly stored ones."""
+    """Return the classes that transformers has for a model type, as a row like those of the table of architectures."""
     head = classifier.head if classifier else None
     last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
     output = generator.output if generator else None

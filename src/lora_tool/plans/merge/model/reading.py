@@ -36,10 +36,10 @@ _MAPPERS = ("torch", "transformers")
 def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, exact: bool = False) -> Model:
     """Return base and adapters in the names of memory, with task and class decided.
 
-    `wanted` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
-    one. Raises `UnsupportedAdapter` where the task, the adapters and the base contradict each other or no class is
-    found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where it takes transformers,
-    which is not installed.
+    `wanted` is the task that the user names, or `Task.AUTO`. With `exact` a name that only resembles the model's is not
+    taken for it. Raises `UnsupportedAdapter` where the task, the adapters and the base contradict each other or no
+    class is found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where it takes
+    transformers, which is not installed.
     """
     task = other_task(wanted, adapters, base)
     row = plain_row(base, adapters, wanted) if task is None else None
@@ -86,7 +86,7 @@ def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> A
     if not plain or not _has_class(row, adapters, wanted) or base.dtype in row.wide_in:
         return None
     if not all(map(find_spec, _MAPPERS)):
-        return row  # what is wrong with the names is said by them
+        return row  # wrong names are reported by the rules, without transformers
     # transformers knows which of several matrices with a row per token is tied
     is_tied = output_name(row) not in {None, *base.tensors}
     one_end = not is_tied or len(embeddings(base, row)) <= 1
@@ -96,7 +96,7 @@ def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> A
 def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architecture, task: Task, *, exact: bool) -> bool:
     """Return whether the names of a plainly stored base are its model's, all and no others, and each is one tensor.
 
-    So they are taken where the config has no sizes, of which transformers would build some other model.
+    Then a config without sizes does not matter: transformers would build another model from it.
     """
     config = base.whole_config
     if config.vocab_size is None:
@@ -132,7 +132,7 @@ def require_transformers() -> None:
 
 
 def _has_class(row: Architecture, adapters: Sequence[AdapterDir], wanted: Task) -> bool:
-    """Return whether the row has the class that the merged model is to be of, as far as it was said."""
+    """Return whether the row has the class that the merged model is to be of, as far as that is known."""
     declared = declared_types(adapters)
     classifier = wanted in CLASSIFIERS or "SEQ_CLS" in declared
     causal = wanted is Task.CAUSAL_LM or "CAUSAL_LM" in declared

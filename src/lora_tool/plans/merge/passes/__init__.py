@@ -1,4 +1,4 @@
 """The passes of a merge: one module each, with the options that it owns.
 
-A pass is light to import; what it needs only where it applies, it imports then.
+A pass is light to import: heavy modules are imported only where it applies.
 """

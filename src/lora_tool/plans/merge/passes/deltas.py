@@ -1,4 +1,4 @@
-"""What the adapters do to the model's layers, summed over all of them."""
+"""The adapters' changes of the model's layers, summed over all adapters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def with_deltas(draft: Draft, options: Deltas) -> Draft:
 
 
 def require_same_everywhere(draft: Draft, _: Deltas) -> Draft:
-    """Return the draft. Raises `UnsupportedAdapter` where torch would compute what is to be the same on every machine."""
+    """Return the draft.
+
+    Raises `UnsupportedAdapter` where torch would compute bytes that must not depend on the machine.
+    """
     inits = [step.op.taken_out for step in draft.steps if step.op.taken_out]
     if inits and draft.precision is Precision.FLOAT64:
         raise UnsupportedAdapter(

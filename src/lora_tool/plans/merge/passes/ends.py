@@ -159,7 +159,7 @@ def trained_as_one(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
 def _without_tied_repeats(
     ends: TiedEmbeddings, adapted: Sequence[Adapted], modules: AdapterModules, *, as_one: bool
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
-    """Return adapters and modules without what they hold a second time for the tied output layer.
+    """Return adapters and modules without their second copies for the tied output layer.
 
     So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, whole or,
     `as_one`, their LoRA, and the rows of trained tokens. PEFT loads both into the one matrix. Raises

@@ -103,7 +103,7 @@ def _find_head(model: Model, modules: AdapterModules) -> Head:
 def count_labels(facts: ModelFacts, saved: Mapping[str, StoredTensor], base: ModelDir) -> int | None:
     """Return how many labels the tensors of a class have whose shapes depend on it; None for a class without any.
 
-    What the adapter `saved` goes before the base's; the rules saw that they agree.
+    Tensors that the adapter `saved` go before the base's; the rules saw that they agree.
     """
     held = ((saved.get(name) or base.tensors.get(name), axis) for name, axis in facts.label_axes.items())
     return next((tensor.shape[axis] for tensor, axis in held if tensor is not None and len(tensor.shape) > axis), None)

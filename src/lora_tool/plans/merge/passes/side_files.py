@@ -70,7 +70,7 @@ def with_side_files(draft: Draft, _: Options) -> Draft:
 
 
 def _config_changes(draft: Draft, generation: Generation, pad_id: int | None) -> dict[str, Any]:
-    """Return what the merged model's config says otherwise than the base's; `pad_id` is a classifier's pad token."""
+    """Return the merged model's config fields that differ from the base's; `pad_id` is a classifier's pad token."""
     base, vocabulary = draft.base, draft.ends.vocabulary
     return joined_changes(
         dtype_changes(base, draft.dtype),

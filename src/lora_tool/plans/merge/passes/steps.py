@@ -87,7 +87,7 @@ def _bias_step(draft: Draft, tensor: StoredTensor, source: StoredTensor, module:
 
 
 def tokens_step(draft: Draft, tensor: StoredTensor, module: str) -> Step:
-    """Return the step that puts the rows of `module` that were trained by themselves into its `tensor`."""
+    """Return the step that puts the trained rows (`trainable_token_indices`) of `module` into its `tensor`."""
     rows = draft.modules.tokens[module]
     indices = next(part.tokens[module] for part in draft.adapted if module in part.tokens)
     source = draft.modules.frozen_base.get(tensor.name, tensor)
@@ -154,7 +154,7 @@ def lora_step(draft: Draft, source: StoredTensor, name: str, module: str) -> Ste
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = draft.modules.magnitudes.get(module)
     carried = any(source is held for held in draft.modules.frozen_base.values())
-    # PEFT leaves embeddings as they are, and loads a weight that the adapter carries over what the init changed
+    # an init of PEFT leaves embeddings as they are; a weight that the adapter carries is loaded after the init
     init = None if embedding or carried else recomputed_init(draft, module)
     if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
         why = "of several adapters" if len(terms) > 1 else "on a layer that is not linear"

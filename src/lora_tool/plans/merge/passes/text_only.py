@@ -37,7 +37,7 @@ class TextOnly(Options):
 
 
 def text_model(inputs: MergeInputs, options: TextOnly) -> MergeInputs:
-    """Return the inputs with the base as its text model alone.
+    """Return the inputs with only the text model of the base.
 
     Raises `UnsupportedAdapter` where transformers has no class for that, `MissingDependency` without transformers.
     """

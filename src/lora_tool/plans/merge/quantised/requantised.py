@@ -32,18 +32,18 @@ from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.quantised.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
 
 LEAST_KEPT = 0.1
-"""Share of ΔW below which what is stored is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
+"""Share of ΔW below which the stored weight is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
 LEAST_COSINE = 0.15
-"""Cosine of ΔW and what is stored of it below which the rest is noise: a model with 0.15 did worse than its base."""
+"""Cosine of ΔW and its stored part below which the rest is noise: a model with 0.15 did worse than its base."""
 _MOST_MEASURED = 32
-"""Weights of which rows are measured: two milliseconds each, on one core, while nothing is written yet."""
+"""At most so many weights are measured, by some rows: two milliseconds each, on one core, before writing starts."""
 _FEW_BITS = 4
 _ALL_PLAIN = '`store="all-16bit"` and `store="touched-16bit"` merge exactly'
 _ELSEWHERE = f"{_ALL_PLAIN}; merge to 16 bits and quantise the result with the tool that made the base"
 
 
 def coded_steps(step: Step, encoding: Encoding) -> Iterable[Step]:
-    """Return the steps of what is stored of the weight that `step` changes: codes, scales, and what belongs to these.
+    """Return the steps of the stored tensors of the weight that `step` changes: codes, scales, and zero points.
 
     Raises `UnsupportedAdapter` for a format that is only read, and for changes that its codes cannot hold.
     """
@@ -53,7 +53,7 @@ def coded_steps(step: Step, encoding: Encoding) -> Iterable[Step]:
 
 
 def _with_kept_scales(step: Step, encoding: Requantisable) -> Iterable[Step]:
-    """Yield the steps of codes, scales and zero points, of which the base's stay where the numbers fit."""
+    """Yield the steps of codes, scales and zero points; the latter two stay the base's where the numbers fit."""
     made = _in_float32(_rows(step))
     odd = next((op for op in row_ops(made) if not isinstance(op, LowRank | Dequantise)), None)
     if odd is not None or any(op.needs_all_rows or op.taken_out for op in row_ops(made)):
@@ -152,7 +152,7 @@ def kept_line(kept: Mapping[str, Any] | None) -> str:
 
 
 def _kept(op: Requantise[Computed]) -> DeltaRetention:
-    """Return what is left of the change in some rows of a weight."""
+    """Return how much of the change is left in some rows of a weight."""
     import numpy as np  # for few plans
 
     from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled

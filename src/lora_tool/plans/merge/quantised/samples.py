@@ -1,4 +1,4 @@
-"""Rows of what a step makes, by the formula that defines it: so that a plan can say what its rounding will cost."""
+"""Rows of a step's output, by the formula that defines it: so that a plan can estimate its rounding loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLED_ROWS, PLACES = 8, 2
 
 
 def made_rows(made: Computed, first: int, rows: int) -> Values:
-    """Return these rows of what an operation makes, float64, [rows, columns]. Raises as `read_part`."""
+    """Return these rows of an operation's output, float64, [rows, columns]. Raises as `read_part`."""
     import numpy as np  # for few plans
 
     return np.concatenate([part.reference(numbers) for part in _cut(made, first, rows)])
@@ -48,7 +48,7 @@ def raw(tensor: StoredTensor, start: int, nbytes: int) -> NDArray[Any]:
 
 
 def _cut(made: Computed, first: int, rows: int) -> Iterator[RowOp]:
-    """Yield what makes these rows, with the rows of its factors alone where they can be read alone."""
+    """Yield the operations that make these rows, from only those rows of the factors where they can be cut."""
     at = 0
     for op in row_ops(made):
         height = math.prod(op.shape[:-1])

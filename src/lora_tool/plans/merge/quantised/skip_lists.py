@@ -30,7 +30,7 @@ _LISTS = {
     "mxfp8": ("ignored_layers", "modules_to_not_convert"),
     "torchao": ("modules_to_not_convert",),
 }
-"""`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
+"""`quant_method` → the names of the list of plain modules; a new list gets the last one."""
 
 
 _PATTERNS = {
@@ -78,8 +78,10 @@ def with_plain_modules(
 def _of_gptq(
     table: Mapping[str, Any], plain: ModelDir, names: Collection[str], parameter_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return what a GPTQ config says of plain modules: `dynamic` leaves them out for gptqmodel, and the list of
-    quantised ones is what transformers and vLLM read, who take every layer of a block for quantised without it.
+    """Return a GPTQ config's fields for plain modules.
+
+    gptqmodel reads `dynamic`, which leaves them out; transformers and vLLM read the list of quantised ones, and without
+    it take every layer of a block for quantised.
     """
     quantised = [name for name, tensor in plain.tensors.items() if encoding_of(tensor) is not None]
     left_out: dict[str, Any] = {f"-:^{re.escape(_module(name))}$": {} for name in _both(sorted(names), parameter_of)}
@@ -104,7 +106,7 @@ def _module(name: str) -> str:
 
 def _plain_matrices(plain: ModelDir, parameter_of: Callable[[str], str]) -> list[str]:
     """Return the layers that are not quantised: without a list a loader leaves the output layer plain, which may be
-    tied and not on disk, and with a list only what it names.
+    tied and not on disk, and with a list only the modules in it.
     """
     found = [
         name

@@ -3,7 +3,7 @@
 A plan is made on the matrices that they stand for. Where the adapters change none of them, every tensor of the base
 that is not changed is copied as it is stored, and the config with it. Where they change one, all are dequantised: W +
 ΔW lies between the numbers that a quantised weight can be. Rounding back to those takes part of ΔW away, of four bits
-nearly all of it: it is done where it is asked for, and what is left is measured first.
+nearly all of it: it is done only on request, and the rest is measured first.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _with_weights_of_no_class(draft: Draft) -> tuple[tuple[Step, ...], tuple[Inp
 
 
 class _Stored(Struct, frozen=True, kw_only=True):
-    """What a merge writes of a quantised base and its changes."""
+    """The output of a merge for a quantised base and its changes."""
 
     storage: Storage
     steps: tuple[Step, ...]
@@ -103,7 +103,7 @@ class _Stored(Struct, frozen=True, kw_only=True):
     """Tensors on disk that are not written."""
     config: ModelConfig
     note: str
-    """What the plan says of it."""
+    """The plan's note on it."""
     warnings: tuple[str, ...] = ()
     kept: Mapping[str, Any] | None = None
     """How much of ΔW is left where merged weights were rounded to their format again."""
@@ -132,7 +132,7 @@ class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         cast: bool,
         allow_loss: bool,
     ) -> _Stored:
-        """Return what is written: as `wanted`, else as the base where `steps` change no quantised weight, else plain.
+        """Return the output: stored as `wanted`, else as the base where `steps` change no quantised weight, else plain.
 
         `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that
         the output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost,
@@ -178,7 +178,7 @@ class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     def _requantised(
         self, steps: Sequence[Step], dropped: Collection[str], touched: Sequence[Step], *, allow_loss: bool
     ) -> _Stored:
-        """Return what is written where the changed weights are rounded to their format again."""
+        """Return the output where the changed weights are rounded to their format again."""
         changed = {step.out.name: step for step in touched}
         new = [name for name in changed if name not in self.encodings]
         self._require_own_names(new)
@@ -221,7 +221,7 @@ class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
     def _mostly_as_stored(
         self, steps: Sequence[Step], storage: Storage, dropped: Collection[str], touched: frozenset[str]
     ) -> _Stored:
-        """Return what is written where quantised weights stay, but for those that are fused with one that changes."""
+        """Return the output where quantised weights stay, but for those that are fused with one that changes."""
         freed = together(touched, self.encodings) if touched else frozenset()
         left = (*self._left_behind(freed), *self._dropped_parts(dropped))
         found = self._as_stored(steps, {*dropped, *(item.name for item in left)}, freed)
@@ -308,7 +308,7 @@ class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
         return {part.name: name for name, encoding in self.encodings.items() for part in parts(encoding)}
 
     def _left_behind(self, freed: Collection[str]) -> Iterator[InputRecord]:
-        """Yield the tensors on disk that are not written for the weights `freed`: their parts, and what was calibrated."""
+        """Yield the tensors on disk that are not written for the weights `freed`: their parts and calibration."""
         of = self._weights_of_parts
         modules = {name.removesuffix(".weight") for name in freed}
         for name, tensor in self.stored.tensors.items():

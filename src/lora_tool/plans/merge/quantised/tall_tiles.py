@@ -83,7 +83,7 @@ def _ends(encoding: Requantisable, at: int) -> tuple[Array, Array]:
 
 def _most_change(made: Computed) -> Array | None:
     """Return for each row how large a change of its values may be: no product of two vectors is larger than that of their
-    lengths. None where it is no sum of products.
+    lengths. None where it is not a sum of products.
     """
     parts = [_most_of(op) for op in row_ops(made)]
     return None if any(part is None for part in parts) else np.concatenate([part for part in parts if part is not None])

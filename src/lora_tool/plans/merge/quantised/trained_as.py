@@ -49,7 +49,7 @@ def as_trained(base: ModelDir, adapters: Sequence[AdapterDir], how: TrainedAs) -
 
 
 def rounded_note(base: ModelDir, how: TrainedAs) -> str:
-    """Return what the plan says of a base that was rounded."""
+    """Return the plan's note on a base that was rounded."""
     count = sum(isinstance(encoding_of(tensor), RoundedAs) for tensor in base.tensors.values())
     return (
         f"{counted(count, 'linear layer')} of the base rounded to {how} and back, as bitsandbytes loads it for training"
