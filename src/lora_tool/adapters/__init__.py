@@ -1,1 +1,1 @@
-"""What an adapter is and does, computed in one place."""
+"""The contents of an adapter and their effect on a model, computed in one place."""

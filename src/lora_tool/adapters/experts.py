@@ -38,7 +38,7 @@ UNKNOWN_TO_PEFT = frozenset(
 
 
 def experts_of(module: str) -> str | None:
-    """Return the path of the experts of which a module is one matrix; None for any other."""
+    """Return the path of the experts that a module is one matrix in; None for any other module."""
     found = EXPERT.fullmatch(module)
     return found["experts"] if found else None
 
@@ -46,7 +46,7 @@ def experts_of(module: str) -> str | None:
 def is_taken_for_stacks(module: str, model_type: str | None) -> bool:
     """Return whether PEFT takes LoRA on the module, which is of no expert, for LoRA on the stacks of experts.
 
-    PEFT 0.21 looks at the last parts of names alone (`_convert_peft_config_moe`): shared experts and dense layers end alike.
+    PEFT 0.21 compares only the last parts of names (`_convert_peft_config_moe`): shared experts and dense layers match.
     """
     stacked = STACKED_BY_PEFT.get(model_type or "", ())
     return module.rpartition(".")[2] in stacked and not EXPERT.fullmatch(module)
@@ -58,5 +58,5 @@ def parameter_of(target: str, names: Sequence[str], *, nested: int, count: int) 
     PEFT wraps one parameter of a module after the other: this one is `nested` in so many others, of `count` in all.
     """
     known = FUSED if target.rpartition(".")[2] == "experts" else ("weight",)
-    asked = [each for each in known if any(f".{target}.{each}".endswith(f".{name}") for name in names)]
-    return asked[count - 1 - nested] if len(asked) == count > nested else None
+    adapted = [each for each in known if any(f".{target}.{each}".endswith(f".{name}") for name in names)]
+    return adapted[count - 1 - nested] if len(adapted) == count > nested else None

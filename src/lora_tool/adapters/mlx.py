@@ -57,10 +57,10 @@ def is_mlx(folder: Folder) -> bool:
 
 
 def read_mlx(root: Path, base_tensors: Mapping[str, StoredTensor] | None = None) -> MlxAdapter:
-    """Return the adapter in the folder `root`; `base_tensors` are its base's, whose names tell those of its experts.
+    """Return the adapter in the folder `root`; `base_tensors` are its base's, which name its experts.
 
-    What is wrong with the files is in the adapter's `problems`. Raises `BrokenFile` for a config that cannot be read,
-    `UnsupportedAdapter` for what PEFT has no form for, by name.
+    Problems of the files are in the adapter's `problems`. Raises `BrokenFile` for a config that cannot be read,
+    `UnsupportedAdapter`, with the name, for a feature that PEFT has no form for.
     """
     folder = read_folder(root)
     path = root / FILE_NAME
@@ -95,7 +95,7 @@ def read_mlx(root: Path, base_tensors: Mapping[str, StoredTensor] | None = None)
 
 
 def _parameters(raw: Mapping[str, Any], path: Path) -> tuple[int, float]:
-    """Return rank and scale, of which MLX-LM has one for all modules."""
+    """Return rank and scale; MLX-LM has one of each for all modules."""
     kind = raw.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise UnsupportedAdapter(
@@ -206,7 +206,7 @@ def _of_experts(
 def _targets(modules: list[str]) -> dict[str, Any]:
     """Return how PEFT finds these modules: by the ends of their names in some of the layers, else by their whole paths.
 
-    The ends are as short as they can be: what is before the layers may be called otherwise in the base.
+    The ends are as short as possible: the base may have other prefixes before its layers.
     """
     inside = {(layer, path) for layer, path in map(split_layer, modules) if layer is not None}
     layers = {layer for layer, _ in inside}
@@ -231,7 +231,7 @@ def transposed(tensor: StoredTensor) -> StoredTensor:
         case (TransposedSpan() as span,) if span.nbytes == span.stored_bytes:
             return StoredTensor(spec=spec, spans=span.places)
         case (Span() as span,) if type(span) is Span:
-            turned = TransposedSpan(
+            span_as_transposed = TransposedSpan(
                 path=span.path,
                 offset=span.offset,
                 nbytes=span.nbytes,
@@ -239,7 +239,7 @@ def transposed(tensor: StoredTensor) -> StoredTensor:
                 columns=rows,
                 itemsize=tensor.dtype.bits // 8,
             )
-            return StoredTensor(spec=spec, spans=(turned,))
+            return StoredTensor(spec=spec, spans=(span_as_transposed,))
     raise UnsupportedAdapter(
         f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
         hint="save the adapter again with PEFT: model.save_pretrained(folder)",

@@ -22,7 +22,7 @@ def bare_path(module: str) -> str:
 
 
 def drift(key: AdapterKey) -> str | None:
-    """Return what is wrong with the beginning of a tensor's name, None for the form that PEFT loads."""
+    """Return how the beginning of a tensor's name differs from the form that PEFT loads; None if it does not."""
     if not key.prefixed:
         return f"does not begin with `{PREFIX}`"
     if key.wrapper:

@@ -2,9 +2,9 @@
 
 PEFT calls a tensor ``base_model.model.<module>.<part>``. Trainers save others: prime-rl leaves the prefix out, as vLLM
 reads it; torch.compile, FSDP1 and activation checkpointing put wrappers into the path, DistributedDataParallel
-``module.`` before it; the state dict of a `LoraModel` begins with ``model.`` alone; and a name may have lost what its
-class calls its base model, too. What is plainly not the model's is taken off (`naming.bare_path`); the rest is decided
-by the modules of the base or, without one, by what transformers' classes call theirs.
+``module.`` before it; the state dict of a `LoraModel` begins with only ``model.``; and a name may have lost what its
+class calls its base model, too. Parts that are plainly not the model's are removed (`naming.bare_path`); the rest is
+decided by the modules of the base or, without one, by what transformers' classes call theirs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lora_tool.models.model_tensors import base_prefixes
 from lora_tool.models.module_names import ModuleNames
 
 _TEXT, _TEXT_IN_MLX = "language_model.", "language_model.model."
-"""What comes before the layers of a multimodal model's text in transformers, and in MLX-LM."""
+"""The prefix of the layers of a multimodal model's text in transformers, and in MLX-LM."""
 _BARE = "FEATURE_EXTRACTION"
 """The task type of an adapter for the base model's own class, without a head."""
 
 
 class Readings:
-    """What the names in an adapter's file may mean: those that have PEFT's prefix, or those that have not.
+    """The possible meanings of the names in an adapter's file: of those with PEFT's prefix, or of those without.
 
     `model` are the modules of the adapter's base, None where they are not known.
     """
@@ -40,7 +40,7 @@ class Readings:
         self.paths = [path.replace(f".{Part.BASE_LAYER.value}", "") for path in sorted(lora.difference(heads))]
         """The modules of its LoRA as the base knows them, heads and output layers left out."""
         self.headed = True if heads else _headed(view.config)
-        """Whether it was trained on a class with a head or an output layer; None where its config does not tell."""
+        """Whether it was trained on a class with a head or an output layer; None where its config does not show it."""
         self._model = model
         self._prefixed = prefixed
         self._half = next((path for path in heads if path.startswith(PEFT_MODEL)), None)

@@ -1,4 +1,4 @@
-"""What an adapter's config asks for that a merge refuses by name, each with its way out."""
+"""The features of an adapter's config that a merge refuses by name, each with its way out."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def is_saved_whole(config: AdapterConfig, path: str) -> bool:
 
 
 def explains(config: AdapterConfig, item: WholeTensor) -> bool:
-    """Return whether the config, or what PEFT saves by itself, says what a plain tensor is for."""
+    """Return whether the config, or PEFT's own saving, accounts for a plain tensor."""
     path = item.module
     if is_saved_whole(config, path) or is_end(path) or head_of(path):
         return True
@@ -92,8 +92,8 @@ _OF_CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", *(row.causal_lm for row in ARCHI
 
 
 def trained_for(config: AdapterConfig) -> str | None:
-    """Return what the config says that the adapter is for: its task type, else that of the class that it was trained
-    on, or the class itself where no task type means it. None for a causal LM's class: which head it got, tensors tell.
+    """Return the task that the adapter was trained for by its config: its task type, else that of its trained class, or
+    the class itself where it has no task type. None for a causal LM's class: its head is known only by its tensors.
     """
     name = config.trained_class
     if config.task_type or name is None or name.endswith(_OF_CAUSAL_LMS):
@@ -166,7 +166,7 @@ def is_lost_on_loading(config: AdapterConfig, layer: LoraLayer, *, tied: bool | 
     """Return whether PEFT drops LoRA that it trained on an end of the model under `ensure_weight_tying` when it loads it.
 
     It saves the embedding among the targets in place of the output layer, and ties the two again only on a base that
-    is `tied` (None where no base tells) and where a target has a name that it knows.
+    is `tied` (None without a base) and where a target has a name that it knows.
     """
     if not (config.ensure_weight_tying and is_end(layer.target)) or config.targets(layer.target):
         return False
@@ -174,9 +174,9 @@ def is_lost_on_loading(config: AdapterConfig, layer: LoraLayer, *, tied: bool | 
 
 
 def saved_as_one(config: AdapterConfig, output: str, *, held: bool) -> bool:
-    """Return whether PEFT trained an end that it saved whole and what it is tied to as one matrix.
+    """Return whether PEFT trained an end that it saved whole and the end that it is tied to as one matrix.
 
-    Under `ensure_weight_tying` it does where an end had a name that it knows. It names the embedding alone then, and
+    Under `ensure_weight_tying` it does where an end had a name that it knows. It then names only the embedding, and
     saves both: the module `output` is `held`, and the config does not name it.
     """
     if not config.ensure_weight_tying:

@@ -1,4 +1,4 @@
-"""One view of an adapter: its tensors by what they do to a model, grouped once for everybody who asks.
+"""One view of an adapter: its tensors by what they do to a model, grouped once for all callers.
 
 The view describes and never judges: a factor that is missing is None, two tensors for one place are the first and a
 repeat. It is made from names and headers alone.
@@ -136,7 +136,7 @@ class WholeTensor(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class TrainedTokens(Struct, frozen=True, kw_only=True, eq=False):
-    """Rows of an embedding that were trained by themselves: [rows, columns], and where each belongs."""
+    """Single rows of an embedding that were trained: [rows, columns], and where each belongs."""
 
     rows: StoredTensor
     indices: tuple[int, ...]
@@ -148,7 +148,7 @@ class TrainedTokens(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
-    """What an adapter holds, by what it does."""
+    """The tensors of an adapter, by their effect on a model."""
 
     adapter: AdapterDir
     config: AdapterConfig
@@ -171,10 +171,10 @@ class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
     """Tensor name → the tensor that is in the file for the same place already."""
 
     def found(self, look: Callable[[LoraLayer], Iterable[Found]]) -> Iterator[Found]:
-        """Yield what `look` finds in each layer, in their order; it is not asked again for a kind where it found nothing.
+        """Yield what `look` finds in each layer, in their order; a kind whose first layer gives nothing is skipped.
 
-        It may look at the layer's tensors but for their values, at what the config says of it, and at its path but for
-        the numbers.
+        `look` may depend on the headers of the layer's tensors, on its settings in the config, and on its path but for
+        the numbers: layers of one kind differ in nothing else.
         """
         sound = {first.kind for first in self.kinds if not any(True for _ in look(first))}
         for layer in self.layers if len(sound) < len(self.kinds) else ():
@@ -291,7 +291,7 @@ def _saved(
     return saved
 
 
-# LoRA of which one factor of a pair is missing: PEFT loads the other, and initialises what is not there.
+# LoRA with one factor of a pair missing: PEFT loads the other, and initialises the missing one.
 
 
 _ZEROS, _NOISE = "zeros", "noise"
@@ -319,7 +319,7 @@ class HalfPair(NamedTuple):
 
     @property
     def message(self) -> str:
-        """What is wrong, as a finding says it of the tensor."""
+        """The message of the finding about the tensor."""
         are = "are" if self.lacking[1:] else "is"
         return f"its {' and '.join(self.lacking)} {are} missing, and PEFT would put {self.instead} there"
 
@@ -333,7 +333,7 @@ def half_pair_in(layer: LoraLayer) -> Iterator[HalfPair]:
 
 
 def half_pairs_among(parsed: Mapping[str, AdapterKey]) -> Iterator[HalfPair]:
-    """Yield the pairs of which a checkpoint, whose names are `parsed`, has one factor."""
+    """Yield the pairs with only one factor in a checkpoint whose names are `parsed`."""
     held = {(key.adapter_name, key.module, key.part) for key in parsed.values()}
     for name, key in parsed.items():
         other, instead = _OTHER_HALF.get(key.part, (key.part, ""))

@@ -15,7 +15,7 @@ from lora_tool.rules.judging import NO_BASE
 def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelDir | None, str]:
     """Return the base that the adapter's config names, if it is on this disk, else None and why it is not.
 
-    The base of a run is that of its last adapter. A relative path is looked for in the working directory and in the
+    The base of a run is that of its last adapter. A relative path is searched in the working directory and in the
     folder `near`, by default the adapter's own, and those above it. Nothing is downloaded.
     """
     adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint

@@ -1,4 +1,4 @@
-"""What a fix changes in a file: fields of a JSON file, or names in the header of a weights file; and how that looks."""
+"""The changes of fixes: fields of a JSON file, or names in the header of a weights file; and their diffs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Change: TypeAlias = FieldChange | NameChange
 
 
 class FileChange(Struct, frozen=True, kw_only=True):
-    """What is written anew of one file, which is `size` bytes long now: it begins with `old`, and shall with `new`.
+    """A rewrite of the beginning of one file, which is `size` bytes long before: `new` replaces `old`.
 
     `diff` is a unified diff of the file; of a weights file, of the names in its header. `codes` are the rules whose
     findings it answers.
@@ -55,14 +55,14 @@ class FileChange(Struct, frozen=True, kw_only=True):
     codes: tuple[str, ...]
 
 
-def file_changes(asked: Iterable[tuple[str, Change]]) -> tuple[FileChange, ...]:
+def file_changes(changes: Iterable[tuple[str, Change]]) -> tuple[FileChange, ...]:
     """Return the changes by file, each given with the code of its rule. Raises `CorruptFile` for what cannot be read.
 
     Names that do not fit into the header that is there, or that the file has already, are left as they are: then every
     byte of the weights would have to move.
     """
     by_file: dict[Path, list[tuple[str, Change]]] = {}
-    for code, change in asked:
+    for code, change in changes:
         by_file.setdefault(change.path, []).append((code, change))
     made = (_changed(path, entries) for path, entries in by_file.items())
     return tuple(change for change in made if change is not None and change.old != change.new)
@@ -100,7 +100,7 @@ def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -
 
 
 def _as_written(table: Mapping[str, Any], text: str, *, like: Mapping[str, Any]) -> str:
-    """Return the table as JSON in the style of `text`, which says `like`: a diff then shows the fields alone."""
+    """Return the table as JSON in the style of `text`, which holds `like`: the diff shows only changed fields."""
     end = text[len(text.rstrip()) :]
     styles: list[dict[str, Any]] = [{"indent": indent, "ensure_ascii": ascii_only} for indent, ascii_only in _STYLES]
     known = (style for style in styles if json.dumps(like, **style) == text.rstrip())

@@ -1,4 +1,4 @@
-"""The judge of a consolidation: the rules about rank files, and about what is written from them."""
+"""The judge of a consolidation: the rules about rank files, and about the adapter written from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OF_ADAPTERS = ("LT201", "LT415")
 
 
 def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
-    """Return what is wrong with the rank files, no value read."""
+    """Return the faults of the rank files, without reading values."""
     rules = (RULES[code] for code in sorted(RULES) if code not in _OF_ADAPTERS)
     of_files = (rule for rule in rules if rule.on is ShardedSubject and not rule.deep)
     return tuple(finding for rule in of_files for finding in rule.findings(subject))
 
 
 def judge_adapter(subject: ShardedSubject) -> tuple[Finding, ...]:
-    """Return what is wrong with the adapter whose tensors and heads were chosen."""
+    """Return the faults of the adapter whose tensors and heads were chosen."""
     return tuple(finding for code in _OF_ADAPTERS for finding in RULES[code].findings(subject))
 
 

@@ -68,7 +68,7 @@ the adapter's names are the base's.
 
 
 def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
-    """Return the one finding about a folder that is not looked into: by default that it has no weights."""
+    """Return the one finding about a folder that is not opened: by default that it has no weights."""
     broken = RULES[code]
     finding = Finding(code=code, severity=broken.severity, path=path, subject=None, message=message, hint=broken.hint)
     return Report(
@@ -78,7 +78,7 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
 
 
 def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Report:
-    """Return what is wrong with the files of a folder that have these problems."""
+    """Return the findings about the files of a folder with these problems."""
     rules = tuple(RULES[code] for code in sorted(RULES) if code.startswith("LT1") or code == "LT214")
     found = Judge(rules=rules).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
     paths = {problem.path for problem in problems}
@@ -86,13 +86,13 @@ def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Repor
 
 
 class Judge(Struct, frozen=True, kw_only=True, eq=False):
-    """Who asks the rules about a folder, whether it is validated, merged, verified or pushed: all say the same.
+    """Runs the rules on a folder; validate, merge, verify and push use it, so that all report the same.
 
-    Adapters and models are compared with `base`; `why_no_base` is what is said without one. `num_labels` and `task`
-    ("reward", "seq-cls", …) are what is expected of them, `servers` what is to serve an adapter unmerged. `deep` True
-    reads all weights, False none, None those of adapters; `progress` is called with the bytes that were read, `watch`
-    with the number of those that rank files have. `ignored`: a merge is to go on in spite of these rules, so that of
-    their findings only those are returned that leave it nothing to compute.
+    Adapters and models are compared with `base`; `why_no_base` is reported without one. `num_labels` and `task`
+    ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True
+    reads all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with
+    the size of rank files. `ignored`: a merge goes on in spite of these rules, so of their findings only those are
+    returned that make it impossible.
     """
 
     rules: tuple[Rule, ...]
@@ -112,13 +112,13 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return 1 if self.task == "reward" and self.num_labels is None else self.num_labels
 
     def adapter(self, adapter: AdapterDir) -> Report:
-        """Return what is found in an adapter's folder: in it, in its base's files, in rank files beside."""
+        """Return the findings about an adapter's folder, its base's files, and rank files in the folder."""
         subject = self.subject(adapter)
-        base = [] if self.base is None else [self.unreadable(self.base), self._beside_base(subject, self.base)]
+        base = [] if self.base is None else [self.unreadable(self.base), self._copied_files(subject, self.base)]
         return joined([self.folder(subject), *base, self._base_of(subject), *self.rank_files_beside(adapter)])
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
-        """Return what is found in adapters that are to be merged into one base, beside what each is by itself."""
+        """Return the findings about the combination of adapters that are merged into one base; not those about each."""
         rules = tuple(rule for rule in self.rules if rule.on is SeveralAdapters)
         if len(adapters) == 1 or not rules:
             return Report()
@@ -126,7 +126,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return replace(replace(self, rules=rules).folder(several), subjects=())
 
     def rank_files_beside(self, checkpoint: AdapterDir | ModelDir) -> Iterator[Report]:
-        """Yield what is found in the training checkpoint in the folder of an adapter or model, as HF Trainer writes it,
+        """Yield the findings about the training checkpoint that HF Trainer wrote to the folder of an adapter or model,
         or why it cannot be opened.
         """
         if not holds_rank_files(checkpoint.folder):
@@ -150,15 +150,15 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
         return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
 
-    def _beside_base(self, subject: AdapterSubject, base: ModelDir) -> Report:
-        """Return what is wrong with the JSON files that a merge copies from the base, as the adapter has none."""
+    def _copied_files(self, subject: AdapterSubject, base: ModelDir) -> Report:
+        """Return the findings about the JSON files that a merge copies from the base because the adapter has none."""
         own = {*subject.checkpoint.folder.files, *((generation_config.FILE_NAME,) if subject.is_reward() else ())}
         files = tuple(name for name in base.folder.files if name not in own)
         copied = replace(base, folder=replace(base.folder, files=files), problems=())
         return replace(self.only("LT113").folder(Subject(checkpoint=copied)), subjects=())
 
     def _base_of(self, subject: AdapterSubject) -> Report:
-        """Return what transformers would refuse or put at random in its base, but what the adapter brings."""
+        """Return the findings about tensors that its base lacks or has wrong, without those that the adapter brings."""
         if subject.stored_base is None:
             return Report()
         match = subject.match
@@ -171,11 +171,11 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return Report(findings=tuple(findings), skipped=found.skipped)
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
-        """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""
+        """Return the subject of an adapter's rules: its view, and its match with the base where names determine one."""
         view = view_of(adapter)
         modules = [layer.target for layer in view.layers]
         match = None if self.base is None else match_base(self.base, view.config, modules)
-        untold = self.base if isinstance(match, str) else None
+        unmatched = self.base if isinstance(match, str) else None
         adapted = (*modules, *view.tokens, *(name.rpartition(".")[0] for name in view.saved))
         return AdapterSubject(
             checkpoint=adapter,
@@ -184,7 +184,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             base=self.base,
             stored_base=None if self.base is None else ModelSubject(checkpoint=self.base),
             match=match,
-            same_names=None if untold is None else same_names(untold, view.config, adapted),
+            same_names=None if unmatched is None else same_names(unmatched, view.config, adapted),
             num_labels=self.labels,
             task=self.task,
             servers=self.servers,
@@ -192,11 +192,11 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def only(self, code: str) -> Judge:
-        """Return the same judge with one of its rules alone."""
+        """Return the same judge with only one of its rules."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.code == code))
 
     def folder(self, subject: Subject) -> Report:
-        """Return what is found in one subject alone."""
+        """Return the findings of the rules in one subject, without its base or rank files."""
         subject.scans.progress = self.progress
         path = str(subject.checkpoint.root)
         findings: list[Finding] = []
@@ -227,7 +227,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
     def _concerns(self, rule: Rule, subject: Subject) -> bool:
-        """Whether the rule is for such a folder, and was asked for."""
+        """Whether the rule is for such a folder, and its options were given."""
         if not isinstance(subject, rule.on) or (self.ignored and not rule.unmergeable):
             return False
         if Need.SERVER in rule.needs and not self.servers:
@@ -254,8 +254,10 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             if reason is None and Need.LORA in rule.needs:
                 reason = _why_not_lora(checkpoint.config)
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
-                told = Need.BASE not in rule.needs or (Need.SAME_NAMES in rule.needs and subject.same_names is not None)
-                no_match = None if told else subject.why_no_match
+                matched = Need.BASE not in rule.needs or (
+                    Need.SAME_NAMES in rule.needs and subject.same_names is not None
+                )
+                no_match = None if matched else subject.why_no_match
                 reason = self.why_no_base if subject.base is None else no_match
             if reason is None and isinstance(subject, MergedSubject):
                 reason = subject.why_not(rule.needs)
@@ -278,8 +280,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
 
 def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
-    beside = checkpoint.folder.problems
-    return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)
+    of_folder = checkpoint.folder.problems
+    return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in of_folder)
 
 
 def _too_large(nbytes: int) -> str | None:

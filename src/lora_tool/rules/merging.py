@@ -1,4 +1,4 @@
-"""Asking the rules whether adapters may be merged into a base: what a plan of a merge asks before it begins."""
+"""The judge of a merge: whether the rules allow adapters and base to be merged, before the plan is made."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LARGE = 64 << 20
 """Bytes of adapters whose values are worth an import before they are read."""
 _NO_HELP = "ignoring the rule does not help, because nothing could be computed"
 _OF_SHAPES = "LT317"
-"""What a config says that its weights contradict."""
+"""The rule about a config that its weights contradict."""
 _OF_TIED = "LT514"
-"""What two values for one matrix are called; `untie` makes two matrices of it."""
+"""The rule about two values for one matrix; `untie` makes two matrices of it."""
 
 
 class MergeJudge(Struct, frozen=True, kw_only=True):
-    """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
+    """The options of a merge, and the rules that judge it. Codes are checked when the rules first run.
 
-    `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become
-    two matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
+    `task` and `num_labels` are the given ones, None where adapter and base state them; `untie` makes tied ends two
+    matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
@@ -47,11 +47,11 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         beside: Sequence[AdapterDir] | None = None,
         computing: bool = True,
     ) -> Report:
-        """Return what the rules find in adapters beside their base, as `validate` says it, below `fail_on`.
+        """Return the findings about adapters and their base, the same as of `validate`, below `fail_on`.
 
-        Without a base nothing is compared with one. `beside` are the same adapters as they are looked at together,
-        where less than all of them counts; `computing` says that what is planned will most often be more than copies.
-        Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
+        Without a base nothing is compared with one. `beside` are the adapters for the rules about
+        several, where those see only part of each; `computing` is False where the plan mostly copies.
+        Raises `FindingsFound` for findings from `fail_on` on, `UnknownRule` for a code that no rule has.
         """
         if computing and sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
             import numpy  # noqa: F401, ICN001 - what computes is imported while values are read
@@ -64,8 +64,9 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
 
     @contextlib.contextmanager
     def reading(self, base: ModelDir) -> Iterator[None]:
-        """Judge what transformers finds wrong with the base itself while the work inside asks it. Raises as
-        `as_stored`, or the error of the work where no rule that was asked for says it.
+        """Report an `IncompatibleBase` of transformers, raised by the work inside, as a finding about the base.
+
+        Raises as `as_stored`, or the error itself where no selected rule reports it.
         """
         try:
             yield
@@ -76,7 +77,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
             raise
 
     def in_memory(self, adapters: Sequence[AdapterDir], match: BaseMatch) -> Report:
-        """Return what the rules that compare with a base find where transformers said what its class is.
+        """Return the findings of the rules that compare with a base, once transformers has determined its class.
 
         Adapters and the base of `match` are in the names of memory. Raises as `as_stored`.
         """
@@ -92,8 +93,8 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
         fitting = [each for each in chosen() if not (self.untie and each.code == _OF_TIED)]
-        asked = chosen(self.select, self.ignore)
-        rules = tuple(each for each in fitting if each in asked)
+        selected = chosen(self.select, self.ignore)
+        rules = tuple(each for each in fitting if each in selected)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task)
         report = judged(judge)
         report.raise_at(self.fail_on)

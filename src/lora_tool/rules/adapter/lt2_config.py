@@ -109,7 +109,7 @@ def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collec
 
 
 def _is_targeted_end(subject: AdapterSubject, item: WholeTensor) -> bool:
-    """Whether PEFT makes a LoRA layer of an end of the model, with the weight that the adapter carries: LT505 looks."""
+    """Whether PEFT makes a LoRA layer of an end of the model, with the weight in the adapter: LT505 checks it."""
     return is_end(item.module) and subject.config.targets(item.module)
 
 

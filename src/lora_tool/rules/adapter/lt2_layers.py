@@ -69,21 +69,21 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=a.name, message=ranks)
 
     def of_other_lengths(layer: LoraLayer) -> Iterator[Fault]:
-        beside = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
-        if beside and layer.rank is not None and _swapped_rank(subject.config, layer) is None:
-            yield from _of_other_length(layer, beside)
+        vectors = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
+        if vectors and layer.rank is not None and _swapped_rank(subject.config, layer) is None:
+            yield from _of_other_length(layer, vectors)
 
     yield from subject.view.found(of_other_ranks)
     yield from subject.view.found(of_other_lengths)
 
 
-def _of_other_length(layer: LoraLayer, beside: Iterable[StoredTensor]) -> Iterator[Fault]:
-    """Look at the magnitude and the bias, which have one value for each row of lora_B."""
+def _of_other_length(layer: LoraLayer, vectors: Iterable[StoredTensor]) -> Iterator[Fault]:
+    """Check the magnitude and the bias, which have one value for each row of lora_B."""
     if layer.pair is None:
         return
     _, b = layer.pair
     rows = b.shape[0]
-    for tensor in beside:
+    for tensor in vectors:
         if not (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows):
             yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, but its lora_B has {rows} rows")
 
@@ -175,7 +175,9 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
     (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
     """
-    of_no_tokens = {tokens.rows.name for tokens in subject.view.tokens.values() if tokens.of_none}  # LT226 says so
+    of_no_tokens = {
+        tokens.rows.name for tokens in subject.view.tokens.values() if tokens.of_none
+    }  # LT226 reports these
     empty = [each for each in subject.tensors.values() if each.spec.numel == 0 and each.name not in of_no_tokens]
     hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
     for tensor in empty:
@@ -187,7 +189,7 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
-    """Return where the values still are: in a training checkpoint, or in a pickle beside the empty file."""
+    """Return where the values still are: in a training checkpoint, or in a pickle in the same folder."""
     state = training_state_near(subject.checkpoint.root)
     if state:
         return f"the values are in {state}: {consolidate_command(subject.checkpoint.root)}"

@@ -59,7 +59,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
 
 
 def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked]:
-    """Say that paths are those of the base model alone, in an adapter for a class with a head."""
+    """Report paths of the base model without its class, in an adapter for a class with a head."""
     base = subject.base
     if base is None or base.config is None:
         return

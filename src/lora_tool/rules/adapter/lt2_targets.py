@@ -1,4 +1,4 @@
-"""LT205: what the config names against the modules that have tensors."""
+"""LT205: the modules that the config names against those that have tensors."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def _named_twice(subject: AdapterSubject, parent: str) -> str | None:
 
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
-    # PEFT adds these names to every such adapter, whatever its head is called; LT301 looks at heads
+    # PEFT adds these names to every such adapter, whatever its head is called; LT301 checks heads
     entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
-        held = (*whole, *subject.view.tokens)  # of which LT226 says that they are not whole
+        held = (*whole, *subject.view.tokens)  # LT226 reports tokens of a module that is not whole
         if not any(ancestor.endswith(entry) for path in held for ancestor in targeting.ancestors(path)):
             message, severity = "the file has no tensor of such a module", None
             if isinstance(subject.match, BaseMatch) and _ends_a_module(subject.match, entry):

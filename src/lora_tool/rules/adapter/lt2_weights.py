@@ -140,11 +140,11 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Leave the layer out of `target_modules` when you train.
     """
     for layer in (layer for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)):
-        told = f"the model reads the weight of `{layer.target}` past its LoRA, which training cannot change"
+        text = f"the model reads the weight of `{layer.target}` past its LoRA, which training cannot change"
         if _without_delta(subject, layer):
-            yield Fault(subject=layer.any_tensor.name, message=told, severity=Severity.INFO)
+            yield Fault(subject=layer.any_tensor.name, message=text, severity=Severity.INFO)
         else:
-            message = f"{told}: the merged model has this ΔW, and the unmerged one does not"
+            message = f"{text}: the merged model has this ΔW, and the unmerged one does not"
             yield Fault(subject=layer.any_tensor.name, message=message)
 
 

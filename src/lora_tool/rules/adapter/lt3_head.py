@@ -155,23 +155,23 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject)) or lora_head_rows(subject)
         base = subject.base
-        told = labels_of(base) if base else None
+        in_config = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):
         weight = head_weight(subject.tensors)
-        base, told = None, None
+        base, in_config = None, None
     else:
         return
     if weight is None or not weight.shape:
         return
-    rows, asked = f"has {counted(weight.shape[0], 'row')}", subject.num_labels
-    if asked is not None and asked != weight.shape[0]:
+    rows, given = f"has {counted(weight.shape[0], 'row')}", subject.num_labels
+    if given is not None and given != weight.shape[0]:
         yield Fault(
             subject=weight.name,
-            message=f"{rows}, but {counted(asked, 'label')} {'is' if asked == 1 else 'are'} requested",
+            message=f"{rows}, but {counted(given, 'label')} {'is' if given == 1 else 'are'} requested",
             path=str(weight.path),
         )
-    elif told is not None and told != weight.shape[0] and base is not None:
-        message = f"{rows}, but {base.root / 'config.json'} has {counted(told, 'label')}"
+    elif in_config is not None and in_config != weight.shape[0] and base is not None:
+        message = f"{rows}, but {base.root / 'config.json'} has {counted(in_config, 'label')}"
         replaced = weight in saved_heads(subject).values() if isinstance(subject, AdapterSubject) else False
         if replaced:
             message += f"; a merge uses this head, and PEFT needs num_labels={weight.shape[0]} to load the base"
@@ -202,7 +202,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """
     task = subject.config.task_type
     heads = _heads_present(subject)
-    wrong = _not_as_asked(subject, has_head=bool(heads))
+    wrong = _contradicted_task(subject, has_head=bool(heads))
     if wrong is not None:
         message, hint = wrong
         yield Fault(subject="task_type", message=message, path=subject.config_path, hint=hint)
@@ -230,9 +230,9 @@ _TASK_TYPES = {
 _AS_IT_IS = "leave out --task, or --rm: the adapter says what it is"
 
 
-def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> tuple[str, str | None] | None:
-    """Return what `task_type` contradicts, what was asked for or the class of the base, and what to do; None where
-    nothing. The page's hint is for the base's class.
+def _contradicted_task(subject: AdapterSubject, *, has_head: bool) -> tuple[str, str | None] | None:
+    """Return how `task_type` contradicts the requested task or the base's class, and the way out; None if it does not.
+    The page's hint is for the base's class.
     """
     task, wanted = subject.config.task_type, _TASK_TYPES.get(subject.task or "")
     if task == "CAUSAL_LM" and subject.is_reward():

@@ -64,7 +64,7 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
 
 
 def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
-    """Yield module and tensor name of what the adapter adapts and the base does not have, and what `_beyond` says."""
+    """Yield module, tensor name and the result of `_beyond` for each adapted module that the base does not have."""
     match = subject.matched
     modules = (*subject.view.tokens, *(layer.target for layer in subject.layers))
     if all(match.tensor(module) is not None for module in modules):  # as nearly always
@@ -131,13 +131,13 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
             yield from _misfits_parameter(subject, match, layer, bare[layer.module])
             continue
         weight = match.tensor(layer.target)
-        alone = weight is None or f"{layer.target}.weight" in subject.view.frozen
-        beside = None if weight is None or alone else (layer.kind, weight.dtype, weight.shape)
-        if beside not in fitting:
+        single = weight is None or f"{layer.target}.weight" in subject.view.frozen
+        kind = None if weight is None or single else (layer.kind, weight.dtype, weight.shape)
+        if kind not in fitting:
             faults = tuple(_misfits_weight(subject, match, layer))
             yield from faults
-            if beside is not None and not faults:
-                fitting.add(beside)
+            if kind is not None and not faults:
+                fitting.add(kind)
     for module, tokens in subject.view.tokens.items():
         weight, rows = match.tensor(module), tokens.rows
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
@@ -169,7 +169,7 @@ def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer)
 
 
 def _wrapped(subject: AdapterSubject, match: BaseMatch) -> Mapping[str, str]:
-    """Return the wrappers of bare parameters; only the class itself tells the order in which they are wrapped."""
+    """Return the wrappers of bare parameters; only the class itself has the order in which they are wrapped."""
     return targeting.wrapped_parameters(subject.config, match.facts.parameters if match.facts else ())
 
 
@@ -262,7 +262,7 @@ def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _past_the_config(subject: AdapterSubject) -> Iterator[Fault]:
-    """Where no table tells, look for adapted layers that the base has, but not under its config."""
+    """For a class in no table, find adapted layers that the base has, but not under its config."""
     match = subject.matched
     config = match.base.config
     if not match.in_part or config is None:
@@ -311,10 +311,10 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bool:
-    """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
+    """Whether it is a classifier's module outside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
     if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
         return False
-    from lora_tool.models.model_tensors import may_have  # for what the base does not have
+    from lora_tool.models.model_tensors import may_have  # only tensors that the base lacks need it
 
     of_class = (match.arch.model_type, match.arch.sequence_classification or "")
     if subject.is_reward() and may_have(*of_class, name) is False:

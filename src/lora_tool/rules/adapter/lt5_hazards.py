@@ -162,7 +162,7 @@ def _is_fingerprinted(subject: AdapterSubject) -> bool:
 
 
 def _record_of(subject: AdapterSubject) -> Path | None:
-    """Return the record beside the adapter, or beside the run that it is a checkpoint of."""
+    """Return the record in the adapter's folder, or in that of the run that it is a checkpoint of."""
     root = subject.checkpoint.root
     folders = [root, root.resolve().parent] if subject.checkpoint.folder.trainer else [root]
     paths = (folder / training_record.FILE_NAME for folder in folders)

@@ -161,7 +161,7 @@ def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _is_classifier(subject: AdapterSubject, match: BaseMatch) -> bool:
-    """Whether a sequence classifier is made of it: by what is asked for or said, else by its head or the base's class."""
+    """Whether a sequence classifier is made of it: by options or config, else by its head or the base's class."""
     said = subject.is_reward() or trained_for(subject.config) == "SEQ_CLS"
     if said or subject.task is not None or trained_for(subject.config) is not None:
         return said
@@ -204,7 +204,7 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
 
 
 def _own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
-    from lora_tool.models.model_tensors import own_tensors  # for adapters beside a base alone
+    from lora_tool.models.model_tensors import own_tensors  # only adapters with a base need it
 
     return own_tensors(model_type, class_name)
 

@@ -74,7 +74,7 @@ def _one_by_one(one: str, other: str) -> str:
 
 
 def _task_of(view: AdapterView, other: AdapterView) -> str | None:
-    """Return what the adapter is for by its config; beside a causal LM's, by the head that it carries."""
+    """Return the adapter's task by its config; if the other is a causal LM's, by the head that it carries."""
     said = trained_for(view.config)
     if said is None and trained_for(other.config) == "CAUSAL_LM":
         paths = (*view.saved, *(layer.target for layer in view.layers))

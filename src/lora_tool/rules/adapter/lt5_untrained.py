@@ -1,4 +1,4 @@
-"""LT505: what the adapter's config names in the base, and the file does not have."""
+"""LT505: modules of the base that the adapter's config names, and the file does not have."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         module, _, leaf = name.rpartition(".")
         named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
         wanted = named or (biases and leaf == "bias")
-        if match.in_part:  # what the file has nowhere, the model may have under another name
+        if match.in_part:  # the model may have them under another name
             config = match.base.config
             wanted = wanted and INDEX.sub("*", module) in forms and config is not None and not is_beyond(config, module)
         if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):

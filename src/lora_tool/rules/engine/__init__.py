@@ -1,1 +1,1 @@
-"""What a rule is, what it looks at, and reading weights for it."""
+"""Rules, the subjects that they check, and the scan of weights for them."""

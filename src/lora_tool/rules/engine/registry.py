@@ -1,4 +1,4 @@
-"""What a rule is: a code, a severity, a page, and a small generator of faults over one opened folder."""
+"""A rule: a code, a severity, a page, and a small generator of faults over one opened folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lora_tool.core.report import Finding, Severity
 from lora_tool.rules.engine.subjects import Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
-"""What the sections of every rule's page begin with, in order."""
+"""The headings of every rule's page, in order."""
 
 _WIDTH = 116
 _COMMAND = re.compile(r"`lora-tool [^`]*`")
@@ -28,7 +28,7 @@ _BEGINNING = re.compile(r"[A-Z]{2,8}\d*\Z")
 
 @enum.unique
 class Need(str, enum.Enum):
-    """What must be there for a rule to say anything true."""
+    """An input without which a rule would report wrong findings."""
 
     WEIGHTS = "weights"
     """Every tensor header can be believed."""
@@ -39,35 +39,35 @@ class Need(str, enum.Enum):
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
     SAME_NAMES = "same names"
-    """With `BASE`: where its names may mean something else, the rule looks at modules that it has under the same name, and
-    that it could not at more is said."""
+    """With `BASE`: where the base's names may mean other modules, the rule checks only those with the same name in
+    both, and the report lists that it saw no others."""
     NAMES = "names"
     """A base model, whatever its names mean in memory."""
     BASE_IN_PART = "base in part"
-    """Without a base model the rule looks at what it can, and that it could not at more is said."""
+    """Without a base model the rule checks only part, and the report lists that."""
     CLASS = "class"
-    """The tensors of the model's class; without them a rule looks at what it can, and that it could not at more is said."""
+    """The tensors of the model's class; without them the rule checks only part, and the report lists that."""
     ALL_NAMES = "all names"
-    """Every file that lists tensors of a checkpoint in pieces; without one a rule looks at the others, and the report says
-    so."""
+    """Every file that lists tensors of a sharded checkpoint; without one the rule checks the others, and the report
+    lists that."""
     VALUES = "values"
     """The weights themselves are read, not only their headers."""
     SERVER = "server"
-    """What the adapter is to be served with was named."""
+    """The user named a server for the adapter."""
     PLAN = "plan"
-    """It is known what every tensor of a merged model should be."""
+    """A plan or ledger gives the expected tensors of a merged model."""
     COMPARED = "compared"
     """The values of a merged model were compared with its base's."""
     RECOMPUTED = "recomputed"
     """The changed tensors of a merged model were computed a second time."""
     OUTPUTS = "outputs"
-    """A merged model, and its base with the adapter, were asked the same."""
+    """The merged model and its base with the adapter answered the same prompts."""
     PAIRS = "pairs"
-    """A reward model ranked pairs of texts of which one was preferred."""
+    """A reward model ranked pairs of a preferred and a rejected text."""
 
 
 class Fault(Struct, frozen=True, kw_only=True, eq=False):
-    """What a rule yields: `subject` is the tensor or field; path, hint and severity default to the rule's own."""
+    """A fault of a rule: `subject` is the tensor or field; path, hint and severity default to the rule's own."""
 
     message: str
     subject: str | None = None
@@ -79,7 +79,7 @@ class Fault(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Unchecked(Struct, frozen=True, kw_only=True, eq=False):
-    """What a rule yields instead where something that it needs is missing: the rule is then listed as skipped."""
+    """Yielded instead of a fault where an input is missing: the report then lists the rule as skipped."""
 
     reason: str
 
@@ -118,7 +118,7 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
 
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""
-        from textwrap import fill  # for pages and hints alone
+        from textwrap import fill  # only pages and hints need it
 
         found: dict[str, str] = {}
         heading = ""
@@ -142,8 +142,8 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
         return inspect.cleandoc(self.check.__doc__ or page_in_source(self.check)).split("\n\n")
 
     def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding | Unchecked]:
-        """Yield the rule's findings on a subject of its kind, and what it could not check; where it is `ignored`, what a
-        merge cannot go on with.
+        """Yield the rule's findings on a subject of its kind, and the checks that it could not make; of an `ignored`
+        rule only the findings that make a merge impossible.
         """
         advice, home = "", ""
         for fault in self.check(subject):
@@ -157,7 +157,7 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
             yield self.finding(fault, home=home, advice=advice)
 
     def findings(self, subject: Subject) -> Iterator[Finding]:
-        """Yield the rule's findings on a subject of its kind, without what it could not check."""
+        """Yield the rule's findings on a subject of its kind, without the checks that it could not make."""
         return (found for found in self.run(subject) if isinstance(found, Finding))
 
     def finding(self, fault: Fault, *, home: str = "", advice: str = "") -> Finding:

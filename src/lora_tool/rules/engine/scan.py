@@ -1,9 +1,9 @@
-"""Looking at every value of a tensor: NaN and infinities, whether all are zero or all the same, how large they are.
+"""The scan of every value of a tensor: NaN and infinities, all zero, all equal, the largest magnitude.
 
-What is large is scanned by the compiled kernel, and without it by numpy. numpy costs 100 ms to import, more than the scan
-of a usual adapter takes, so small ones are scanned without either: the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
-F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there
-is one, `scan_numpy` counts.
+The compiled kernel scans large tensors, or numpy without it. numpy costs 100 ms to import, more than the scan
+of a usual adapter takes, so small tensors are scanned without either: the bytes of a little-endian float that hold its
+sign and the top of its exponent are one slice (``data[3::4]`` for F32), and a value can only be NaN, infinite or absurd
+where such a byte is that of a large number. Where there is one, `scan_numpy` counts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def scans_of(_: AdapterDir) -> Scans:
 
 def _kernel() -> Kernel | None:
     """Return the compiled kernel, None without one: values are also judged where a merge would refuse its setting."""
-    from lora_tool.native.library import kernel  # ctypes, for what is large
+    from lora_tool.native.library import kernel  # imports ctypes, which only large tensors need
 
     with contextlib.suppress(LoraToolError):
         return kernel()
@@ -94,7 +94,7 @@ def _kernel() -> Kernel | None:
 def _scan_all_compiled(
     kernel: Kernel, tensors: TensorTable, opened: Opener, progress: Callable[[int], None] | None
 ) -> dict[str, WeightScan]:
-    """Return the scan of each tensor by name; what the kernel leaves is counted, or named, without it."""
+    """Return the scan of each tensor by name; `scan` does those that the kernel leaves."""
     from lora_tool.rules.engine.scan_compiled import scan_compiled
     from lora_tool.rules.engine.scan_pool import scan_in_threads
 
@@ -105,7 +105,7 @@ def _scan_all_compiled(
 
 
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
-    """Return what the tensor's values are like; types that are no floats have only zeros looked for, those of 8 bits NaN, too.
+    """Return the scan of the tensor's values; other types than floats only for zeros, those of 8 bits for NaN, too.
 
     `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not
     all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.

@@ -13,7 +13,7 @@ _CALL_BYTES = 8 << 20
 
 
 def scan_compiled(kernel: Kernel, tensor: StoredTensor, opened: Opener, stopped: threading.Event) -> WeightScan | None:
-    """Return what the tensor's values are like; None where one may be NaN or infinite, or not all could be read."""
+    """Return the scan of the tensor's values; None where one may be NaN or infinite, or not all could be read."""
     layout, mask = LAYOUTS.get(tensor.dtype), magnitude(tensor.dtype)
     width, seen = layout.nbytes if layout else 1, list[Seen]()
     for span in tensor.spans:

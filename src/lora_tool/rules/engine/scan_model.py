@@ -1,4 +1,4 @@
-"""What looking at every value of a tensor tells, and how float types lie in their bytes."""
+"""The result of a scan of a tensor, and the bit layout of float types."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_WORKERS = 4
 
 
 def scan_workers() -> int:
-    """Return how many threads scan what is large."""
+    """Return how many threads scan large tensors."""
     return min(_MOST_WORKERS, available_cores())
 
 
 class WeightScan(Struct, frozen=True, kw_only=True):
-    """What the values of a tensor are like."""
+    """The statistics of a tensor's values."""
 
     nonfinite: int = 0
     first: int | None = None
@@ -60,7 +60,7 @@ class Layout(Struct, frozen=True):
         return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
 
     def number(self, bits: int) -> float:
-        """Return what the bits of a normal magnitude mean."""
+        """Return the value of the bits of a normal magnitude."""
         exponent, fraction = bits >> self.fraction, bits & ((1 << self.fraction) - 1)
         bias = (1 << (self.exponent - 1)) - 1
         return math.ldexp((1 << self.fraction) + fraction, exponent - bias - self.fraction)

@@ -1,7 +1,7 @@
-"""The scan of weights with numpy, for what is large, or holds values that must be counted.
+"""The scan of weights with numpy, for large tensors and for those whose bad values must be counted.
 
-Without its sign, the bits of a float are an integer that grows with its magnitude: the largest one of a block tells
-whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are small enough to stay in the cache.
+Without its sign, the bits of a float are an integer that grows with its magnitude: the largest one of a block shows
+whether the block is all zero, or holds an absurd, infinite or NaN value. Blocks are small enough to stay in the cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def scan_exactly(
     stopped: threading.Event | None = None,
     buffer: NDArray[np.uint8] | None = None,
 ) -> WeightScan:
-    """Return what the tensor's values are like; types that are no floats have only zeros looked for, those of 8 bits NaN, too.
+    """Return the scan of the tensor's values; other types than floats only for zeros, those of 8 bits for NaN, too.
 
     Nothing more is read once `stopped` is set; blocks are read into the `buffer`, if there is one. Raises `CorruptFile`
     or `SourceChanged` if its file went away.

@@ -1,4 +1,4 @@
-"""What the rules look at: an opened folder, and for an adapter the view of what it holds."""
+"""The subjects that rules check: an opened folder, for an adapter with its view."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What was wrong with the files when the folder was opened."""
+        """The problems of the files that opening the folder found."""
         return self.checkpoint.problems
 
     @property
     def kind(self) -> str:
-        """What the folder is, in the words of reports."""
+        """The kind of folder, in the words of reports."""
         return str(self.checkpoint.kind)
 
     @property
@@ -63,7 +63,7 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def named(self) -> Mapping[str, str]:
-        """What the commands in the rules' pages call by a word, as a shell takes it here: `ADAPTER` and its path."""
+        """Placeholder in the commands of the rules' pages → its value, quoted for the shell: `ADAPTER` and its path."""
         return {}
 
     @property
@@ -72,7 +72,7 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
 
     def scan(self, tensor: StoredTensor) -> WeightScan:
-        """Return what the tensor's values are like, reading them the first time. Raises as `Scans.of`."""
+        """Return the scan of the tensor's values, read the first time. Raises as `Scans.of`."""
         return self.scans.of(tensor, self.tensors)
 
 
@@ -113,7 +113,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def plain(self) -> ModelDir:
         """The model with a matrix for each quantised weight; as it is stored where those are not read."""
-        from lora_tool.checkpoints.quantised import as_matrices  # for models alone
+        from lora_tool.checkpoints.quantised import as_matrices  # only models need it
 
         return as_matrices(self.checkpoint)
 
@@ -124,17 +124,15 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def class_tensors(self) -> ModelTensors | None:
-        """The tensors beside those of the model's class; None where headers cannot tell them."""
-        from lora_tool.models.model_tensors import model_tensors  # for models alone
+        """The tensors compared with those of the model's class; None where headers do not determine the class's."""
+        from lora_tool.models.model_tensors import model_tensors  # only models need it
 
         return None if self._config is None else model_tensors(self._config, self.matrices)
 
     @cached_property
     def odd_tensors(self) -> tuple[OddTensor, ...]:
-        """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like
-        it.
-        """
-        from lora_tool.models.layers import is_regular, odd_tensors  # for models alone
+        """Tensors that one layer lacks or has in another shape than its like; empty if class or base is known."""
+        from lora_tool.models.layers import is_regular, odd_tensors  # only models need it
 
         if self._config is None or self.class_tensors is not None or self.base is not None:
             return ()
@@ -142,8 +140,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def lost_end(self) -> str | None:
-        """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
-        from lora_tool.models.layers import is_regular, lost_end  # for models alone
+        """The evidence that embeddings or output layer of a class in no table are lost; None if they are there."""
+        from lora_tool.models.layers import is_regular, lost_end  # only models need it
 
         config = self.plain.config
         if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
@@ -152,8 +150,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def lost_everywhere(self) -> tuple[str, ...]:
-        """Where neither headers, nor a base, nor a ledger tell: what says that a tensor is lost from every layer."""
-        from lora_tool.models.layers import is_regular, lost_everywhere  # for models alone
+        """The evidence for each tensor lost from every layer; empty where the class, a base or a ledger is known."""
+        from lora_tool.models.layers import is_regular, lost_everywhere  # only models need it
 
         if self._config is None or self.class_tensors is not None or self.base is not None or self.expected:
             return ()
@@ -161,8 +159,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def why_no_class(self) -> str | None:
-        """Why the tensors of the model's class are not known; None where they are, or where all that it should hold is."""
-        from lora_tool.models.model_tensors import why_unknown  # for models alone
+        """Why the tensors of the model's class are unknown; None if known, or if a ledger or plan lists them."""
+        from lora_tool.models.model_tensors import why_unknown  # only models need it
 
         if self._config is None or self.class_tensors is not None or self.expected:
             return None
@@ -170,7 +168,7 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def _config(self) -> ModelConfig | None:
-        """The config, where it and the weights can be believed, without what it says of quantised ones that are read."""
+        """The config, where it and the weights can be believed, without the quantisation of weights that are read."""
         config = self.checkpoint.config
         return self.plain.config if config is not None and not config.problems and self.tensors else None
 
@@ -206,7 +204,7 @@ class BaseMatch(Struct, frozen=True, kw_only=True, eq=False):
     def name(self, module: str) -> str:
         """Return the module path as the base's files have it."""
         if self.strip and self.add and not module.startswith(self.strip):
-            return module  # the output layer beside a text model that lies deeper on disk
+            return module  # the output layer: only the text model next to it lies deeper on disk
         return self.add + module.removeprefix(self.strip)
 
     def tensor(self, module: str, leaf: str = "weight") -> StoredTensor | None:
@@ -221,7 +219,7 @@ class BaseMatch(Struct, frozen=True, kw_only=True, eq=False):
                 yield (self.strip + name.removeprefix(self.add) if moved else name), tensor
 
     def held(self, name: str) -> StoredTensor | None:
-        """Return the tensor of that name if the base on disk has it, or what it is made of."""
+        """Return the tensor of that name if the base on disk has it, or the tensors that it is made of."""
         return None if name in self.missing else self.base.tensors.get(name)
 
 
@@ -229,12 +227,12 @@ class LoraSubject(Subject, frozen=True, kw_only=True, eq=False):
     """A folder that LoRA may be in: an adapter, or rank files. Each says how its pairs are found."""
 
     def half_pairs(self) -> Iterator[HalfPair]:
-        """Yield the pairs of which only one factor is there."""
+        """Yield the pairs with only one factor."""
         raise NotImplementedError
 
 
 class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
-    """An adapter folder, the view of what it holds, and the base it is compared with."""
+    """An adapter folder, its view, and the base it is compared with."""
 
     checkpoint: AdapterDir
     view: AdapterView
@@ -305,9 +303,9 @@ class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
 
     @property
     def has_output_layer(self) -> bool:
-        """Whether it is merged into a class with an output layer, as far as it is said."""
+        """Whether it is merged into a class with an output layer, as far as config and options state it."""
         return not self.is_reward() and trained_for(self.config) in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")
 
     def is_reward(self) -> bool:
-        """Whether a classification or reward model is expected: by its task type, or asked for."""
+        """Whether a classification or reward model is expected: by its task type, or by the option."""
         return self.config.task_type == "SEQ_CLS" or self.task in ("reward", "seq-cls")

@@ -19,7 +19,7 @@ from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_fi
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint
 
-_BESIDE = frozenset(
+_OTHER_JSON = frozenset(
     {
         "tokenizer.json",
         "tokenizer_config.json",
@@ -254,10 +254,10 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
-    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
+    folder, reported = subject.checkpoint.folder, {problem.path for problem in subject.problems}
     for name in folder.copied_files:
         path, wrong = str(folder.root / name), _no_own_file(folder, name)
-        if wrong and path not in told:
+        if wrong and path not in reported:
             yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
 
 
@@ -283,10 +283,10 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
-    folder, told = subject.checkpoint.folder, {problem.path for problem in subject.problems}
+    folder, reported = subject.checkpoint.folder, {problem.path for problem in subject.problems}
     for name in folder.files:
         path = str(folder.root / name)
-        if name in _BESIDE and path not in told and _no_own_file(folder, name) is None:
+        if name in _OTHER_JSON and path not in reported and _no_own_file(folder, name) is None:
             wrong = broken_json(folder.root / name)
             if wrong:
                 yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))

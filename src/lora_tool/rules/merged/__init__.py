@@ -1,1 +1,1 @@
-"""LT6xx: a merged model against what it should be."""
+"""LT6xx: a merged model against the model that its plan expects."""

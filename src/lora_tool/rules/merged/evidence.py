@@ -17,7 +17,7 @@ from lora_tool.core.tensors import TensorAction, TensorSpec
 
 @enum.unique
 class Verdict(TextEnum):
-    """What a tensor of a merged model was found to be."""
+    """The result of comparing a tensor of a merged model."""
 
     RIGHT = "right"
     """As planned: the bytes of its source, or within the stated bound of the recomputed values."""
@@ -37,11 +37,11 @@ class Verdict(TextEnum):
     """Not recomputed; `reason` says why."""
 
 
-# What a merged model should be, as a plan tells the rules: apart from them, because most plans are not judged by it.
+# The expected model, as a plan hands it to the rules. Not in the plans' own records: few plans are verified.
 
 
 class ExpectedFile(Protocol):
-    """A file beside the weights: copied from `source`, or with `content`."""
+    """A file next to the weights: copied from `source`, or with `content`."""
 
     @property
     def filename(self) -> str: ...
@@ -52,14 +52,14 @@ class ExpectedFile(Protocol):
 
 
 class Expected(Struct, frozen=True, kw_only=True, eq=False):
-    """What base and adapter give: the merged model's tensors by name, and the files beside them."""
+    """The model expected from base and adapter: its tensors by name, and its other files."""
 
     tensors: Mapping[str, TensorSpec]
     files: tuple[ExpectedFile, ...]
 
 
 class TensorEvidence(Struct, frozen=True, kw_only=True):
-    """One tensor: how it was made (`action`), what it is (`verdict`), and how far the two are apart."""
+    """One tensor: how it was made (`action`), whether it is right (`verdict`), and how far the two are apart."""
 
     name: str
     action: TensorAction

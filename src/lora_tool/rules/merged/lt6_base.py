@@ -38,12 +38,12 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
     path = name.rpartition(".")[0]
     return (
         head_of(path) is not None or is_end(path) or bool(arch and name in arch.causal_only)
-    )  # what a class needs LT318 tells
+    )  # LT318 reports tensors that the class requires
 
 
 def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Return which of the base's tensors the model's class has no place for."""
-    from lora_tool.models.model_tensors import model_tensors  # for models alone
+    from lora_tool.models.model_tensors import model_tensors  # only models need it
 
     config = subject.plain.config
     found = None if config is None or subject.class_tensors is None else model_tensors(config, names)
@@ -102,7 +102,7 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
     known = subject.class_tensors
     said = {*known.unexpected, *known.of_other_classes} if known else set()
     for name, tensor in subject.matrices.items():
-        adapter = "lora_" in name or "base_layer" in name  # LT601 tells
+        adapter = "lora_" in name or "base_layer" in name  # LT601 reports these
         if name not in base and name not in said and not (adapter or is_computed(name) or _is_end(name, subject)):
             yield Fault(subject=name, message="is not a tensor of the base", path=str(tensor.path))
 
@@ -126,7 +126,7 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
         mine = subject.matrices.get(name)
         if mine is None or mine.shape == theirs.shape or head_of(name.rpartition(".")[0]):
             continue
-        if _is_told_by_the_config(subject, name):
+        if _contradicts_the_config(subject, name):
             continue
         resized = _is_end(name, subject) and mine.shape[1:] == theirs.shape[1:]
         message = f"is {list(mine.shape)}, but {list(theirs.shape)} in the base"
@@ -134,8 +134,8 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=message, path=str(mine.path), severity=severity)
 
 
-def _is_told_by_the_config(subject: ModelSubject, name: str) -> bool:
-    """Whether the config gives the tensor another shape, too: LT317 tells."""
+def _contradicts_the_config(subject: ModelSubject, name: str) -> bool:
+    """Whether the tensor's shape contradicts the config, too, which LT317 reports."""
     wanted = subject.class_tensors.shapes.get(name, ()) if subject.class_tensors else ()
     shape = subject.matrices[name].shape
     return len(wanted) == len(shape) and any(a not in (None, b) for a, b in zip(wanted, shape, strict=True))

@@ -1,4 +1,4 @@
-"""LT601 to LT604, LT613, LT615 to LT617: what a merged model's names, shapes and JSON files tell."""
+"""LT601 to LT604, LT613, LT615 to LT617: faults in a merged model's names, shapes and JSON files."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Copy the files that training used: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
-    from lora_tool.formats.sentence_transformers import root_files  # for merged models alone
+    from lora_tool.formats.sentence_transformers import root_files  # only merged models need it
 
     files = set(subject.checkpoint.folder.files)
     if not isinstance(subject, MergedSubject):
@@ -324,7 +324,7 @@ def _config_of_base(subject: ModelSubject) -> Mapping[str, Any] | None:
 
 
 def _structure(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain fields that decide what the weights compute, from wherever transformers 4 and 5 put them."""
+    """Return the plain fields that change what the weights compute, from wherever transformers 4 and 5 put them."""
     text = raw.get("text_config")
     places = [raw, text if isinstance(text, dict) else {}]
     places += [nested for place in places for name in _ROTARY if isinstance(nested := place.get(name), dict)]

@@ -1,4 +1,4 @@
-"""LT605 to LT612, LT614, LT618 to LT620, LT625 to LT627: what a merged model's values and answers are, by the evidence of them."""
+"""LT605 to LT612, LT614, LT618 to LT620, LT625 to LT627: faults in a merged model's values and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the models ranked pairs of texts of which people preferred one: data that LT625 judges."""
+"""The models' rankings of pairs of a preferred and a rejected text, which LT625 judges."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ class PairEvidence(Struct, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> bool:
-        """Whether the merged model is as accurate as was asked."""
+        """Whether the merged model has at least the requested accuracy."""
         return self.least is None or self.merged.accuracy >= self.least

@@ -1,4 +1,4 @@
-"""A merged model beside what it should be: the plan of its merge, and what reading its values showed."""
+"""A merged model with the plan of its merge and the evidence from reading its values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
         return (found for found in self.evidence.values() if found.action is TensorAction.MERGED)
 
     def kept(self) -> Iterator[TensorEvidence]:
-        """Yield the evidence of the base's tensors that the adapter leaves alone."""
+        """Yield the evidence of the base's tensors that the adapter does not change."""
         return (found for found in self.evidence.values() if found.action in _KEPT)
 
     @cached_property
@@ -98,9 +98,9 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @property
     def another_base(self) -> bool:
-        """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other.
+        """Whether most tensors that the adapter does not change differ from the base's; never in models that we wrote.
 
-        Where all that is not quantised is the base's, the rest was quantised again.
+        Where all unquantised ones are the base's, the base is right, and the others were only quantised again.
         """
         if self.base_name is None:
             return False
@@ -113,7 +113,7 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
 
 
 class ComputedAdapter(MergedSubject, frozen=True, kw_only=True, eq=False, dict=True):
-    """An adapter that was computed from others, beside what they give."""
+    """An adapter that was computed from others, with the adapter expected from them."""
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""LT324: names in a model's config that transformers does not know, and what it requires with them."""
+"""LT324: names in a model's config that transformers does not know, and missing fields that a name requires."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _no_such(value: str, known: Iterable[str]) -> str:
 
 
 def _rope_faults(config: _Config) -> Iterator[tuple[str, str]]:
-    """Yield what a rope type requires and does not have, and what is no number."""
+    """Yield fields that a rope type requires and that are missing, and those that are not numbers."""
     for name, kind, rope in _ropes(config):
         for key in ROPE_KEYS.get(kind, ()):
             if key not in rope:
@@ -151,9 +151,7 @@ def _layer_faults(config: _Config) -> Iterator[tuple[str, str]]:
 
 
 def _outer_faults(config: _Config) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong in the outermost config alone: attention that transformers does not have, code by no name, codes of
-    no method.
-    """
+    """Yield faults that only the outermost config can have: unknown attention, unnamed code, codes without a method."""
     if config.context:
         return
     for name in ("attn_implementation", "_attn_implementation"):
@@ -182,7 +180,7 @@ def _named(config: _Config) -> Iterator[tuple[str, object, frozenset[str]]]:
 
 
 def _ropes(config: _Config) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-    """Yield each set of rope parameters, also those of kinds of layers, with what is before its keys, and its type."""
+    """Yield each set of rope parameters, also those of kinds of layers, with the prefix of its keys, and its type."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.table.get(name)
         if isinstance(rope, Mapping):

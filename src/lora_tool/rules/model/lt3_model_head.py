@@ -1,4 +1,4 @@
-"""LT306 to LT308 and LT312: what a classifier's folder must say beside its weights."""
+"""LT306 to LT308 and LT312: the fields that a classifier's folder needs in addition to its weights."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     `lora-tool validate --fix` sets them, unless the labels have names: it cannot know which names to keep.
     """
     model = subject.checkpoint
-    weight, told = head_weight(subject.tensors), labels_of(model)
+    weight, labels = head_weight(subject.tensors), labels_of(model)
     answers = model.config is not None and any(map(_ANSWERS.search, model.config.architectures))
     allowed = {
         2,
@@ -136,15 +136,17 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     if answers and (answering := subject.tensors.get(_ANSWERING)) and not allowed & {*answering.shape[:1]}:
         message = f"is {list(answering.shape)}; expected two rows, for the start and the end of an answer"
         yield Fault(subject=answering.name, message=message, path=str(answering.path))
-    bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and told else None
+    bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and labels else None
     if weight and bias and bias.shape != weight.shape[:1]:
         message = f"is {list(bias.shape)}, but `{weight.name}` has {counted(weight.shape[0], 'row')}"
         yield Fault(subject=bias.name, message=message, path=str(bias.path))
-    if weight is None or told is None or model.config is None or told == weight.shape[0]:
+    if weight is None or labels is None or model.config is None or labels == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
     means = (
-        f"means {counted(told, 'label')}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+        f"means {counted(labels, 'label')}"
+        if model.config.num_labels is not None
+        else "is not set, which means 2 labels"
     )
     field = "num_labels" if model.config.raw.get("num_labels") is not None else "id2label"
     yield Fault(subject=field, message=f"{means}, {rows}", path=str(model.config.path))
@@ -172,7 +174,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
         return
     class_name = next(iter(config.architectures), None)
     if class_name is not None and not _NO_CLASSIFIER.search(class_name):
-        return  # LT307 tells of a classifier that lost its head
+        return  # LT307 reports a classifier that lost its head
     wanted = "a reward model" if subject.task == "reward" else "a classifier"
     message = (
         f"{wanted} was requested, but this is {class_name or 'a model without a class'} and its weights have no head"

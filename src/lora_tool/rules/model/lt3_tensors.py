@@ -56,7 +56,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         rank = len(wanted) != len(tensor.shape)
         size = subject.checkpoint.config.vocab_size if subject.checkpoint.config else None
         if not rank and (not differ or (vocabulary and differ == [size])):
-            continue  # of a vocabulary of another size LT310 tells
+            continue  # LT310 reports a vocabulary of another size
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
         message = f"is {list(tensor.shape)}, but the config implies [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
@@ -82,7 +82,7 @@ def _left_out(subject: ModelSubject, fields: Iterable[str]) -> Iterator[Fault]:
 
 
 def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
-    """Return the shapes of what is as wide as the hidden states: the embeddings, where none of them is, and the score
+    """Return the shapes that the hidden size determines: of the embeddings, if none has that width, and of the score
     head that transformers gives every decoder.
     """
     config = subject.plain.config
@@ -99,7 +99,7 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
 
 
 def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
-    """Whether the folder's ledger, or the plan of its merge, has another shape for the tensor: LT604 tells."""
+    """Whether the folder's ledger, or the plan of its merge, has another shape for the tensor, which LT604 reports."""
     spec = (subject.expected or {}).get(name)
     return spec is not None and spec.shape != subject.matrices[name].shape
 
@@ -122,7 +122,7 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     """
     known = subject.class_tensors
     if any("lora_" in name or ".base_layer." in name for name in subject.tensors):
-        return  # of an adapter beside the weights LT601 tells
+        return  # LT601 reports an adapter among the weights
     if known is None:
         yield from _wrapped(subject) or _lost_of_an_unknown_class(subject)
         return
@@ -172,7 +172,7 @@ def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
 
 
 def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
-    """Return what is missing of a sequence classifier's head, where nothing of it is there: LT307 tells."""
+    """Return the tensors of a sequence classifier's head where all are missing, which LT307 reports."""
     known = subject.class_tensors
     if known is None or not (known.class_name or "").endswith("ForSequenceClassification"):
         return frozenset()

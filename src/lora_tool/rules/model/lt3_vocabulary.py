@@ -1,4 +1,4 @@
-"""LT309 and LT310: what the config and the tokenizer of a model count on, and the weights do not have."""
+"""LT309 and LT310: layers and token rows that a model's config or tokenizer expects, and the weights do not have."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _other_than_the_config(subject: ModelSubject, config: ModelConfig) -> Iterat
 
 
 def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
-    from lora_tool.models.layers import length, stacks  # for models alone
+    from lora_tool.models.layers import length, stacks  # only models need it
 
     found = stacks(subject.shapes)
     lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}

@@ -22,10 +22,10 @@ from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking
 
 
 class ServingForm(Struct, frozen=True, kw_only=True):
-    """What a server takes. All but PEFT want one scaling, alpha / r."""
+    """The adapters that a server reads. All but PEFT need one scaling, alpha / r."""
 
     name: str
-    """What it is called in messages."""
+    """Its name in messages."""
     one_rank: bool = True
     """Whether it has one rank for all modules."""
     heads: bool = False
@@ -39,13 +39,13 @@ class ServingForm(Struct, frozen=True, kw_only=True):
     experts: bool = False
     """Whether it reads LoRA on experts one by one."""
     whole_models: bool = False
-    """Whether it loads the whole of a multimodal model, so that LoRA on the text model alone has other paths there."""
+    """Whether it loads the whole of a multimodal model, so that LoRA on only the text model has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
     together: ReadTogether | None = None
-    """What it reads only together."""
+    """The modules whose LoRA it reads only together."""
     turned: bool = False
-    """Whether its converter turns LoRA on Conv1D over as if it were the weight, so that it adds the transposed of ΔW."""
+    """Whether its converter transposes LoRA on Conv1D like the weight itself, so that it adds the transposed of ΔW."""
     language_alone: bool = False
     """Whether it leaves out LoRA outside of a multimodal model's language model, whatever it is started with."""
     unwrapped: bool = False
@@ -83,17 +83,17 @@ WITH_BASE = "--base MODEL"
 
 
 class Obstacle(Struct, frozen=True, kw_only=True):
-    """What of an adapter a server has no exact form for, and the options with which it is written."""
+    """A part of an adapter that a server has no exact form for, and the options with which `prepare` writes it."""
 
     text: str
     options: tuple[str, ...] = ()
     """Empty where merging is the only way, or there is a `hint`."""
     hint: str | None = None
-    """Another way to what the server reads."""
+    """Another way to a form that the server reads."""
 
 
 def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate: bool) -> Iterator[Obstacle]:
-    """Yield what of the adapter the server has no exact form for; `based`: the base is at hand to compute with it."""
+    """Yield the parts of the adapter that the server has no exact form for; `based`: the base is at hand."""
     options = {WITH_BASE: based, "--approximate": approximate}
     of_form = [] if form.whole else [*_no_place(view, form), *_no_layers(view, form)]
     for each in (*_no_products(view, form), *of_form):
@@ -102,7 +102,7 @@ def in_the_way(view: AdapterView, form: ServingForm, *, based: bool, approximate
 
 
 def _no_products(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
-    """Yield what makes the change of a weight another than s·B·A."""
+    """Yield the features with which a weight changes by other than s·B·A."""
     config = view.config
     if config.init_lora_weights in INITS_RECOMPUTED:
         text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
@@ -121,7 +121,7 @@ def _no_products(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
 
 
 def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
-    """Yield what the server has no place for as it is."""
+    """Yield the features that the server cannot read as they are stored."""
     config = view.config
     if config.lora_bias:
         yield Obstacle(text=f"`lora_bias`: {form.name} has no place for LoRA's change of biases")
@@ -158,8 +158,8 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         modules = [layer.target for layer in view.layers]
         if any(without_names(modules)):
             yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
-        if alone := lacking(modules, form.together):
-            yield Obstacle(text=f"{alone_text(alone)}, which {form.name} reads only together", options=(WITH_BASE,))
+        if unpaired := lacking(modules, form.together):
+            yield Obstacle(text=f"{alone_text(unpaired)}, which {form.name} reads only together", options=(WITH_BASE,))
     heads = sorted({layer.target for layer in view.layers if head_of(layer.target)})
     if heads and not form.heads:
         yield Obstacle(text=f"LoRA on {named(heads, 3)}, a head that {form.name} does not have")
@@ -182,7 +182,7 @@ def alone_text(alone: Mapping[str, str]) -> str:
 
 
 def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
-    """Yield what PEFT leaves out of LoRA on a base whose experts it stacks."""
+    """Yield the LoRA that PEFT leaves out on a base whose experts it stacks."""
     config = base.config if base else None
     if config is None or form.together is None or not form.together.stacks:
         return
@@ -192,16 +192,16 @@ def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | Non
         text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
         root = shlex.quote(str(view.adapter.root))
         yield Obstacle(text=text, hint=f"put them together: lora-tool convert {root} --to peft-fused -o OUT")
-    beside = [path for path in paths if is_taken_for_stacks(path, config.model_type)]
-    if beside:
-        text = f"LoRA on {named(beside, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
+    mistaken = [path for path in paths if is_taken_for_stacks(path, config.model_type)]
+    if mistaken:
+        text = f"LoRA on {named(mistaken, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
         yield Obstacle(text=text)
 
 
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
-    """Yield what is trained on an end of a base that has one matrix for both, where the server has no place for it.
+    """Yield trained ends of a base that ties embeddings and output layer, where the server cannot read them.
 
-    Told by names: what was saved without being asked for is taken to be as in the base.
+    Decided by names: an end that was saved but not named in the config counts as equal to the base's.
     """
     if form.whole or base is None or not is_tied(base):
         return

@@ -1,4 +1,4 @@
-"""LT801, LT802, LT804, LT805 and LT811: what an adapter holds beside plain LoRA, and few servers take."""
+"""LT801, LT802, LT804, LT805 and LT811: parts of an adapter other than plain LoRA, which few servers read."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         "alpha_pattern": any(alpha != config.lora_alpha for alpha in config.alpha_pattern.values()),
     }
     for server in asked(subject, Server.PEFT):
-        told = {layer.target: (layer.rank, layer.scaling) for layer in subject.layers}
-        forms = {path: (rank, scaling) for path, (rank, scaling) in told.items() if rank and scaling is not None}
+        known = {layer.target: (layer.rank, layer.scaling) for layer in subject.layers}
+        forms = {path: (rank, scaling) for path, (rank, scaling) in known.items() if rank and scaling is not None}
         otherwise = stacked_otherwise(config, forms) if _reads_together(server, subject) else None
         if otherwise is not None:
             hint = prepared(subject, server, WITH_BASE)
@@ -213,7 +213,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _parameters(subject: AdapterSubject) -> str:
-    """Return what the LoRA on parameters is on: fused experts, where its factors are those of several, or a router."""
+    """Return the kind of parameters with LoRA, for a message: fused experts, or one parameter such as a router."""
     try:
         fused = bool(fused_experts(subject.view))
     except UnsupportedAdapter:
@@ -309,16 +309,16 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
         for module in () if reads.stacks else list(without_names(paths))[:1]:
             message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
             yield fault(subject, module, message)
-        alone = {
+        unpaired = {
             module: held
             for module, held in lacking(paths, reads).items()
             if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
         }
-        if alone:
-            message = f"{alone_text(alone)}, which {NAMES[server]} reads only together: {reads.otherwise}"
+        if unpaired:
+            message = f"{alone_text(unpaired)}, which {NAMES[server]} reads only together: {reads.otherwise}"
             severity = Severity.WARNING if subject.base is None else None
             hint = prepared(subject, server)
-            yield fault(subject, next(iter(alone.values())), message, severity=severity, hint=hint)
+            yield fault(subject, next(iter(unpaired.values())), message, severity=severity, hint=hint)
 
 
 @rule("LT815", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.BASE_IN_PART})
@@ -355,7 +355,7 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
 
 
 def _reads_together(server: Server, subject: AdapterSubject) -> ReadTogether | None:
-    """Return what the server reads only together, on this base or on one that is not known; None if it reads all alone."""
+    """Return the modules that the server reads only together on this base, or an unknown one; None if none."""
     reads, config = FORMS[server].together, subject.base.config if subject.base is not None else None
     return reads if reads is not None and (config is None or reads.is_of(config.model_type)) else None
 

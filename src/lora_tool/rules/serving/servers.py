@@ -1,10 +1,10 @@
-"""What the rules about servers share: who they are, and the commands that make of an adapter what one takes.
+"""The servers, and the commands that write an adapter in the form that one takes, for all rules about servers.
 
-What is said of vLLM is from its `vllm/lora/peft_helper.py` and `lora_model.py`, of SGLang from its
+The facts about vLLM are from its `vllm/lora/peft_helper.py` and `lora_model.py`, of SGLang from its
 `python/sglang/srt/lora/` (`lora_config.py`, `lora_manager.py`, `utils.py`), of llama.cpp from its
 `convert_lora_to_gguf.py` and `src/llama-adapter.cpp`, of MLX-LM from its `mlx_lm/tuner/utils.py`, as of autumn 2026.
-They change fast: where older releases behave otherwise, the message says so. What another form of the same ΔW mends,
-`lora-tool prepare` writes, and the finding names it.
+They change fast: where older releases behave otherwise, the message says so. Where another form of the same ΔW
+helps, `lora-tool prepare` writes it, and the finding names the command.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fault(
 
 
 def asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
-    """Yield those of `servers` that were asked for, in the order of the words."""
+    """Yield those of `servers` that the user named, in the order given."""
     return (server for server in servers if server in subject.servers)
 
 

@@ -5,7 +5,7 @@ on q and on gate: without them the first request with LoRA on k, v or up ends th
 adapter does not load. For experts, `lora_manager.py` wants both of their matrices.
 
 PEFT 0.21 stacks the LoRA on single experts where transformers 5 has stacks (`utils/transformers_weight_conversion.py`).
-It looks for that on gate and up under the path that it has where down has LoRA, too, and leaves it out elsewhere.
+It expects LoRA on gate and up under the path that they have where down has LoRA, too, and leaves it out elsewhere.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 
-_Beside = Mapping[str, tuple[str, ...]]
-"""Module → those that must have LoRA where it has."""
+_Partners = Mapping[str, tuple[str, ...]]
+"""Module → the modules that must have LoRA where it has."""
 
 
 class ReadTogether(Struct, frozen=True, kw_only=True):
-    """What a server reads only together, among the matrices of one expert and among all others of a layer."""
+    """The modules whose LoRA a server reads only together: the matrices of one expert, and the others of a layer."""
 
-    in_experts: _Beside
-    elsewhere: _Beside
+    in_experts: _Partners
+    elsewhere: _Partners
     otherwise: str
-    """What it does with LoRA on only some of them, as the end of a sentence."""
+    """Its reaction to LoRA on only some of them, as the end of a sentence."""
     stacks: bool = False
     """Whether it stacks the LoRA on experts, for the models whose stacks it knows: all experts of a layer, or none."""
 
@@ -67,20 +67,20 @@ _MIXTRALS = frozenset(PROJECTIONS[1])
 def lacking(modules: Iterable[str], reads: ReadTogether) -> Mapping[str, str]:
     """Return which modules have no LoRA, though another is read only together with them, and that other.
 
-    Only the base tells whether it has them at all: some models have no gate.
+    They may not exist, as some models have no gate: only the base shows that.
     """
     held, found = dict.fromkeys(modules), dict[str, str]()
     for module in held:
         parent, _, leaf = module.rpartition(".")
-        beside = reads.in_experts if EXPERT.fullmatch(module) else reads.elsewhere
-        for name in beside.get(leaf, ()):
+        partners = reads.in_experts if EXPERT.fullmatch(module) else reads.elsewhere
+        for name in partners.get(leaf, ()):
             if f"{parent}.{name}" not in held:
                 found.setdefault(f"{parent}.{name}", module)
     return found
 
 
 def stacked_otherwise(config: AdapterConfig, forms: Mapping[str, tuple[int, float]]) -> str | None:
-    """Return what PEFT makes of LoRA on single experts when it stacks it, unless that has the same ΔW.
+    """Return how PEFT misreads LoRA on single experts when it stacks it; None if ΔW stays the same.
 
     `forms` are the ranks and scalings of modules. PEFT takes both from `r` and `lora_alpha` for gate and up, doubled, with
     rsLoRA too, and from patterns that match the names of the stacks (`_convert_peft_config_moe`).

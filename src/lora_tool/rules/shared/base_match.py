@@ -90,7 +90,7 @@ def _may_differ(config: ModelConfig) -> str:
 def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: Sequence[str]) -> BaseMatch | None:
     """Return the match of an adapter that was trained on the text class of a multimodal base, else None.
 
-    None too for experts that are on disk one by one: what they are in memory headers do not say.
+    None too for experts stored one by one: headers do not show their form in memory.
     """
     outside = frozenset(name for name in base.tensors if not text.holds(name))
     match = BaseMatch(base=base, arch=text.architecture, strip=text.strip, add=text.add, outside=outside)
@@ -101,7 +101,7 @@ def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: S
 
 
 def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Yield what may have to be taken off a module path or put before it; first nothing."""
+    """Yield (prefix to remove, prefix to add) for a module path; first none."""
     yield "", ""
     first, dot, _ = module.partition(".")
     if dot:
@@ -144,7 +144,7 @@ _BY_NAME = ("lm_head", "lm_head.out_proj")
 
 
 def may_be_absent(subject: AdapterSubject, module: str) -> bool:
-    """Return whether a module is rightly not in the base's files: a head of the class that is said, an output layer
+    """Return whether a module is rightly not in the base's files: a head of the expected class, an output layer
     tied to the embeddings, or embeddings that are tied to others. In the names of memory everything is there.
     """
     match = subject.matched

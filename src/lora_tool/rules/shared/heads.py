@@ -30,7 +30,7 @@ def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
 
 
 def carries_head(subject: AdapterSubject) -> bool:
-    """Return whether a head is saved: one of the known names, or a top-level module beside the adapted trunk."""
+    """Return whether a head is saved: one of the known names, or a top-level module outside the adapted trunk."""
     if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}

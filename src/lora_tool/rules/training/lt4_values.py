@@ -159,7 +159,7 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
 
 
 def judge_values(values: ValueFacts) -> list[Finding]:
-    """Return what the rules about values find in what was read."""
+    """Return the findings of the rules about values."""
     found = (RULES[code] for code in sorted(RULES))
     rules = (each for each in found if each.on is ShardedSubject and each.deep)
     return [each.finding(fault) for each in rules for fault in each.check(values) if isinstance(fault, Fault)]

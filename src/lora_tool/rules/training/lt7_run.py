@@ -1,7 +1,7 @@
-"""LT7xx: what the trainer's own log says about the run that wrote a checkpoint.
+"""LT7xx: faults of the run that wrote a checkpoint, by the Trainer's own log.
 
-The HF Trainer replaces a NaN loss by the mean so far (`logging_nan_inf_filter`, on by default), so a loss alone proves
-nothing; and the loss of online RL is near 0 by construction. What is judged is loss, gradient and rewards together.
+The HF Trainer replaces a NaN loss by the mean so far (`logging_nan_inf_filter`, on by default), so a finite loss
+proves nothing; and the loss of online RL is near 0 by construction. So loss, gradient and rewards are judged together.
 """
 
 from __future__ import annotations
@@ -261,14 +261,14 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
 
     What to do: Resume it from the last complete checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
-    alone = not isinstance(subject, RunSubject)
-    state = subject.checkpoint.folder.trainer if alone else _last_state(subject)
+    single = not isinstance(subject, RunSubject)
+    state = subject.checkpoint.folder.trainer if single else _last_state(subject)
     if state is None or state.max_steps is None or state.global_step >= state.max_steps:
         return
     if state.stopped:
         message = f"a callback stopped the run at step {state.global_step:,} of {state.max_steps:,}"
         yield Fault(subject="global_step", message=message, path=str(state.path), severity=Severity.INFO)
-    elif not alone:
+    elif not single:
         message = (
             f"the last checkpoint is from step {state.global_step:,} of {state.max_steps:,}, and the folder has "
             "no finished weights"

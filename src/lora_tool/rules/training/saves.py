@@ -1,4 +1,4 @@
-"""What a save of a run is worth, decided once: complete, resumable, loadable, good, and which of a run is the best.
+"""Judging each save of a run, in one place: complete, resumable, loadable, good, and which of a run is the best.
 
 The HF Trainer writes weights, then the optimizer, scheduler and random states, and trainer_state.json last
 (`Trainer._save_checkpoint`, transformers 5.23). A run that is killed in between leaves weights that load and nothing to
@@ -50,7 +50,7 @@ _DEEPSPEED_POINTER = "latest"
 
 
 class Judged(Struct, frozen=True, kw_only=True):
-    """One save of a run, or its finished weights, and what the rules and its files say."""
+    """One save of a run, or its finished weights, and the verdicts of rules and files on it."""
 
     root: Path
     name: str
@@ -73,14 +73,14 @@ class Judged(Struct, frozen=True, kw_only=True):
 def judged(
     root: Path, name: str, report: Report, opened: Checkpoint | None, *, refused: bool = False, deep: bool = False
 ) -> Judged:
-    """Return what a save is worth by its `report` and its files; `opened` is None where it cannot be opened.
+    """Return the verdicts on a save by its `report` and its files; `opened` is None where it cannot be opened.
 
     `deep` reads every byte of the optimizer's and the other states.
     """
     folder = _folder(root) if opened is None else opened.folder
     incomplete = None if folder is None else incomplete_reason(folder, deep=deep)
     interrupted = None if folder is None else _interrupted_reason(folder)
-    closed = "cannot be opened" if opened is None else None  # also where the rule that says so is ignored
+    closed = "cannot be opened" if opened is None else None  # also where the rule that reports it is ignored
     error = _first_error(report.findings) or closed
     return Judged(
         root=root,
@@ -100,7 +100,7 @@ def _first_error(findings: Iterable[Finding]) -> str | None:
 
 
 def _folder(root: Path) -> Folder | None:
-    """Return what lies in a save that cannot be opened; None where it cannot be listed, or lies outside its run."""
+    """Return the listing of a save that cannot be opened; None where it cannot be listed, or lies outside its run."""
     try:
         return read_folder(root) if inside(root.parent, root) else None
     except CheckpointError:
@@ -179,7 +179,7 @@ def _has_optimizer_of_ranks(folder: Folder) -> bool:
 
 def _is_whole(path: Path, *, deep: bool) -> bool:
     """Return whether a torch file has its directory, which is at its end; `deep` compares every checksum, too."""
-    import zipfile  # for the saves of runs only
+    import zipfile  # only saves of runs need it
 
     if not path.is_file():  # a pipe would be waited for
         return False
@@ -209,8 +209,8 @@ def run_table(root: Path, saves: Sequence[Judged], *, log: TrainerState | None =
 
     `log` is the state of the furthest of them with all of its log, by default that among `saves`.
 
-    They are compared by what the Trainer called the best metric, else by the evaluation loss or another evaluated
-    metric of their step; where nothing was evaluated, the latest is taken.
+    They are compared by the metric whose value is the Trainer's `best_metric`, else by the evaluation loss or
+    another evaluated metric of their step; where nothing was evaluated, the latest is taken.
     """
     states = (item.state for item in saves if item.state)
     log = log or max(states, key=lambda state: state.global_step, default=None)

@@ -1,4 +1,4 @@
-"""What the rules of rank files look at: one tag of a DeepSpeed or verl checkpoint, or one of FSDP."""
+"""The subject of the rules of rank files: one tag of a DeepSpeed or verl checkpoint, or one of FSDP."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """See `Subject`; and what is wrong with the config near it, or with the files that would make one."""
+        """See `Subject`; and the problems of the config near it, or of the files that one is derived from."""
         from lora_tool.checkpoints.states.frozen_heads import config_problems  # slow to import, for few folders
 
         return (*self.checkpoint.problems, *config_problems(self.state))
@@ -86,7 +86,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @cached_property
     def heads(self) -> Heads | None:
-        """The heads that `save_pretrained` would not save; None where there is no LoRA."""
+        """The heads that `save_pretrained` would not save; None without LoRA."""
         from lora_tool.checkpoints.states.frozen_heads import (  # slow to import, for few folders
             has_lora,
             heads_of,
@@ -126,7 +126,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
 
 def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> ShardedSubject:
-    """Return the subject for a checkpoint; `watch` is called with what is read. Raises what `training_state` raises."""
+    """Return the subject for a checkpoint; `watch` is called with the bytes read. Raises as `training_state`."""
     # a `latest` that is missing or names nothing is LT409's to report
     return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint, or_newest=True), watch=watch)
 
@@ -135,7 +135,7 @@ def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None
     return contextlib.nullcontext(lambda _: None)
 
 
-# What a finding about the files of a training checkpoint advises.
+# The advice of findings about the files of a training checkpoint.
 
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
@@ -144,7 +144,7 @@ _DEEPEST = 4
 _NUMBER = re.compile(r"\d+")
 
 
-@lru_cache(maxsize=64)  # asked once for each of a million faults of a file
+@lru_cache(maxsize=64)  # a file may have a million faults, each with this hint
 def another_save(path: Path, *, earlier: bool = False) -> str:
     """Return what to do instead of using the save of a run that the file or folder `path` belongs to.
 
@@ -168,7 +168,7 @@ def another_save(path: Path, *, earlier: bool = False) -> str:
 
 
 def _alike(save: Path) -> Iterator[str]:
-    """Yield the names of the folders beside a save that are called as it is, but for the number."""
+    """Yield the names of the save's sibling folders that differ from its name only in the number."""
     stem = _NUMBER.sub("", save.name)
     for name in listed(save.parent):
         if name != save.name and _NUMBER.sub("", name) == stem and is_save(save.parent / name):

@@ -21,18 +21,18 @@ class ValuePart(Protocol):
 
     @property
     def name(self) -> str:
-        """What is looked at, for whoever reads that it failed."""
+        """The name of the part, for error messages."""
 
     @property
     def nbytes(self) -> int:
         """How many bytes it reports."""
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Read the values and return what is wrong with them. `advance` is called with the bytes, and may raise to stop it."""
+        """Read the values and return the findings. `advance` is called with the bytes, and may raise to stop it."""
 
 
 class JudgedValues(Struct, frozen=True, kw_only=True):
-    """One reader of values and the rules about what it shows: a `ValuePart`."""
+    """A `ValuePart` of one reader of values and the rules that judge them."""
 
     reader: ValueReader
 
@@ -45,7 +45,7 @@ class JudgedValues(Struct, frozen=True, kw_only=True):
         return self.reader.nbytes
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Return what the rules find in the values."""
+        """Return the rules' findings in the values."""
         from lora_tool.checkpoints.states.value_facts import ValueFacts
         from lora_tool.rules.training.lt4_values import judge_values  # plans do not run
 
@@ -63,7 +63,7 @@ class ValueCheck(Struct, frozen=True, kw_only=True):
     """Beginnings of the codes of errors that do not stop the plan."""
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Run all parts and return what they find, in their order. Raises what they raise."""
+        """Run all parts and return their findings, in order. Raises what the parts raise."""
         return run_parts(self.parts, advance)
 
 
