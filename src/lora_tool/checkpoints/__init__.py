@@ -1,4 +1,4 @@
-"""What a folder is and holds, from names, JSON files and tensor headers: never a weight."""
+"""Kinds and contents of checkpoint folders, from names, JSON files and tensor headers: no weight is read."""
 
 from lora_tool.checkpoints.adapters import ADAPTER as ADAPTER
 from lora_tool.checkpoints.adapters import ADAPTER_PICKLE as ADAPTER_PICKLE

@@ -20,7 +20,7 @@ from lora_tool.formats.weights import Weights, read_single
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 VALUE_HEAD = "value_head.safetensors"
-"""What LLaMA-Factory calls the value head that it saves beside an adapter."""
+"""The file in which LLaMA-Factory saves an adapter's value head."""
 UNMERGED = "lora_adapter"
 """The folder that verl's `model_merger` puts the adapter into, inside of that of the base."""
 _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.(safetensors|bin)\Z")
@@ -92,7 +92,7 @@ def base_around(adapter: AdapterDir) -> Path | None:
 
 
 def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Return the adapter folders in the folder `path` where it is no checkpoint itself, by name.
+    """Return the adapter folders in the folder `path`, by name, where `path` itself is not a checkpoint.
 
     `PeftModel.save_pretrained` puts an adapter that is not called `default` into a folder of its name.
     """

@@ -1,4 +1,4 @@
-"""What lies in a folder, by name."""
+"""The files and folders in a folder, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 
 
 class Folder(Struct, frozen=True, kw_only=True):
-    """What lies in a folder, by name, and what every kind of checkpoint may have beside its weights."""
+    """The names in a folder, and the files that every kind of checkpoint may have with its weights."""
 
     root: Path
     files: tuple[str, ...]
@@ -51,19 +51,19 @@ class Folder(Struct, frozen=True, kw_only=True):
 
     @property
     def licence_files(self) -> tuple[str, ...]:
-        """Names of the files that say what may be done with the model."""
+        """Names of the files with the model's licence."""
         return tuple(name for name in self.files if name.upper().startswith(_LICENCES))
 
     @property
     def copied_files(self) -> tuple[str, ...]:
         """Paths in the folder of the files that commands copy or publish with the weights, byte for byte."""
         others = (generation_config.FILE_NAME, model_card.FILE_NAME, manifest.FILE_NAME)
-        beside = (name for name in self.files if name in others)
-        return (*self.tokenizer_files, *self.templates, *self.licence_files, *beside)
+        found = (name for name in self.files if name in others)
+        return (*self.tokenizer_files, *self.templates, *self.licence_files, *found)
 
     @property
     def trained_beside(self) -> tuple[str, ...]:
-        """Names of weights that trainers put beside an adapter, which PEFT does not read.
+        """Names of weights that trainers save with an adapter, and PEFT does not read.
 
         LLaVA's projector, LLaMA-Factory's value head, ms-swift's vision tower; TRL's value head is called as a model.
         """
@@ -82,7 +82,7 @@ class Folder(Struct, frozen=True, kw_only=True):
         return tuple(sorted(steps, key=steps.__getitem__))
 
     def names_in(self, folder: str) -> tuple[str, ...]:
-        """Return the names of what lies in one of its `folders`, "." for itself; nothing where it cannot be listed."""
+        """Return the names in one of its `folders`, "." for itself; none where it cannot be listed."""
         return self.files if folder == "." else listed(self.root / folder)
 
 
@@ -92,7 +92,7 @@ def is_numbered(name: str) -> bool:
 
 
 def read_folder(root: Path) -> Folder:
-    """Return what lies in the folder `root`, by name. Raises `NotACheckpoint` where it cannot be listed."""
+    """Return the folder `root` with the names in it. Raises `NotACheckpoint` where it cannot be listed."""
     if not root.exists():
         raise no_such_folder(root)
     if not root.is_dir():
@@ -102,7 +102,7 @@ def read_folder(root: Path) -> Folder:
     try:
         with os.scandir(root) as entries:
             for entry in entries:
-                # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
+                # devices, pipes and dead links count as files, so that reading one is reported as a problem
                 is_folder = Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
                 (folders if is_folder else files).append(entry.name)
     except OSError as error:
@@ -115,7 +115,7 @@ def read_folder(root: Path) -> Folder:
 
 
 def listed(path: Path) -> tuple[str, ...]:
-    """Return the names of what lies in the folder `path`; nothing where it cannot be listed."""
+    """Return the names in the folder `path`; none where it cannot be listed."""
     try:
         return tuple(entry.name for entry in os.scandir(path))
     except OSError:
@@ -123,7 +123,7 @@ def listed(path: Path) -> tuple[str, ...]:
 
 
 def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tuple[Config | None, tuple[Problem, ...]]:
-    """Return what `read` makes of the file `name` of the folder, None where it cannot be read, and what is wrong."""
+    """Return the file `name` of the folder, read by `read`, None where that fails, and its problems."""
     path = folder.root / name
     try:
         if name not in folder.files:
@@ -136,15 +136,15 @@ def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tu
 
 
 def without_weights(folder: Folder, expected: str, message: str | None = None) -> Weights:
-    """Return the weights of a folder without the file `expected`: none, and the problem that says so."""
+    """Return the weights of a folder without the file `expected`: none, and the problem that reports it."""
     message = message or _absent(folder, expected)
     problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message=message)
     return Weights(files=(), tensors={}, problems=(problem,))
 
 
 def _absent(folder: Folder, name: str) -> str:
-    """Return that a file is missing, and what there is in its place: a folder, the beginning of a save or download, the
-    file under another spelling, or weights of a variant.
+    """Return the message for a missing file, with its substitute: a folder, an unfinished save or download, the file
+    under another spelling, or weights of a variant.
     """
     if name in folder.folders:
         return "is a folder, not a file"

@@ -22,7 +22,7 @@ def _recognise(folder: Folder) -> Claim | None:
 
 
 def holds_pieces(names: Iterable[str]) -> bool:
-    """Return whether one of the names is `.metadata` or a `.distcp` file: one alone may be all that a copy has."""
+    """Return whether one of the names is `.metadata` or a `.distcp` file. One is enough: a copy may lack the others."""
     return any(name == _METADATA or name.endswith(".distcp") for name in names)
 
 

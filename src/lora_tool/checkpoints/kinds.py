@@ -1,4 +1,4 @@
-"""What a kind of checkpoint is, and what an opened checkpoint holds, as frozen data."""
+"""Kinds of checkpoints, and opened checkpoints, as frozen data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lora_tool.formats.weights import Weights
 
 @enum.unique
 class Claim(enum.IntEnum):
-    """What a folder has of a kind. The largest claim opens it; of equal ones that of the kind registered first."""
+    """How much of a kind a folder has. The largest claim opens it; of equal ones, that of the kind registered first."""
 
     CONFIG = 1
     """A config and no weights: any other claim on the folder goes first."""
@@ -36,7 +36,7 @@ class Claim(enum.IntEnum):
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """A kind of checkpoint: what it is called, how it is recognised and opened, and which command goes on from it."""
+    """A kind of checkpoint: its name, how to recognise and open it, and the command for it."""
 
     name: str
     """As reports have it: "adapter", "FSDP checkpoint"."""
@@ -45,9 +45,9 @@ class Kind(Struct, frozen=True, kw_only=True):
     """The file or folder that people know it by: "config.json"."""
     command: str
     recognise: Callable[[Folder], Claim | None]
-    """Returns what the folder has of this kind, from file names alone; None where it has nothing."""
+    """Returns the kind's claim on the folder, only from file names; None without one."""
     open: Callable[[Folder], Checkpoint]
-    """Called only if `recognise` claimed the folder. What is wrong inside becomes a problem and is never raised."""
+    """Called only if `recognise` claimed the folder. Faults inside become problems and are never raised."""
 
     def __str__(self) -> str:
         return self.name
@@ -66,17 +66,17 @@ class ShardedKind(Kind, frozen=True, kw_only=True):
 
     command: str = "consolidate"
     landmarks: tuple[str, ...]
-    """Names of files of which one lies in every folder with pieces, so that pieces are found without listing it."""
+    """Names of files: every folder with pieces has one of them, so that pieces are found without listing it."""
     weights: tuple[str, ...]
     """Patterns of the files that hold weights."""
     optimizer: tuple[str, ...] = ()
     """Patterns of the files that hold the optimizer's state; empty where the pieces do not have it."""
     others: tuple[str, ...] = ()
-    """Patterns of what else is written with the pieces: pointers, metadata, scripts."""
+    """Patterns of the files written along with the pieces: pointers, metadata, scripts."""
     folders: tuple[str, ...] = ()
     """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
     steps: re.Pattern[str] | None = None
-    """Names of the folders in a run, of which each is a save of its own: they are listed and pruned one by one."""
+    """Names of the folders in a run that are separate saves: they are listed and pruned one by one."""
     common_steps: re.Pattern[str] | None = None
     """The same for names that other folders have, too: one of them is a save only where pieces lie in it."""
     resumed_by_trainer: bool = False
@@ -89,7 +89,7 @@ class ShardedKind(Kind, frozen=True, kw_only=True):
 
 
 class _Opened(Struct, frozen=True, kw_only=True):
-    """A folder that was opened, and what was found wrong while it was."""
+    """A folder that was opened, and the problems found on the way."""
 
     kind: Kind
     folder: Folder
@@ -187,7 +187,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def read_pointer(path: Path) -> str | None:
-    """Return what the file `path` says that names a saved step, None where it cannot be read."""
+    """Return the text of the file `path`, which names a saved step; None where it cannot be read."""
     try:
         with open_regular(path) as fd:
             return read_at(path, fd, 0, 200).decode(errors="replace").strip()
@@ -199,6 +199,6 @@ _LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")
 
 
 def step_of(name: str) -> tuple[int, str]:
-    """Return what sorts tags and checkpoints by their step: the number that the name ends with, 0 without one."""
+    """Return a key that sorts tags and checkpoints by step: the number at the end of the name, 0 without one."""
     match = _LAST_NUMBER.search(name)
     return int(match[0]) if match else 0, name

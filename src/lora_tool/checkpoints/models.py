@@ -18,7 +18,7 @@ from lora_tool.formats.weights import Weights, read_sharded, read_single
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READERS = {_WEIGHTS: read_single, _INDEX: read_sharded, _PICKLE: read_single, _PICKLE_INDEX: read_sharded}
-"""The single file before the shards, safetensors before torch files: what transformers loads where several are there."""
+"""The single file before the shards, safetensors before torch files: the order in which transformers chooses."""
 _SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 
 
@@ -48,7 +48,7 @@ def _open(folder: Folder) -> ModelDir:
 
 
 def weights_in(folder: Folder) -> Weights:
-    """Return the weights that transformers would load from the folder; what is wrong with them is in `problems`."""
+    """Return the weights that transformers would load from the folder; their faults are in `problems`."""
     shards = [name for name in folder.files if _SHARD.match(name)]
     found = next((name for name in _READERS if name in folder.files), None)
     if found is None and not shards:

@@ -1,4 +1,4 @@
-"""Where the values are that an adapter folder lacks: the checkpoint of its training, in, beside or above it."""
+"""Finds the training checkpoint with the values that an adapter folder lacks: in it, next to it or above it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_A_RUN = re.compile(r"_|.*(ckpt|checkpoint)", re.IGNORECASE)
 
 
 def training_state_near(root: Path) -> Path | None:
-    """Return the folder of the newest rank files, a DeepSpeed tag say, in `root`, beside or above it.
+    """Return the folder of the newest rank files, such as a DeepSpeed tag, in `root`, next to it or above it.
 
     A folder there may hold it, as OpenRLHF's `_actor` does and the HF Trainer's `checkpoint-N`.
     """
@@ -37,20 +37,20 @@ def training_state_near(root: Path) -> Path | None:
 
 
 def _is_another_run(state: Path, near: Path, root: Path) -> bool:
-    """Whether the rank files lie in a folder beside `root` that is a run of its own: by its config or by its name.
+    """Return whether the rank files lie in a folder next to `root` that is another run, by its config or its name.
 
-    Of this run are saves, as their frameworks call them, OpenRLHF's `_actor`, and folders that are called checkpoints.
+    This run's are folders with a framework's name for a save, OpenRLHF's `_actor`, and folders called checkpoints.
     """
-    beside = near / state.relative_to(near).parts[0] if state != near else near
-    if beside in (near, root.resolve()) or is_step(beside.name) or holds_pieces(beside.name):
+    sibling = near / state.relative_to(near).parts[0] if state != near else near
+    if sibling in (near, root.resolve()) or is_step(sibling.name) or holds_pieces(sibling.name):
         return False
-    if is_file(beside / ADAPTER_CONFIG):
+    if is_file(sibling / ADAPTER_CONFIG):
         return True
-    return state != beside and not _OF_A_RUN.match(beside.name)
+    return state != sibling and not _OF_A_RUN.match(sibling.name)
 
 
 def consolidate_command(root: Path) -> str | None:
-    """Return the command that puts together what `training_state_near` finds, None where it finds nothing."""
+    """Return the command that consolidates the state that `training_state_near` finds, None where it finds none."""
     state = training_state_near(root)
     if state is None:
         return None

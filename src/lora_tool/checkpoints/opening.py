@@ -1,7 +1,7 @@
 """Open a folder: every registered kind of checkpoint says whether the folder is one of its own.
 
-`open_checkpoint` reads names, JSON files and tensor headers, never a weight. What is wrong goes into the
-checkpoint's `problems`, so that a report shows all of it; `require_whole` raises the first of them.
+`open_checkpoint` reads names, JSON files and tensor headers, never a weight. Faults go into the
+checkpoint's `problems`, so that a report shows all of them; `require_whole` raises the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> ShardedDir:
-    """Return the rank files in the folder `path` as a checkpoint, also where an adapter or model lies beside them.
+    """Return the rank files in the folder `path` as a checkpoint, also where the folder has an adapter or model, too.
 
     The HF Trainer puts both into one folder; OpenRLHF puts the rank files one folder down (`_actor`). Raises
     `NotACheckpoint` where there are none, or several checkpoints.
@@ -96,7 +96,7 @@ def _sharded_below(folder: Folder) -> list[ShardedDir]:
 
 
 def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
-    """Return the error that names what the folder is instead of rank files: `found`, None for no checkpoint at all."""
+    """Return the error for a folder without rank files; `found` is the checkpoint that it holds instead, if any."""
     if found is None:
         *signs, last = (kind.sign for kind in sharded_kinds())
         message = f"{folder.root} holds no rank files: neither {', '.join(signs)} nor {last}"
@@ -106,7 +106,7 @@ def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
 
 
 def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheckpoint:
-    """Return what the folder holds instead of being a checkpoint; `sharded` are names of some of its folders."""
+    """Return the error that names the folder's contents; `sharded` are those of its folders that hold pieces."""
     if not folder.files and not folder.folders:
         return NotACheckpoint(f"{folder.root} is an empty folder")
     configs = {adapter_config.FILE_NAME, model_config.FILE_NAME}

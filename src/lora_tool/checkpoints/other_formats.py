@@ -17,7 +17,7 @@ from lora_tool.formats.weights import Weights, read_single
 
 
 class OtherFormat(Struct, frozen=True, kw_only=True):
-    """What the weights are, in words, and how to get them in the form that PEFT or transformers writes."""
+    """A description of the weights, and how to get them in the form that PEFT or transformers writes."""
 
     text: str
     way_out: str
@@ -123,8 +123,8 @@ _BY_FIELDS = (
 def refuse_files(folder: Folder, *, adapter: bool | None = None) -> None:
     """Raise `UnsupportedCheckpoint` where the folder has a file of another program.
 
-    `adapter` says what the folder's config makes of it: an adapter, a model; None where there is no config, and the
-    names of the tensors tell, too.
+    `adapter` is whether the folder's config is an adapter's or a model's; None without a config: then the names of the
+    tensors also count.
     """
     _refuse(folder, (*(_ADAPTERS if adapter is not False else ()), *(_MODELS if adapter is not True else ()), *_ANY))
     single = next((name for name in folder.files if name.endswith(".safetensors")), None)
@@ -142,7 +142,7 @@ def refuse_tensors(weights: Weights) -> None:
 def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
     """Raise `UnsupportedCheckpoint` where the config `path`, which has no `peft_type` or `model_type`, is another program's.
 
-    `names` are those of an adapter's tensors: a config without `peft_type` beside names that are not PEFT's either is
+    `names` are those of an adapter's tensors. If the config has no `peft_type` and no name is PEFT's, the format is
     homemade, and a finding for each of its fields and tensors would not help.
     """
     try:

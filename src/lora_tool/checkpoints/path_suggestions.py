@@ -1,4 +1,4 @@
-"""A path that leads to no folder: the error that says so, with the name that was probably meant."""
+"""The error for a path that does not lead to a folder, with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def probably_meant(path: str | Path) -> str | None:
 
     The first part of the path that is not there is taken for the mistake; the rest of it has to be there.
     """
-    import difflib  # only for what is misspelled
+    import difflib  # only needed for misspelled names
 
     wanted = expanded(path)
     rest: list[str] = []
@@ -49,13 +49,13 @@ def probably_meant(path: str | Path) -> str | None:
 
 def _composed(name: str) -> str:
     """Return the name in one Unicode form: macOS and archives made there take letter and accent apart, keyboards do not."""
-    import unicodedata  # only for what is misspelled
+    import unicodedata  # only needed for misspelled names
 
     return unicodedata.normalize("NFC", name)
 
 
 def _in_ascii(path: Path) -> str:
-    """Return the path as bash and zsh take it, with the numbers of what looks alike but is not."""
+    """Return the path as bash and zsh accept it, with letters outside ASCII as escapes, because some look alike."""
     text = str(path).replace("\\", r"\\").replace("'", r"\'")
     return "$'" + "".join(each if each.isascii() else f"\\U{ord(each):08x}" for each in text) + "'"
 

@@ -23,7 +23,7 @@ _TABLE = "quantization_config"
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     """Return the model with a matrix for each quantised weight, decoded when it is read, and a plain config.
 
-    Scales of inputs and caches, measured on the quantised model alone, are left out. A model without quantised weights
+    Scales of inputs and caches, which only fit the quantised model, are left out. A model without quantised weights
     is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is not
     read, or weights that are not stored as it says.
     """
@@ -43,12 +43,12 @@ def _plain(model: ModelDir) -> ModelDir:
     found = quantised_weights(model)
     by_place = {encoding.codes.name: dequantised(encoding) for encoding in found.weights.values()}
     of_weights = {part.name for encoding in found.weights.values() for part in parts(encoding)}
-    beside = {*of_weights, *found.calibrated}
+    consumed = {*of_weights, *found.calibrated}
     tensors = {}
     for name, tensor in model.tensors.items():
         if name in by_place:
             tensors[by_place[name].name] = by_place[name]
-        elif name not in beside:
+        elif name not in consumed:
             tensors[name] = tensor
     weights = replace(model.weights, tensors=tensors)
     return replace(model, config=_plain_config(model.whole_config), weights=weights)
@@ -89,7 +89,7 @@ def _with_table(raw: Mapping[str, Any], table: Mapping[str, Any] | None) -> dict
 
 @kept
 def quantised_weights(model: ModelDir) -> QuantisedWeights:
-    """Return the quantised weights of a model. Raises `LayoutError` for what is not stored as its format says."""
+    """Return the quantised weights of a model. Raises `LayoutError` for weights that do not follow their format."""
     table = {} if model.config is None else quantisation_table(model.config)
     if not table and sign_of(model) is None:
         return QuantisedWeights(weights={}, calibrated=())

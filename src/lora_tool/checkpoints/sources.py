@@ -33,7 +33,7 @@ from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
 
-# Whether huggingface_hub's cache may hold a repository, asked without importing huggingface_hub, which takes half a second.
+# Whether huggingface_hub's cache may hold a repository, without importing huggingface_hub, which takes half a second.
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -63,19 +63,19 @@ _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md"
 
 @enum.unique
 class Wanted(str, enum.Enum):
-    """What a Hub id is expected to be: an adapter's id must not fetch gigabytes if it turns out to be a model's."""
+    """The expected kind of a Hub id: an adapter's id must not fetch gigabytes if it proves to be a model's."""
 
     MODEL = "*.safetensors"
     ADAPTER = "adapter_model*.safetensors"
 
     @property
     def torch_files(self) -> str:
-        """The pattern of the weights where there is no safetensors file."""
+        """The pattern of the weights for repositories without safetensors files."""
         return "pytorch_model*.bin" if self is Wanted.MODEL else "adapter_model.bin"
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """A folder on this disk and what the user called it. `hub_id` and `revision` (a commit) where it is from the Hub."""
+    """A folder on this disk and the user's name for it; `hub_id` and `revision` (a commit) if it is from the Hub."""
 
     path: Path
     reference: str
@@ -84,7 +84,7 @@ class Source(Struct, frozen=True, kw_only=True):
 
 
 def source_of(path: Path, reference: str | None = None) -> Source:
-    """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
+    """Return the source of a local folder; Hub id and commit come from a path into the Hub cache."""
     cached = _IN_CACHE.search(os.path.realpath(path))
     return Source(
         path=path,
@@ -95,7 +95,7 @@ def source_of(path: Path, reference: str | None = None) -> Source:
 
 
 def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> Source:
-    """Return where a checkpoint is; what is named is downloaded. Raises as `resolve` does."""
+    """Return where a checkpoint is; a Hub id is downloaded. Raises as `resolve` does."""
     if isinstance(checkpoint, str | os.PathLike):
         return resolve(checkpoint, near=near, download=True, wanted=wanted)
     return source_of(checkpoint.root)
@@ -119,12 +119,12 @@ def resolve(
     """Return the local folder that `reference`, a path or a Hub id, means.
 
     An existing path is local; ``hf://`` and the address of a page are the Hub; a bare ``owner/name`` is local if such a
-    folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory
+    folder exists, else the Hub; each may end in ``@revision``. A relative path is searched in the working directory
     and in `near`, then for a model in the folders above it (PEFT writes the path as it was typed when training); if two
     exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache; it is downloaded only with
     `download`, and only the weights that are `wanted`; never those of a format that is not read. Raises
-    `NotACheckpoint` with what was looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the
-    Hub does not give it, `UnsupportedAdapter` for a model whose quantised weights are not read.
+    `NotACheckpoint`, which lists the places searched, `IncompleteCheckpoint` for files missing in the cache, `HubError`
+    where the Hub fails, `UnsupportedAdapter` for a model whose quantised weights are not read.
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
@@ -203,10 +203,10 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if is_folder(candidate)]
     if not found and near is not None and not path.is_absolute():
-        # it was typed where the training ran, and what that wrote lies somewhere below
+        # the path was typed where the training ran, and `near` lies somewhere below that folder
         above = (folder / path for folder in Path(os.path.abspath(near)).parents)  # noqa: PTH100 - links stay as named
         found = [candidate for candidate in above if is_file(candidate / CONFIG)]
-    if len(found) > 1:  # a folder that only has the name is not what was trained on
+    if len(found) > 1:  # a folder that only has the name is not the base
         found = [candidate for candidate in found if is_file(candidate / CONFIG)] or found
     if len(found) > 1 and not found[0].samefile(found[1]):
         message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
@@ -226,12 +226,11 @@ def _seen_from(reference: str, near: Path | None, found: Path) -> str:
 
 
 def moved_to(reference: str, near: Path) -> Path | None:
-    """Return where the model lies that a path which leads to nothing meant: in the one folder of that name in or beside
-    the folder `near`, beside the one above it, or in the working directory. None where there is none or several, and
-    for names of the Hub.
+    """Return the moved model of a dead path: the one folder of that name in `near`, in one of the two folders above it,
+    or in the working directory. None where there is none or several, and for names of the Hub.
 
-    As much of the path's end as possible is looked for, of a path of Windows too. Nobody has compared it with the model
-    that was meant.
+    The longest end of the path that exists is taken, also of a Windows path. The folder may still hold another model
+    than the path meant: nothing compares them.
     """
     path = expanded(reference)
     if is_address(reference) or hub_id_of(reference) is not None or is_folder(path):
@@ -278,7 +277,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
     def look(folder: Path) -> None:
-        with contextlib.suppress(BrokenFile, OSError):  # what cannot be read is said by those who open it
+        with contextlib.suppress(BrokenFile, OSError):  # opening it will report what is unreadable
             require_read(read_model_config(folder / CONFIG), hub_id)
 
     try:

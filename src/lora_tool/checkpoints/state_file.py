@@ -1,4 +1,4 @@
-"""A training program's state in one torch file of any name: what `dcp_to_torch` makes, the module under `model`, say."""
+"""A training program's state in one torch file of any name, as `dcp_to_torch` writes it, the module under a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_WEIGHTS = re.compile(
     r"|dl_sampler|ema|value_head|v_head|reward_head|mm_projector|non_lora|layer_|mp_rank|zero_|bf16_|fp16_|expp_rank"
     r"|recipe_state|dataloader)\w*.*\Z"
 )
-"""What trainers write beside weights, and pieces of other programs."""
+"""Files that trainers write next to weights, and pieces of other programs."""
 
 
 def _candidates(folder: Folder) -> tuple[str, ...]:

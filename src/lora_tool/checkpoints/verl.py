@@ -56,10 +56,10 @@ def ranks_of(folder: Folder) -> int | None:
     if _CONFIG not in folder.files:
         return None
     try:
-        told = read_object(folder.root / _CONFIG).get("world_size")
+        world_size = read_object(folder.root / _CONFIG).get("world_size")
     except BrokenFile:
         return None
-    return told if type(told) is int and told > 0 else None
+    return world_size if type(world_size) is int and world_size > 0 else None
 
 
 VERL = ShardedKind(

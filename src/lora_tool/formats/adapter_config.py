@@ -1,4 +1,4 @@
-"""`adapter_config.json`: PEFT's LoraConfig, read with types, and what each of its fields means for a merge.
+"""`adapter_config.json`: PEFT's LoraConfig, read with types, and how each of its fields affects a merge.
 
 Every field of `peft.LoraConfig` is classed in `FIELD_USES`; a test compares that table with the installed PEFT, so a
 field that a new PEFT adds fails a test here instead of being merged wrongly there.
@@ -40,7 +40,7 @@ class ExpertLayout(Choice):
 
 @enum.unique
 class FieldUse(str, enum.Enum):
-    """What a field of LoraConfig does to a merge."""
+    """How a field of LoraConfig affects a merge."""
 
     USED = "used"
     INERT = "inert"
@@ -92,7 +92,7 @@ _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM"
 
 
 class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
-    """The fields of `adapter_config.json` that decide what an adapter is, with PEFT's defaults for absent ones."""
+    """The fields of `adapter_config.json` that define an adapter, with PEFT's defaults for absent ones."""
 
     path: Path
     peft_type: str | None = "LORA"
@@ -118,13 +118,13 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
     rank_pattern: Mapping[str, float] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Embedding module (the end of its path; "" for the model's input embedding) → rows trained by themselves."""
+    """Embedding module (the end of its path; "" for the model's input embedding) → token rows that were trained."""
     expert_layout: str | None = None
     """`lora_B_layout`, which Unsloth writes since 2026-09: how the columns of a fused lora_B belong to experts."""
     by_unsloth: bool = False
-    """Whether Unsloth wrote it: `auto_mapping` says so."""
+    """Whether Unsloth wrote it: its `auto_mapping` has `unsloth_fixed`."""
     trained_class: str | None = None
-    """The class of transformers that the adapter was trained on: PEFT writes it where there is no task type."""
+    """The transformers class that the adapter was trained on; PEFT writes it only without a task type."""
     ensure_weight_tying: bool = False
     peft_version: str | None = None
     """The version of PEFT that wrote it, which the file names since PEFT 0.18."""
@@ -134,7 +134,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
     """Names of fields that no LoraConfig we know has. PEFT warns and ignores them."""
     problems: tuple[Problem, ...] = ()
 
-    # hundreds of names are asked for hundreds of modules
+    # cached: hundreds of modules are matched against hundreds of names
 
     @cached_property
     def target_names(self) -> frozenset[str]:
@@ -154,7 +154,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_known_type(self) -> bool:
-        """Whether its tensors are those of PEFT's LoRA: trained tokens are among them, alone or beside others."""
+        """Whether its tensors are those of PEFT's LoRA. Trained token rows count, with or without other tensors."""
         return self.peft_type in KNOWN_TYPES
 
     @property
@@ -164,7 +164,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def ignores_numbers(self) -> bool:
-        """Whether it treats modules alike whose paths differ in their numbers alone, those of layers and experts."""
+        """Whether it treats modules the same whose paths differ only in layer and expert numbers."""
         lists = (self.target_modules, self.exclude_modules, self.modules_to_save, self.token_indices)
         named = [key for each in lists for key in ((each,) if isinstance(each, str) else each or ())]
         keys = filter(None, (*named, *self.rank_pattern, *self.alpha_pattern))
@@ -185,7 +185,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
         return self._alphas.first(module)
 
     def scaling(self, module: str) -> float:
-        """Return what ΔW = B·A is multiplied by: alpha/r, or alpha/√r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
+        """Return the factor of ΔW = B·A: alpha/r, or alpha/√r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -212,7 +212,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
         return any(f"{name}." in f"{module}." for name in self.modules_to_save)
 
     def tokens(self, module: str) -> tuple[int, ...]:
-        """Return the rows of the embedding `module` that were trained by themselves."""
+        """Return the token rows of the embedding `module` that were trained."""
         for name, rows in self.token_indices.items():
             if not name or module == name or module.endswith(f".{name}"):
                 return rows
@@ -235,10 +235,10 @@ def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
     return frozenset(value) if isinstance(value, tuple) else frozenset()
 
 
-def _matches(asked: tuple[str, ...] | str | None, names: frozenset[str], module: str) -> bool:
-    """Return whether the module is one of those that are asked for, by a pattern or by the `names` that were listed."""
-    if isinstance(asked, str):
-        return bool(asked) and compiled(asked).fullmatch(module) is not None
+def _matches(selector: tuple[str, ...] | str | None, names: frozenset[str], module: str) -> bool:
+    """Return whether a field selects the module: by its pattern, or by its listed `names`."""
+    if isinstance(selector, str):
+        return bool(selector) and compiled(selector).fullmatch(module) is not None
     return is_under(module, names)
 
 
@@ -256,8 +256,8 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     if other is not None and other.upper() not in KNOWN_TYPES:  # whose fields are other ones
         task_type, base = fields.text("task_type"), fields.text("base_model_name_or_path")
         return AdapterConfig(path=path, peft_type=other, task_type=task_type, base_model=base)
-    alone = raw.get("peft_type") == TOKENS_ALONE
-    known = {*FIELD_USES, _LAYOUT} | (TOKENS_FIELDS if alone else set())
+    tokens_only = raw.get("peft_type") == TOKENS_ALONE
+    known = {*FIELD_USES, _LAYOUT} | (TOKENS_FIELDS if tokens_only else set())
     note_refused(fields)
     return AdapterConfig(
         path=path,
@@ -274,7 +274,7 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
         dropout=_dropout(fields),
         init_lora_weights=_init(fields),
-        target_modules=() if alone else _names_or_pattern(fields, "target_modules"),
+        target_modules=() if tokens_only else _names_or_pattern(fields, "target_modules"),
         target_parameters=fields.names("target_parameters"),
         exclude_modules=_names_or_pattern(fields, "exclude_modules"),
         modules_to_save=fields.names("modules_to_save") or (),
@@ -282,20 +282,20 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         layers_pattern=fields.listed("layers_pattern"),
         rank_pattern=_numbers_by_pattern(fields, "rank_pattern", least=1),
         alpha_pattern=_numbers_by_pattern(fields, "alpha_pattern"),
-        token_indices=_token_indices(fields, "token_indices" if alone else "trainable_token_indices"),
+        token_indices=_token_indices(fields, "token_indices" if tokens_only else "trainable_token_indices"),
         expert_layout=fields.text(_LAYOUT),
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
         trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
-        peft_version=_told(raw, "peft_version", lambda value: isinstance(value, str)),
+        peft_version=_displayed(raw, "peft_version", lambda value: isinstance(value, str)),
         refused=tuple(name for name in _REFUSED.split() if _is_on(name, raw.get(name))),
         unknown=tuple(name for name in raw if name not in known),
         problems=tuple(fields.problems),
     )
 
 
-def _told(raw: Mapping[str, Any], name: str, fits: Callable[[object], bool]) -> Any:  # noqa: ANN401 - what `fits` lets through
-    """Return a field that is shown and decides nothing: one of another type is no fault."""
+def _displayed(raw: Mapping[str, Any], name: str, fits: Callable[[object], bool]) -> Any:  # noqa: ANN401 - see `fits`
+    """Return a field that is only displayed, None where it has another type: that is not a fault."""
     value = raw.get(name)
     return value if fits(value) else None
 

@@ -1,8 +1,8 @@
 """How DeepSpeed's AutoTP cut each parameter: rectangles of the whole and of each rank's slice, by its model files.
 
 `module_inject/layers.py` (`collect_autotp_universal_checkpoint_info`) writes `universal_checkpoint_info.affine_map`,
-and `checkpoint/affine.py` says what it means (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
-`torch.as_strided` takes them, on both sides. All that DeepSpeed makes are rectangles; another block is not understood.
+and `checkpoint/affine.py` defines it (DeepSpeed 0.19.8): blocks of elements by offset and strides, as
+`torch.as_strided` takes them, on both sides. DeepSpeed only makes rectangles; other blocks are not understood.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Cut(NamedTuple):
 
     shape: Shape
     slices: Mapping[int, Shape]
-    """Rank → the shape of what it holds."""
+    """Rank → the shape of its slice."""
     blocks: Mapping[int, tuple[Block, ...]]
 
 
 def read_cuts(info: object) -> dict[str, Cut] | None:
     """Return parameter → its cut from a model file's `universal_checkpoint_info`, None where that has no map.
 
-    What is not understood is left out: a newer version, a pattern of names, blocks that are no rectangles.
+    Leaves out entries it does not understand: of a newer version, for a pattern of names, with blocks that are not
+    rectangles.
     """
     table = info.get("affine_map") if isinstance(info, dict) else None
     if not isinstance(table, dict) or not isinstance(table.get("params"), dict):
@@ -88,7 +89,7 @@ def _block(piece: Any, whole: Shape, part: Shape) -> Block:  # noqa: ANN401
 
 
 def _corner(place: Any, sizes: Shape, around: Shape) -> Shape:  # noqa: ANN401
-    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for a block that is no rectangle."""
+    """Return where a block begins in a tensor of the shape `around`. Raises ValueError for any but a rectangle."""
     offset, strides = place
     usual = [math.prod(around[at + 1 :]) for at in range(len(around))]
     same = all(size == 1 or stride == row for size, stride, row in zip(sizes, strides, usual, strict=True))

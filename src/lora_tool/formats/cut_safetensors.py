@@ -1,4 +1,4 @@
-"""Safetensors files of which each holds one rank's rectangles; their headers say where in the whole they lie.
+"""Safetensors files that each hold one rank's rectangles of the tensors; the headers give their offsets.
 
 Source: torch 2.13 `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: `DCP_SHARDING_INFO` in a file's metadata
 is JSON, tensor name → `saved_offsets`. The shape of the whole stands in no file: it is as far as the rectangles reach.
@@ -34,7 +34,7 @@ class CutPart(NamedTuple):
 
 
 class CutModel(Struct, frozen=True, kw_only=True):
-    """What the files of all ranks hold."""
+    """The tensors in the files of all ranks."""
 
     folder: Path
     stamps: Mapping[Path, FileStamp]
@@ -55,7 +55,7 @@ class CutModel(Struct, frozen=True, kw_only=True):
 
 
 def read_cut_safetensors(folder: Path, names: Iterable[str]) -> CutModel:
-    """Return what the files `names` of `folder` hold, read from their headers; what is wrong is among its problems."""
+    """Return the tensors in the files `names` of `folder`, read from their headers; faults are among its problems."""
     parts: dict[str, dict[tuple[tuple[int, ...], ...], CutPart]] = {}
     problems: list[Problem] = []
     stamps, doubled = {}, {}

@@ -61,18 +61,18 @@ class DcpTensor(Struct, frozen=True, kw_only=True):
 
 
 class StoredChunk(NamedTuple):
-    """What one chunk holds: its bytes, and the record that they are in; a span where nothing has a CRC32."""
+    """The bytes of one chunk, and the zip record that they are in; a plain span where no CRC32 covers them."""
 
     stored: StoredTensor
     record: Record | Span
 
 
 Pieces = Mapping[str, tuple[StoredChunk, ...]]
-"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
+"""Tensor name → its chunks' bytes, in order. Tensors with an unreadable chunk are left out."""
 
 
 class DcpFolder(Struct, frozen=True, kw_only=True):
-    """What `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
+    """The module's tensors as `.metadata` lists them, by the module's own names, and the chunks that were found."""
 
     folder: Path
     metadata: tuple[str, ...] = (METADATA,)
@@ -106,13 +106,13 @@ def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
     Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
     compressed chunks.
     """
-    found = _together(folder, [_read_metadata(folder, name, module) for name in _metadata_names(folder)])
+    found = _merged(folder, [_read_metadata(folder, name, module) for name in _metadata_names(folder)])
     held, problems = _read_pieces(found)
     return replace(found, pieces=held, problems=problems)
 
 
 def _metadata_names(folder: Path) -> Sequence[str]:
-    """Return the names of the files that say what lies where: `.metadata`, or one for each rank."""
+    """Return the names of the metadata files: `.metadata`, or one for each rank."""
     if (folder / METADATA).exists():
         return (METADATA,)
     return [f"__{rank}{METADATA}" for rank in sorted(_ranks(folder, _OF_RANK))] or (METADATA,)
@@ -124,7 +124,7 @@ def _ranks(folder: Path, pattern: re.Pattern[str]) -> set[int]:
 
 
 def lost_metadata(found: DcpFolder) -> tuple[str, ...]:
-    """Return the names of the files that say what one rank saved and are not there, where each rank has its own."""
+    """Return the names of missing metadata files, where each rank has its own."""
     if METADATA in found.metadata:
         return ()
     held = _ranks(found.folder, _OF_RANK)
@@ -141,10 +141,10 @@ def _read_metadata(folder: Path, name: str, module: str | None) -> DcpFolder:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
 
 
-def _together(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
-    """Return what the metadata of all ranks say, of which each has its own chunks alone.
+def _merged(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
+    """Return the metadata of all ranks, each of which lists only its own chunks, as one.
 
-    A chunk that several have is the first one's.
+    Of a chunk that several ranks list, the first is taken.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -182,7 +182,7 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     stored, storage = found.get("state_dict_metadata", dict), found.get("storage_data", dict)
     if stored is None or storage is None:
         raise ValueError("has no tables of tensors and of their storage")
-    # what is not a tensor (counters, random states) has no size
+    # counters and random states have no size
     entries = {
         name: entry
         for name, entry in stored.items()
@@ -231,7 +231,7 @@ def _is_tensor(entry: object) -> bool:
 
 
 def _state_of(path: tuple[Any, ...]) -> str:
-    """Return what a tensor that is no weight belongs to: its first keys; of flattened moments the optimizer's own."""
+    """Return the state that a tensor other than a weight belongs to: its first keys, or the flattened optimizer's."""
     first = str(path[0])
     if len(path) == 1:
         return first.partition(".")[0] if first.startswith("state.") else first
@@ -239,9 +239,9 @@ def _state_of(path: tuple[Any, ...]) -> str:
 
 
 def _parameter_of(path: tuple[Any, ...]) -> str:
-    """Return the name of the parameter that a tensor of an optimizer is of, "" where it has no name.
+    """Return the parameter whose optimizer state the tensor is, "" where the path names none.
 
-    The keys are `optimizer`, `state`, the name and what it is, `exp_avg` say, or some of them are one with dots between.
+    The keys are `optimizer`, `state`, the parameter's name and a moment like `exp_avg`; some may be joined with dots.
     """
     _, marked, rest = ("." + ".".join(map(str, path))).partition(".state.")
     return rest.rpartition(".")[0] if marked else ""
@@ -290,8 +290,8 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
 def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
     transforms = info.get("transform_descriptors")
     if transforms:
-        told = transforms if isinstance(transforms, list) else []
-        names = [each[:40] for each in told[:4] if type(each) is str] or ["by an unknown extension"]
+        descriptors = transforms if isinstance(transforms, list) else []
+        names = [each[:40] for each in descriptors[:4] if type(each) is str] or ["by an unknown extension"]
         hint = f"write it into one file, where the package zstandard is installed, and consolidate that: {TO_ONE_FILE}"
         if not all(name.startswith("stream.zstd") for name in names):
             hint = "save it again without that extension, with the program that trained it"
@@ -341,7 +341,7 @@ class _Files:
         self._archives: dict[str, Archive | None] = {}
 
     def piece(self, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
-        """Return what a chunk of the tensor `name` holds. Raises `CorruptFile`."""
+        """Return the bytes of a chunk of the tensor `name`. Raises `CorruptFile`."""
         if chunk.filename not in self._archives:
             self._archives[chunk.filename] = read_archive(self._folder, chunk.filename, chunk.at)
         wanted = TensorSpec(name=name, dtype=tensor.dtype, shape=chunk.sizes)
@@ -361,7 +361,7 @@ class _Files:
 def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors whose names are in `wanted`, as spans.
 
-    Raises `IncompleteCheckpoint` for a tensor of which a part is missing or cannot be read.
+    Raises `IncompleteCheckpoint` for a tensor with a missing or unreadable part.
     """
     tensors = {}
     for name, tensor in found.tensors.items():
@@ -387,6 +387,6 @@ def _not_whole(found: DcpFolder, name: str, why: str) -> IncompleteCheckpoint:
 
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:
-    """Return what the files that are there look like now."""
+    """Return the present stamps of the files that exist."""
     paths = [found.folder / name for name in (*found.metadata, *found.filenames)]
     return {path: FileStamp.of(path) for path in paths if path.exists()}

@@ -30,7 +30,7 @@ class Archive(Struct, frozen=True, kw_only=True):
     parts: Mapping[str, CutPart]
 
     def tensor(self, fqn: str, offsets: tuple[int, ...], wanted: TensorSpec) -> StoredTensor:
-        """Return what it holds of the tensor `fqn`, from `offsets` on, as the `wanted` one. Raises `CorruptFile`."""
+        """Return the part of the tensor `fqn` that begins at `offsets`, named as in `wanted`. Raises `CorruptFile`."""
         part = self.parts.get(fqn)
         if part is None:
             raise CorruptFile.of(self.path, Defect.WRONG_SIZE, "holds none of this tensor, but .metadata says so", fqn)

@@ -1,4 +1,4 @@
-"""DTensors and ShardedTensors in the pickle of one rank: what each is of its tensor, worked out without torch.
+"""DTensors and ShardedTensors in the pickle of one rank: the place of each in its tensor, computed without torch.
 
 Sources: torch 2.13 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`, which is
 `torch.chunk`; `_StridedShard`), `distributed/fsdp/_fully_shard/_fsdp_param.py` (rows of what tensor parallelism left),
@@ -37,7 +37,7 @@ class DistributedTensor(NamedTuple):
     ranks: int
     """How many processes have it together."""
     rank: int | None
-    """Which of all processes saved it, where it says so."""
+    """The global rank that saved it, where it is recorded."""
     not_understood: str | None = None
     """Why it is not known which elements these are, as the end of a sentence; then there are no `parts`."""
 
@@ -57,7 +57,7 @@ def _wrapper(kind: Any, _dtype: Any, shape: Any, *_: Any) -> _Wrapper:  # noqa: 
 
 
 def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | DistributedTensor:  # noqa: ANN401
-    """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
+    """`torch._tensor._rebuild_from_type_v2`: calls its function. Everything callable here is harmless."""
     if not isinstance(build, Known) or type(args) is not tuple:
         raise ValueError(f"a tensor subclass is built by {name_of(build) or 'no function'}, which no checkpoint needs")
     built = build.build(*args[: 2 * MOST_DIMENSIONS])
@@ -129,7 +129,7 @@ def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
         placements = [_placement(placement) for placement in found[:MOST_DIMENSIONS]]
         if len(placements) != len(mesh.sizes) or len(local.shape) != len(shape):
             raise ValueError("its placements are not those of its mesh")  # noqa: TRY301 - one way out for all of them
-        offsets = _offsets(shape, local.shape, mesh, placements, _told_order(spec))
+        offsets = _offsets(shape, local.shape, mesh, placements, _shard_order(spec))
     except ValueError as error:
         return DistributedTensor(shape, (), math.prod(mesh.sizes), mesh.rank, str(error))
     return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank)
@@ -188,20 +188,20 @@ def _placement(placement: object) -> _Placement:
             raise ValueError(f"it is placed as {name[:40]}")
 
 
-def _told_order(spec: Stub) -> dict[int, list[int]]:
-    """Return in which order the dimensions of the mesh cut each dimension of the tensor, where the spec tells."""
-    told = {}
+def _shard_order(spec: Stub) -> dict[int, list[int]]:
+    """Return the order in which mesh dimensions cut each dimension of the tensor, where the spec has one."""
+    shard_order = {}
     for entry in (spec.get("shard_order", (tuple, list)) or ())[:MOST_DIMENSIONS]:
         args = _of_torch(entry, "ShardOrderEntry", "its order of placements is not torch's").args
         dim, order = args if len(args) == 2 else (None, None)  # noqa: PLR2004
         if type(dim) is not int or not _is_shape(order):
             raise ValueError("its order of placements is not torch's")
-        told[dim] = list(order)
-    return told
+        shard_order[dim] = list(order)
+    return shard_order
 
 
 def _offsets(
-    shape: Shape, local: Shape, mesh: _Mesh, placements: Sequence[_Placement], told: dict[int, list[int]]
+    shape: Shape, local: Shape, mesh: _Mesh, placements: Sequence[_Placement], shard_order: dict[int, list[int]]
 ) -> Shape:
     """Return where the local tensor begins in the whole one. Raises ValueError for a placement that is not known."""
     offsets, sizes = [0] * len(shape), list(shape)
@@ -213,7 +213,7 @@ def _offsets(
                 raise ValueError(f"it is cut along dimension {placement.dim}, which it does not have")
             by_dim.setdefault(dim, []).append(at)
     for dim, axes in by_dim.items():
-        for axis in _order(axes, mesh.sizes, placements, told.get(dim)):
+        for axis in _order(axes, mesh.sizes, placements, shard_order.get(dim)):
             # torch.chunk: as many to each, fewer to the last ones
             most = -(-sizes[dim] // mesh.sizes[axis])
             start = min(sizes[dim], most * mesh.coordinate[axis])
@@ -224,15 +224,17 @@ def _offsets(
     return tuple(offsets)
 
 
-def _order(axes: Sequence[int], sizes: Shape, placements: Sequence[_Placement], told: list[int] | None) -> list[int]:
+def _order(
+    axes: Sequence[int], sizes: Shape, placements: Sequence[_Placement], shard_order: list[int] | None
+) -> list[int]:
     """Return in which order these dimensions of the mesh cut one dimension of a tensor.
 
-    A `_StridedShard` cuts what the later ones left, as FSDP2 does over tensor parallelism.
+    A `_StridedShard` cuts the parts that the later mesh dimensions left, as FSDP2 does over tensor parallelism.
     """
-    if told is not None and all(placements[axis].split_factor is None for axis in axes):
-        if sorted(told) != list(axes):
+    if shard_order is not None and all(placements[axis].split_factor is None for axis in axes):
+        if sorted(shard_order) != list(axes):
             raise ValueError("its order of placements is not that of its mesh")
-        return told
+        return shard_order
     order: list[int] = []
     for axis in reversed(axes):
         factor = placements[axis].split_factor
@@ -266,9 +268,9 @@ def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN
         if len(local.shape) != len(shape):
             raise ValueError("a ShardedTensor has a shard with another number of dimensions")
         parts.append(Part(offsets, local))
-    told = _of_torch(group, "ProcessGroupState", "a ShardedTensor has no process group") if group else None
-    ranks = told.get("global_world_size", int) if told else None
-    rank = told.get("global_rank", int) if told else None
+    processes = _of_torch(group, "ProcessGroupState", "a ShardedTensor has no process group") if group else None
+    ranks = processes.get("global_world_size", int) if processes else None
+    rank = processes.get("global_rank", int) if processes else None
     return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank)
 
 

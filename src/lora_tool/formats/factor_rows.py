@@ -1,6 +1,6 @@
-"""Rows of LoRA factors as they are stored, whichever way round: B's, and those of A transposed, lie along the weight.
+"""Rows of LoRA factors in the order of the weight: B's rows, and those of A transposed, however the file stores them.
 
-Nothing is turned round in memory: what is returned is an array whose strides say how it lies.
+Nothing is transposed in memory: a factor stored the other way comes as a view with swapped strides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lora_tool.formats.open_files import OpenFiles, Room
 
 PIECE_BYTES = 2 << 20
-"""What each worker reads of all parts together: whole factors at usual ranks, and large reads of others."""
+"""Bytes of all parts that a worker reads at once: whole factors at usual ranks, large reads of bigger ones."""
 
 
 def pieces(parts: Sequence[StoredTensor], files: OpenFiles, room: Room, *, below: bool) -> Iterator[list[NDArray[Any]]]:
@@ -41,9 +41,9 @@ def _rows(
     part: StoredTensor, first: int, count: int, files: OpenFiles, room: Room, name: str, *, below: bool
 ) -> NDArray[Any]:
     """Return rows of a matrix, or, `below`, of its transposed."""
-    part, turned = as_in_the_file(part)
+    part, transposed = as_in_the_file(part)
     kind = np.dtype(f"u{part.dtype.bits // 8}")
-    if turned is below:
+    if transposed is below:
         rows = room.of(name, (count, part.shape[1]), kind)
         fill(rows.reshape(-1).view(np.uint8).data, part, first * rows.strides[0], files.read_exactly)
         return rows

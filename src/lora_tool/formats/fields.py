@@ -48,8 +48,8 @@ class Fields:
 
     def typed(
         self, name: str, what: str, fits: Callable[[Any], bool], default: object = None, *, null: bool = True
-    ) -> Any:  # noqa: ANN401 - what `fits` lets through
-        """Return the field `name`; the default where it is absent, or no `what`, which is noted: `fits` tells.
+    ) -> Any:  # noqa: ANN401 - any type that `fits` accepts
+        """Return the field `name`, the default where it is absent or `fits` rejects it, noted as not being a `what`.
 
         With `null` it is absent, too, where JSON has a null.
         """
@@ -62,7 +62,7 @@ class Fields:
         return default
 
     def inner(self, name: str) -> Fields:
-        """Return the table in the field `name`, {} if absent; what is wrong in it is noted here."""
+        """Return the table in the field `name`, {} if absent; its faults are noted here."""
         table = self.typed(name, "table", lambda value: isinstance(value, Mapping), {})
         inner = Fields(table, self.path, f"{self.context}{name}.")
         inner.problems = self.problems
@@ -139,6 +139,6 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def shown(value: object) -> str:
-    """Return `value` as JSON, cut to what fits in a sentence."""
+    """Return `value` as JSON, cut to fit into a sentence."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - half a terminal line

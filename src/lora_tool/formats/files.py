@@ -22,7 +22,7 @@ MAX_JSON_BYTES = 100_000_000
 
 _PIECE = 1 << 20
 MOST_PER_CALL = 1 << 30
-"""Bytes per system call: macOS refuses 2 GiB in one, Linux takes less than was asked."""
+"""Bytes per system call: macOS refuses 2 GiB in one, Linux transfers only a part."""
 _ROWS_PER_CALL = 1024
 """What Linux and macOS take in one call (`IOV_MAX`)."""
 
@@ -107,7 +107,7 @@ def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
 def read_pieces(path: Path, fd: int, pieces: Iterable[tuple[int, memoryview]]) -> int | None:
     """Fill each buffer from its offset as `read_into` does; return where the file ended before one was full, if it did.
 
-    There may be thousands of a few KB, each of which most often is one call of the system.
+    There may be thousands of a few KB, most of them read by one system call.
     """
     read = getattr(os, "preadv", None)
     with _Naming(path):
@@ -159,7 +159,7 @@ class _Naming:
 
 
 def instead_of_weights(beginning: bytes) -> str | None:
-    """Return what a failed download left in place of the weights, told by the first 16 bytes; None for other files."""
+    """Return how a file's first 16 bytes show a failed download, as the end of a sentence; None for other files."""
     if beginning.startswith(b"version https://"):
         return "is the pointer that git leaves where Git LFS is not installed, not the file: git lfs pull"
     if beginning.lstrip().lower().startswith((b"<!doctype", b"<html")):
@@ -192,7 +192,7 @@ def read_all(path: Path, *, limit: int, too_large: Defect = Defect.NOT_A_FILE) -
 def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False) -> bytes:
     """Return the table as JSON in UTF-8, and in ASCII where UTF-8 cannot hold it: with half a surrogate pair.
 
-    JSON has such a half as an escape, and Python has it in paths that are no UTF-8 (`os.fsdecode`).
+    JSON has such a half as an escape, and Python has it in paths that are not UTF-8 (`os.fsdecode`).
     """
     text = io.StringIO()  # `json.dumps` holds every piece of it until the last
     text.writelines(json.JSONEncoder(indent=indent, sort_keys=sort_keys, ensure_ascii=False).iterencode(table))
@@ -253,14 +253,14 @@ BYTE_ORDER_MARK = "begins with a byte order mark, so PEFT and transformers canno
 
 
 def _marked(data: bytes) -> str | None:
-    """Return what editors on Windows did to a file that begins like this, None for one that begins with text."""
+    """Return the fault in the encoding of a file with this beginning, as editors on Windows cause it; else None."""
     if data.startswith(b"\xef\xbb\xbf"):
         return BYTE_ORDER_MARK
     return "is UTF-16, but JSON files are UTF-8" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else None
 
 
 def parse_names(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
-    """Return what `parse_json` does, of a table with many thousand names in half the time. Raises as that.
+    """Return the same as `parse_json`, for a table with many thousand names in half the time. Raises the same errors.
 
     Each pair of key and value has a colon, and so does a pair whose key appears again, which Python leaves out. Where
     there are as many colons as pairs, none was left out.
@@ -283,7 +283,7 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def broken_json(path: Path) -> str | None:
-    """Return what is wrong with a JSON file, None for a good one; of a large one the two ends are looked at."""
+    """Return the fault of a JSON file, None for a good one. Of a large file only the two ends are read."""
     try:
         with open_regular(path) as fd:
             size = os.fstat(fd).st_size
@@ -328,7 +328,7 @@ def require_inside(root: Path, path: Path) -> None:
 def inside(root: Path, path: Path) -> bool:
     """Whether `path`, all symlinks followed, is still inside the folder `root`.
 
-    The Hub cache keeps a snapshot as links into the `blobs` folder beside it; those count as inside. So do links to a
+    The Hub cache keeps a snapshot as links into the `blobs` folder next to it; those count as inside. So do links to a
     model's blobs from anywhere, as `hf download --local-dir` made them until 2024.
     """
     if path.parent == root and path.name != ".." and not os.path.islink(path):  # noqa: PTH114 - it raises for long names
@@ -344,4 +344,4 @@ def inside(root: Path, path: Path) -> bool:
 
 
 _BLOB = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\Z")
-"""What the Hub cache calls a file: its git or SHA-256 hash."""
+"""A file's name in the Hub cache: its git or SHA-256 hash."""

@@ -1,4 +1,4 @@
-"""`generation_config.json` of transformers, of which the ends matter here: the tokens after which a model stops."""
+"""`generation_config.json` of transformers: here only its `eos_token_id`, the tokens after which a model stops."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The fields of `adapter_config.json` of which PEFT makes no LoraConfig (peft 0.21, `LoraConfig.__post_init__`)."""
+"""The fields of `adapter_config.json` that PEFT refuses (peft 0.21, `LoraConfig.__post_init__`)."""
 
 from __future__ import annotations
 
 from lora_tool.formats.fields import Fields, is_object, is_strings
 
 ON_BY_OBJECT = frozenset({"velora_config", "kasa_config", "arrow_config", "use_bdlora", "monteclora_config"})
-"""Fields of features that any object turns on, an empty one with the feature's defaults."""
+"""Fields whose feature any object enables; an empty object gives the feature's defaults."""
 _OBJECTS = (*sorted(ON_BY_OBJECT), "eva_config", "corda_config", "lora_ga_config")
 
 
 def note_refused(fields: Fields) -> None:
-    """Note the objects that are none, and the fields that PEFT refuses beside or without others."""
+    """Note values that should be objects and are not, and combinations of fields that PEFT refuses."""
     for name in _OBJECTS:
         fields.typed(name, "object", is_object)
     raw = fields.table

@@ -1,4 +1,4 @@
-"""What trainers write down of a LoRA run beside its checkpoints: alpha above all, which no tensor tells.
+"""A LoRA run's settings as trainers record them next to its checkpoints: above all alpha, which no tensor stores.
 
 `lora_train_meta.json` is verl's, `run_config.yaml` Megatron-Bridge's and `config.yaml` NeMo-RL's, `args.json`
 ms-swift's; axolotl and LLaMA-Factory are given a YAML file, whatever it is called, and `training_args.bin` is the
@@ -28,7 +28,7 @@ NAMED = ("lora_train_meta.json", RUN_CONFIG, "args.json")
 _YAML = (".yaml", ".yml")
 _LARGEST = 4 << 20
 _MOST_FILES = 64
-"""YAML files of a folder that are looked into."""
+"""YAML files of a folder that are read."""
 
 _SAME = "use_rslora use_dora init_lora_weights base_model_name_or_path task_type alpha_pattern"
 """Fields of PEFT's config that programs call by the same name."""
@@ -42,7 +42,7 @@ _FLAT: Mapping[str, tuple[str, ...]] = {
     "bias": ("lora_bias", "bias"),
     "base_model_name_or_path": ("base_model_name_or_path", "base_model", "model_name_or_path", "model"),
 }
-"""Field of PEFT's config → what programs call it among all the others of a run."""
+"""Field of PEFT's config → its names in programs that keep it among all the settings of a run."""
 _OWN: Mapping[str, tuple[str, ...]] = {**_FLAT, "r": ("r", "dim"), "lora_alpha": ("lora_alpha", "alpha")}
 """The same where all fields are about LoRA."""
 _OF_VERL: Mapping[str, Any] = {"bias": "none"}
@@ -77,7 +77,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
 
 def recipes_in(folder: Path) -> Iterator[Recipe]:
-    """Yield what the files of the folder say of a LoRA run, the files that are nothing else first.
+    """Yield the LoRA settings in the files of the folder, from files of known names first.
 
     Raises `CorruptFile` for one of those that cannot be read; other YAML and pickles are passed over.
     """
@@ -92,7 +92,7 @@ def recipes_in(folder: Path) -> Iterator[Recipe]:
 
 
 def recipes_near(near: Iterable[Path], ranks: Collection[int]) -> tuple[Recipe, ...]:
-    """Return what the nearest folder's files say of a run of these ranks. Raises as `recipes_in`."""
+    """Return the settings for these ranks from the nearest folder that has any. Raises as `recipes_in`."""
     for folder in near:
         found = tuple(recipe for recipe in recipes_in(folder) if recipe.rank is None or recipe.rank in ranks)
         if found:
@@ -108,7 +108,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def read_recipe(path: Path) -> Recipe | None:
-    """Return what the file says of a LoRA run, None where it says nothing of one. Raises `CorruptFile`, `BadConfig`."""
+    """Return the LoRA settings in the file, None where it has none. Raises `CorruptFile`, `BadConfig`."""
     table = _READERS.get(path.suffix, read_object)(path)
     section = _section(table)
     if section is not None:
@@ -134,7 +134,7 @@ def _section(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _implied(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the program does to every LoRA: Megatron-Bridge's is scaled by alpha / r, with one alpha for all."""
+    """Return the settings implied by the program: Megatron-Bridge scales every LoRA by alpha / r, with one alpha."""
     bridge = str(section.get("_target_") or "").startswith("megatron.bridge.")
     return {"use_rslora": False, "alpha_pattern": {}} if bridge else {}
 
@@ -190,7 +190,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _base(table: Mapping[str, Any]) -> str | None:
-    """Return the base model that a file names beside its section about LoRA."""
+    """Return the base model that a file names outside its LoRA section."""
     policy, model = table.get("policy"), table.get("model")
     metadata = model.get("extra_checkpoint_metadata") if isinstance(model, Mapping) else None
     places = ((policy, "model_name"), (model, "hf_model_id"), (metadata, "hf_model_id"))

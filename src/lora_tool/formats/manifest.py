@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a manifest tells about where its folder came from."""
+    """A manifest's record of where its folder came from."""
 
     path: Path
     raw: Mapping[str, Any]
@@ -83,8 +83,8 @@ _SAMPLE_BYTES = 4096
 def fingerprint(weights: Weights) -> str:
     """Return a sha256 that identifies the weights, in milliseconds for any size.
 
-    It covers every tensor's name, dtype and shape, and 4 KiB of up to 256 tensors spread over the files: it tells
-    apart two models of one architecture, and any two trained adapters; it is no proof against tampering.
+    It covers every tensor's name, dtype and shape, and 4 KiB of up to 256 tensors spread over the files. It
+    differs between two models of one architecture, and any two trained adapters; it does not detect tampering.
     """
     tensors = sorted(weights.tensors.values(), key=attrgetter("spec.name"))
     forms: dict[tuple[DType, tuple[int, ...]], str] = {}

@@ -27,7 +27,7 @@ _NO_TORCH_NAMES = {
     "fp32": "float32",
     **{f"torch.{name}": name for name in FLOAT_NAMES.values()},
 }
-"""What a dtype is called elsewhere: transformers looks the word up in torch, and cannot read the config."""
+"""Dtype names that torch lacks → torch's: transformers looks the name up in torch, and cannot read such a config."""
 
 DTYPES = frozenset(
     """
@@ -88,7 +88,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     custom_code: bool = False
     """Whether `auto_map` asks for Python code from the checkpoint."""
     edited: bool = False
-    """Whether `raw` is no longer what the file says."""
+    """Whether `raw` differs from the file."""
     problems: tuple[Problem, ...] = ()
 
     @property

@@ -54,7 +54,7 @@ class OpenFiles:
         self._opener = opener
         self._held: OrderedDict[Path, _Open] = OrderedDict()
         self._lock = threading.Lock()
-        # a checkpoint of 1000 ranks must do with what the system allows
+        # a checkpoint of 1000 ranks has more files than a process may open
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
 
@@ -118,9 +118,7 @@ class OpenFiles:
 
 
 class PageBuffer:
-    """Memory of the system's own: of what a thread has freed, the C library keeps megabytes for others that never take
-    them.
-    """
+    """Memory straight from the system: the C library would keep megabytes that a thread freed, and no thread reuses."""
 
     def __init__(self) -> None:
         self._held = memoryview(b"")
@@ -144,7 +142,7 @@ class Room:
 
     def of(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return the array of that name, whose elements are any; it is valid until the next of the name."""
-        import numpy as np  # what copies files does without it
+        import numpy as np  # not needed for copying files
 
         buffer = self._buffers[name].of(math.prod(shape) * dtype.itemsize)
         return np.ndarray(shape, dtype, buffer=buffer)

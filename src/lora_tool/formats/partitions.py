@@ -77,7 +77,7 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 def groups_of(tag: ZeroTag) -> Iterator[Group]:
-    """Yield the flat groups of the trained parameters, nothing where there was no ZeRO."""
+    """Yield the flat groups of the trained parameters, none where ZeRO was off."""
     if tag.first is not None and tag.stage != ZeroStage.DISABLED:
         for number, shapes in enumerate(tag.first.param_shapes):
             yield Group(number=number, shapes=shapes)
@@ -154,7 +154,7 @@ def _whole(tag: ZeroTag, name: str, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def leftover(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int], stage: int) -> int | None:
-    """Return by how many elements the flat groups of `sizes` differ from what `shapes` need; None where they fit."""
+    """Return by how many elements the flat groups of `sizes` miss the need of `shapes`; None where they fit."""
     if stage == ZeroStage.WEIGHTS:
         need = sum(_piece(shape, len(sizes)) for shape in shapes.values())
         return next((size - need for size in sizes if size != need), None)
@@ -174,7 +174,7 @@ def _cut_by_parameter(shapes: Mapping[str, tuple[int, ...]], flats: Sequence[Sto
 
 
 def _by_rank(name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], at: int) -> StoredTensor:
-    """Return the tensor of which each rank holds an equal piece from its element `at` on; the last ones are padded."""
+    """Return the tensor whose equal pieces begin at element `at` of each rank's flat; the last pieces are padded."""
     numel, piece = math.prod(shape), _piece(shape, len(flats))
     parts = [(flat, at, min(piece, max(0, numel - rank * piece))) for rank, flat in enumerate(flats)]
     return _joined(name, flats[0].dtype, shape, parts)

@@ -2,7 +2,7 @@ r"""The regular expressions of an adapter's config, matched as PEFT matches them
 
 `rank_pattern` and `alpha_pattern` give a module the value of the first key whose regex ``(.*\.)?(key)$`` matches its
 path (peft 0.21, `other.py::get_pattern_key`). Trying every key on every module takes hours where both are thousands.
-But most keys are plain paths, and a plain path can only match an end of the module of its own length: it is looked up.
+But most keys are plain paths, which can only match an end of the module of their own length: one dict look-up.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Patterns:
 
 
 def _ends(module: str) -> Iterator[str]:
-    """Yield the module path, and what is after each of its dots."""
+    """Yield the module path, and the rest of it after each dot."""
     return accumulate(reversed(module.split(".")), lambda end, part: f"{part}.{end}")
 
 
@@ -81,7 +81,7 @@ def is_path(key: str) -> bool:
 
 
 def ignores_numbers(key: str) -> bool:
-    """Return whether a key matches all or none of the modules whose paths differ in their numbers alone.
+    """Return whether a key matches all or none of the modules whose paths differ only in their numbers.
 
     Numbers are the parts of a path that are digits, as those of layers and experts. True only where it is plain: of
     paths without a number, and of patterns that are names, `.*` and alternatives of these.

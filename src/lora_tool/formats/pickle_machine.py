@@ -2,7 +2,7 @@
 
 It is our own because the interpreter's machine, made safe in what it may call, can still be made to hang or to crash:
 hashing a tuple of a tuple of a tuple takes time without end, or stack without end. Here every instruction costs about
-the same, and what is kept is counted. The instructions are those of CPython's `Lib/pickletools.py`.
+the same, and the objects kept are counted. The instructions are those of CPython's `Lib/pickletools.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LARGEST_KEY = 100
 
 
 class Refused(Exception):
-    """What is wrong with the pickle, as the end of a sentence."""
+    """The pickle's fault, as the end of a sentence."""
 
 
 class Machine:
@@ -56,7 +56,7 @@ class Machine:
         self._containers = self._odd_keys = 0
 
     def run(self) -> Any:  # noqa: ANN401, C901, PLR0912 - whatever the pickle says
-        """Return what the program leaves on the stack at its STOP."""
+        """Return the object on the stack at the program's STOP."""
         data, stack, memo, end = self._data, self._stack, self._memo, len(self._data)
         most = min(end, _MOST_MEMOIZED)
         at = self._at
@@ -201,7 +201,7 @@ class Machine:
         self._put(self.taken(count))
 
     def _put(self, items: Sequence[Any]) -> None:
-        """Put keys and values, which take turns, into what is on the top of the stack."""
+        """Put alternating keys and values into the dictionary, or `Stub` of one, on the top of the stack."""
         found = self._stack[-1]
         if type(found) is dict:
             for key, value in zip(items[::2], items[1::2], strict=True):
@@ -243,7 +243,7 @@ class Machine:
             if seen > _LARGEST_KEY:
                 raise Refused(f"with a key of more than {_LARGEST_KEY} elements, which no checkpoint needs")
 
-    # names, and what is made with them
+    # names, and the objects made with them
 
     def name(self) -> None:
         module = self._line()
@@ -359,4 +359,5 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     ord("b"): Machine.build,
     ord("Q"): Machine.persistent,
 }
-"""What else pickles of protocol 2 to 5 are made of, than what `run` handles. DUP is left out: no pickler writes it, and only bombs need it."""
+"""The opcodes of protocols 2 to 5 that `run` does not handle. DUP is left out: only bombs need it, and no pickler
+writes it."""

@@ -23,7 +23,7 @@ class Known(NamedTuple):
 
 
 class Stub:
-    """An object of a class that is not known. It keeps what the pickle gave it, and does nothing."""
+    """An object of an unknown class. It keeps the arguments and state from the pickle, and does nothing."""
 
     __slots__ = ("args", "items", "state")
     qualified_name: ClassVar[str] = ""
@@ -70,7 +70,7 @@ def stub_class(module: str, name: str) -> type[Stub]:
 
 
 def as_json(value: object) -> str:
-    """Return what a pickle says as JSON; objects that JSON has not are named by their class."""
+    """Return a pickle's value as JSON; objects that JSON lacks are named by their class."""
     return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
 
 

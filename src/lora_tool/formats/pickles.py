@@ -1,8 +1,8 @@
 """Reading pickles without running them: nothing that a pickle names is imported, called or changed.
 
 A pickle is a program for a stack machine. Two of its instructions are dangerous: GLOBAL imports a name, REDUCE calls
-what is on the stack. Here a name gets either one of the few meanings that the reader of a format provides, or an inert
-`Stub` class; nothing else callable is ever on the stack.
+the object on the stack. Here a name gets either one of the few meanings that the reader of a format provides, or an
+inert `Stub` class; nothing else callable is ever on the stack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PICKLE_BYTES = 256 << 20
 def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> Any:  # noqa: ANN401
     """Return the object that the pickle `data` describes, with `Stub`s in the place of unknown classes.
 
-    `known` are the names with a meaning, `persistent` turns a persistent id into an object. Dictionaries and sets are
+    `known` are the names with a meaning, `persistent` returns the object of a persistent id. Dictionaries and sets are
     plain ones, whatever their sort. Time and memory are bounded by a multiple of the pickle's length. Raises ValueError
     with a sentence for anything that is not a whole, plain pickle of protocol 2 to 5.
     """
@@ -42,7 +42,7 @@ def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any]
 
 
 def _require_plain(loaded: object) -> None:
-    """Raise ValueError for what contains itself, lies too deep, or would unfold to too much when it is walked through.
+    """Raise ValueError for objects that contain themselves, nest too deep, or are too large to walk through.
 
     A pickle of 300 bytes can hold a list of two equal lists of two equal lists…, which no memory can print.
     """

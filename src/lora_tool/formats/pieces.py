@@ -1,6 +1,6 @@
 """The pieces of a tensor that several files hold: rectangles of its shape, and the proof that they fill it once.
 
-Every way to cut a tensor is a case of this: rows (FSDP2), rows and columns (tensor parallelism beside it), and the
+Every way to cut a tensor is a case of this: rows (FSDP2), rows and columns (FSDP2 with tensor parallelism), and the
 flat partitions of ZeRO and FSDP1, which are rectangles of the one dimension that all its elements make. Whoever reads a
 format says where each piece begins and which bytes it is; `assembled` says where the tensor's bytes are.
 """
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 def pieces_along(offsets: Shape, sizes: Shape, spans: Iterable[Span], element: int) -> Iterator[Piece]:
     """Yield the pieces of a rectangle at `offsets`; the spans, one after the other, hold its elements of `element` bytes.
 
-    A span that ends within a row makes a piece of its own for what it has of that row.
+    A span that ends within a row makes a separate piece of its share of that row.
     """
     start = 0
     for span in spans:
@@ -66,7 +66,7 @@ def _boxes(sizes: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]
 
 
 class _Part(NamedTuple):
-    """A piece on the way through its dimensions: what is left of it begins `skipped` elements after its beginning."""
+    """A piece on the way through its dimensions; its remainder begins `skipped` elements after its beginning."""
 
     piece: Piece
     skipped: int = 0
@@ -113,7 +113,7 @@ def assembled(spec: TensorSpec, pieces: Sequence[Piece], *, flat: bool = False) 
 
 
 def _parts(grid: Shape, pieces: Sequence[Piece]) -> list[_Part]:
-    """Return what is in the pieces: a rank that has nothing of a small tensor may have written an empty one."""
+    """Return the pieces without empty ones, which a rank may write that has no share of a small tensor."""
     return [] if 0 in grid else [_Part(piece) for piece in pieces if 0 not in piece.sizes]
 
 
@@ -182,7 +182,7 @@ def _spans(grid: Shape, parts: Sequence[_Part], at: int, size: int) -> Iterator[
 
 
 def _moved(part: _Part, at: int, index: int) -> _Part:
-    """Return what of the part is at `index` of the dimension `at`, and after it."""
+    """Return the part from `index` of the dimension `at` on."""
     piece = part.piece
     return part._replace(skipped=part.skipped + (index - piece.offsets[at]) * math.prod(piece.sizes[at + 1 :]))
 

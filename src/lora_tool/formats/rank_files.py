@@ -56,21 +56,21 @@ class HeldPart(NamedTuple):
         return self.offsets, self.local.shape
 
     def crc(self) -> tuple[int, int]:
-        """Return what tells its bytes from others without reading them."""
+        """Return a key that differs for other bytes, from the zip directory: no tensor is read."""
         return self.holder.file.record(self.local).crc, self.local.start
 
 
 class CutTensor(Struct, frozen=True, kw_only=True):
-    """A tensor of the module, put together from all files."""
+    """A tensor of the module, with its parts from all files."""
 
     dtype: DType
     shape: tuple[int, ...]
     parts: tuple[HeldPart, ...]
     """Each once, as the lowest rank has it."""
     replicas: tuple[tuple[HeldPart, HeldPart], ...]
-    """What several ranks hold, as under HSDP: the one among the `parts`, and another."""
+    """Parts that several ranks hold, as under HSDP: the one among the `parts`, and another."""
     flat: bool = False
-    """Whether the parts are slices of all its elements in their order; its shape is then one dimension or told later."""
+    """Whether the parts are slices of its flattened elements; its shape then has one dimension, or is found later."""
 
 
 class RankFolder(Struct, frozen=True, kw_only=True):
@@ -86,21 +86,21 @@ class RankFolder(Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks its tensors say that the save is; 0 where none says it."""
-        told = (
+        """The number of ranks that saved, as its tensors record it; 0 where none does."""
+        recorded = (
             tensor.ranks
             for file in self.files.values()
             for tensor in file.tensors.values()
             if isinstance(tensor, DistributedTensor)
         )
-        return max(told, default=0)
+        return max(recorded, default=0)
 
 
 def read_rank_files(folder: Path, paths: Mapping[int, Path], module: str | None = None) -> RankFolder:
-    """Return what the rank files `paths` of `folder` hold; files that cannot be read are among its problems.
+    """Return the tensors in the rank files `paths` of `folder`; unreadable files are among its problems.
 
     No tensor is read, no code runs. Of several modules `module` is the wanted one. Raises `UnsupportedCheckpoint` for
-    several modules without it, and for a tensor of which it is not known where its parts lie.
+    several modules without it, and for a tensor whose parts have unknown places.
     """
     files: dict[int, RankFile] = {}
     problems = []
@@ -116,7 +116,7 @@ def read_rank_files(folder: Path, paths: Mapping[int, Path], module: str | None 
     for of_rank in files.values():
         for name, tensor in of_rank.tensors.items():
             held.setdefault(name, []).append((of_rank, tensor))
-    # beside FSDP1's flat parameters are slices of what they were made of
+    # in a file with FSDP1's flat parameters the other tensors are slices of the original ones
     flat = [name for name in held if _FLAT_PARAMETER.search(name)]
     cut = _cut_flat if flat else _cut
     if flat and len(flat) == len(held):
@@ -145,7 +145,7 @@ def _cut(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
 
 
 def _cut_flat(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
-    """Return a tensor of which each rank saved, as a vector, the elements that it had: in the order of the ranks."""
+    """Return a tensor from the vectors that the ranks saved of it, joined in the order of the ranks."""
     parts: list[HeldPart] = []
     numel = 0
     for file, tensor in held:
@@ -186,7 +186,7 @@ def _has_odd_dimensions(tensor: CutTensor) -> bool:
 def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors whose names are in `wanted`, as spans.
 
-    Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
+    Raises `IncompleteCheckpoint` for a tensor with a missing part, `CorruptFile` where a file is broken.
     """
     return {name: _whole(found, name, tensor) for name, tensor in found.tensors.items() if name in wanted}
 

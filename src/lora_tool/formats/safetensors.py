@@ -1,4 +1,4 @@
-"""Reading and laying out safetensors files: the header alone, strictly, without the safetensors package.
+"""Reading and laying out safetensors files: only the header, strictly, without the safetensors package.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes little-endian header length N, N bytes of
 JSON, then the data. The JSON maps names to dtype, shape and `data_offsets` counted from the end of the header. The
@@ -47,7 +47,8 @@ class WeightsFile(Struct, frozen=True, kw_only=True):
 def scan_file(path: Path, *, start: int = 0) -> WeightsFile:
     """Return the header of `path` with all its defects; tensors whose entry makes no sense are left out.
 
-    The format's first byte is the file's byte `start`, its last the file's. Reads the header only. Raises `CorruptFile` only where `path` is no readable regular file.
+    The format begins at byte `start` and ends with the file. Only the header is read. Raises `CorruptFile` only where
+    `path` is not a readable regular file.
     """
     with open_regular(path) as fd:
         stamp = FileStamp.from_stat(path, os.fstat(fd))
@@ -126,7 +127,7 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
 
 
 _Forms: TypeAlias = dict[tuple[object, str], tuple[DType, tuple[int, ...]]]
-"""Type and shape as a header has them → what they are: tens of thousands of tensors have some dozen."""
+"""Type and shape as a header has them → parsed; tens of thousands of tensors share some dozen."""
 
 
 def _entry(name: str, entry: object, forms: _Forms) -> tuple[TensorSpec, int, int]:

@@ -1,4 +1,4 @@
-"""The files of sentence-transformers beside a transformer: which modules follow it, and which files each is made of.
+"""The files that sentence-transformers adds to a transformer: the modules that follow it, and each module's files.
 
 `modules.json` is a list of modules in their order, each with a `path` inside the folder ("" for the folder itself,
 where the transformer lies) and a `type`, the class. Format: sentence-transformers 2 to 6, `base/model.py`.
@@ -25,7 +25,7 @@ _EMPTY = ".Normalize"
 
 
 class Modules(Struct, frozen=True, kw_only=True):
-    """What a `modules.json` says. `folders` are bare names, one per module that is not the transformer."""
+    """A `modules.json`. `folders` are bare names, one per module that is not the transformer."""
 
     root: Path
     folders: tuple[str, ...]
@@ -36,7 +36,7 @@ class Modules(Struct, frozen=True, kw_only=True):
 
 
 class ModuleFiles(Struct, frozen=True, kw_only=True):
-    """Paths in one module's folder, relative to the model's, with `/`: what belongs to it, and what is left out."""
+    """Paths in one module's folder, relative to the model's, with `/`: those that belong to it, and those left out."""
 
     kept: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
@@ -48,10 +48,10 @@ def root_files(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_modules(root: Path) -> Modules:
-    """Return what `modules.json` in `root` says.
+    """Return the modules in `modules.json` of `root`.
 
-    Raises `CorruptFile` where it is no list of modules, names anything but bare folder names, or says that the
-    transformer lies in another folder than `root`: what is merged into `root` would not be loaded.
+    Raises `CorruptFile` where it is not a list of modules, names anything but bare folder names, or places the
+    transformer in another folder than `root`: sentence-transformers would not load a model merged into `root`.
     """
     path = root / MODULES
     require_own_file(root, path)
@@ -91,8 +91,8 @@ def is_cross_encoder(root: Path) -> bool:
 def files_of(root: Path, name: str) -> ModuleFiles:
     """Return the files of the module in the folder `name`: none where there is no such folder.
 
-    Left out are code, hidden files, links to folders, and pickles that lie beside the same weights as safetensors.
-    Raises `CorruptFile` for a link out of `root` and for what is no regular file.
+    Left out are code, hidden files, links to folders, and pickles of weights that are also there as safetensors.
+    Raises `CorruptFile` for a link out of `root` and for anything but regular files.
     """
     if not (root / name).is_dir():
         return ModuleFiles()

@@ -1,6 +1,6 @@
 """Which of the tensors in a training program's state are the module's, and their own names: the same in every format.
 
-Programs put the module's state dict under a key, `model` say, beside those of the optimizer and the scheduler.
+Programs put the module's state dict under a key, `model` say, and those of optimizer and scheduler under others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch 
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
 OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
-"""Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
+"""Keys of other states, which torchtitan puts on the same level as the weights."""
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """The keys of the state dict of every optimizer of torch's."""
 _OTHER_TENSORS = ("torch._utils._rebuild_", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
@@ -32,11 +32,11 @@ _DEEPEST = 4
 """Keys above the module's names, at most."""
 
 RankTensor = LazyTensor | DistributedTensor
-"""A tensor as one rank saved it: whole, or what it had of it."""
+"""A tensor as one rank saved it: whole, or the rank's part."""
 
 
 def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str | None = None) -> dict[str, str]:
-    """Return the checkpoint's name → the module's own, of the module's tensors alone; `paths` are the keys to each.
+    """Return the checkpoint's name → the module's own, for the module's tensors only; `paths` are the keys to each.
 
     Of several modules `module` is the one that is wanted, by its keys with dots between. Raises
     `UnsupportedCheckpoint`, which names `path`, where there are several and none is wanted, or no such one.
@@ -84,10 +84,10 @@ def _is_moment(keys: tuple[Any, ...], held: Container[tuple[Any, ...]]) -> bool:
 
 
 def _unnamed(paths: Collection[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
-    """Return the keys of the dicts that are states of modules although no key says so, nothing where none lies deeper.
+    """Return the keys of the dicts that are modules' states under unknown keys, none where the weights lie on top.
 
-    Names of parameters have dots, those of counters and random states beside them have none, and an optimizer's state
-    has two keys of its own.
+    Names of parameters have dots, those of counters and random states have none, and an optimizer's state has two
+    keys of its own.
     """
     if any(len(keys) == 1 and _has_dots(keys) for keys in paths):
         return set()
@@ -101,7 +101,7 @@ def _has_dots(keys: tuple[Any, ...]) -> bool:
 
 
 def _depth(keys: tuple[Any, ...]) -> int:
-    """Return how many keys lead to the state dict of a module, 0 where none says so. The last key is a tensor's."""
+    """Return how many keys lead to the state dict of a module, 0 where none is known. The last key is a tensor's."""
     return next((at + 1 for at, key in enumerate(keys[:-1][:_DEEPEST]) if type(key) is str and key in _MODEL_KEYS), 0)
 
 
@@ -125,7 +125,7 @@ def module_tensors(file: TorchFile, module: str | None = None) -> dict[str, Rank
 
 
 def require_read(file: TorchFile, name: str, value: Value) -> Value:
-    """Return what is called `name` in the file. Raises `UnsupportedCheckpoint` where that is a tensor that is not read."""
+    """Return `value`, which is `name` in the file. Raises `UnsupportedCheckpoint` for a kind that is not read."""
     other = _unread(name, value)
     if other is not None:
         message = (
@@ -136,7 +136,7 @@ def require_read(file: TorchFile, name: str, value: Value) -> Value:
 
 
 def _unread(name: object, value: object) -> str | None:
-    """Return what makes a tensor or array of another sort, or anything else that has a parameter's name; else None."""
+    """Return the maker of an unsupported tensor or array, or of another object with a parameter's name; else None."""
     maker = name_of(value) or name_of(type(value))
     is_named = type(name) is str and "." in name and not name.endswith("_extra_state")
     of_tensor = isinstance(value, Stub) and any(isinstance(arg, LazyTensor | Storage | Known) for arg in value.args)
@@ -144,7 +144,7 @@ def _unread(name: object, value: object) -> str | None:
 
 
 def _leaves(table: dict[Any, Any], keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the tensors in a dict and the dicts in it, with the keys to each; what else is there is no weight."""
+    """Yield the tensors in a dict and the dicts in it, with the keys to each; other values are not weights."""
     for key, value in table.items():
         if type(key) not in (str, int):
             continue

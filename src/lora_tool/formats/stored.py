@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lora_tool.formats.open_files import OpenFiles
 
     Decode: TypeAlias = Callable[[Encoding, int, int, Callable[[StoredTensor, int, int], NDArray[Any]]], NDArray[Any]]
-    """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
+    """Returns rows of the decoded weight, from the first to the last, by a function that reads bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
 _WIDE = 1 << 9
@@ -171,7 +171,7 @@ def _read_tiles(span: TiledSpan, buffer: memoryview, read: Read) -> None:
 
 
 def _lay(held: memoryview, tile: Tile, rows: memoryview, row_bytes: int) -> None:
-    """Put what is held of a tile into its place in every row."""
+    """Copy the held part of a tile into its place in every row."""
     import numpy as np  # for few checkpoints
 
     matrix = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)

@@ -84,12 +84,12 @@ def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
 def rounded(exact: Matrix, dtype: DType) -> Matrix:
     """Return the values rounded to `dtype` and widened again."""
     kind = bfloat16() if dtype is DType.BF16 else np.dtype(STORED[dtype])
-    with np.errstate(over="ignore"):  # infinities are shown as what they are
+    with np.errstate(over="ignore"):  # infinities are shown as such
         return exact.astype(kind).astype(np.float64)
 
 
 def stored_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
-    """Yield the stored elements in order, flat, `BLOCK` at a time; of quantised weights what they stand for.
+    """Yield the stored elements in order, flat, `BLOCK` at a time; quantised weights decoded.
 
     Raises `OSError`, for quantised weights `SourceChanged`.
     """
@@ -122,7 +122,7 @@ def blocks(tensor: StoredTensor) -> Iterator[Matrix]:
 
 def square_sum(tensor: StoredTensor) -> float:
     """Return the sum of the squares of all elements, ‖W‖². Raises `OSError`."""
-    with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
+    with np.errstate(all="ignore"):  # NaN and infinities are shown as such
         return math.fsum(float(np.dot(block, block)) for block in blocks(tensor))
 
 

@@ -30,7 +30,7 @@ _MOST_WORDS = 200
 """More special tokens than any template uses; a search for thousands would take minutes."""
 
 _MEDIA = "(?i:image|img|video|vision|audio|patch)"
-"""What stands in a message for something that is no text is called so, and ends nothing."""
+"""Names of placeholders for images and sounds in a message: these tokens never end a turn."""
 
 _BRANCH = r"\{%-?\s*(?:if|elif|else|for)\b"
 """Where a template goes on with something else."""
@@ -46,11 +46,11 @@ FILE_NAMES = frozenset((CONFIG, FAST, SPECIAL_MAP, ADDED, *_NAMES.split()))
 """Files of a tokenizer or processor that are copied byte for byte, never re-serialised."""
 
 TEMPLATES = "additional_chat_templates"
-"""Folder of the named chat templates beside the default one, a `.jinja` file for each."""
+"""Folder of the named chat templates besides the default one, a `.jinja` file for each."""
 
 
 class SpecialToken(Struct, frozen=True, kw_only=True):
-    """A special token as text and id, and the file that says so."""
+    """A special token as text and id, and the file that defines it."""
 
     token: str
     id: int
@@ -58,7 +58,7 @@ class SpecialToken(Struct, frozen=True, kw_only=True):
 
 
 class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
-    """What the small files of a tokenizer say, by name where each lies. Those that cannot be read are in `problems`."""
+    """The small files of a tokenizer; `paths` gives each by name. Unreadable ones are in `problems`."""
 
     paths: Mapping[str, Path]
     tables: Mapping[str, Mapping[str, Any]]
@@ -67,7 +67,7 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def special(self, role: str) -> SpecialToken | None:
         """Return the token of `role` ("pad_token", "eos_token", "bos_token"), None where no file names it and its id.
 
-        Reads `tokenizer.json`, which may be tens of MB, to its end only where the other files do not tell the id.
+        Reads `tokenizer.json`, which may be tens of MB, to its end only where the other files lack the id.
         """
         for source in (CONFIG, SPECIAL_MAP):
             token = _content(self.tables.get(source, {}).get(role))
@@ -77,7 +77,7 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return None
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token, None where no file tells it."""
+        """Return the id of a token, None where no file has it."""
         found: object = self.added.get(token)
         if found is None:
             found = _id_in_fast(self._fast, token)
@@ -96,13 +96,13 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """The tokens that the files list by themselves, as special ones are, with their ids."""
+        """The added tokens, such as special ones, which the files list apart from the vocabulary, with their ids."""
         listed = {name: held for name, held in self.tables.get(ADDED, {}).items() if type(held) is int}
         return listed | {text: number for text, number, _ in self._entries}
 
     @cached_property
     def control(self) -> dict[str, int]:
-        """Those of the added tokens that are no text, which a template sets around what is said."""
+        """The added control tokens, which a template puts around a message's text, with their ids."""
         return {text: number for text, number, is_text in self._entries if not is_text}
 
     @cached_property
@@ -144,7 +144,7 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
 
 def read_tokenizer(folder: Path, names: Iterable[str]) -> Tokenizer:
-    """Return what the tokenizer files among `names` in `folder` say."""
+    """Return the tokenizer in the files among `names` in `folder`."""
     return tokenizer_of(own_files(folder, names))
 
 
@@ -159,7 +159,7 @@ def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def tokenizer_of(paths: Mapping[str, Path]) -> Tokenizer:
-    """Return what the tokenizer files say that lie at these paths, by their names, in one folder or in several."""
+    """Return the tokenizer in these files, name → path, which may lie in several folders."""
     problems: list[Problem] = []
     small = (CONFIG, SPECIAL_MAP, ADDED, PROCESSOR_TEMPLATE)
     tables = {name: _object(paths[name], problems) for name in small if name in paths}
@@ -167,11 +167,10 @@ def tokenizer_of(paths: Mapping[str, Path]) -> Tokenizer:
 
 
 def tokens_in_use(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, SpecialToken]]:
-    """Yield the tokens that every batch or chat needs, each with what needs it: "pad_token", "eos_token" or
+    """Yield the tokens that every batch or chat needs, each with its role: "pad_token", "eos_token" or
     "chat_template". Of the template those count that are control tokens and stand for no image or sound.
 
-    Reads the small files, and of `tokenizer.json` the beginning, where the tokens are that it lists by themselves: no
-    others are yielded.
+    Reads the small files, and the beginning of `tokenizer.json`, where its added tokens are: no others are yielded.
     """
     tokenizer = read_tokenizer(folder, names)
     source = next((name for name in (FAST, CONFIG) if name in tokenizer.paths), ADDED)
@@ -194,7 +193,7 @@ class TurnEnd(Struct, frozen=True, kw_only=True):
 
 
 def turn_end(tokenizer: Tokenizer) -> TurnEnd | None:
-    """Return what ends a turn in the tokenizer's chat template, without one its `eos_token`; None where neither tells.
+    """Return the end of a turn in the tokenizer's chat template, without one its `eos_token`; None without either.
 
     A template is a program, and is not run: its end of turn is the last special token that stands behind a message's
     content and does not open the assistant's turn; the `eos_token` where that is one of them.
@@ -212,8 +211,8 @@ def turn_end(tokenizer: Tokenizer) -> TurnEnd | None:
 def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken | None) -> list[str]:
     """Return the tokens that stand behind a message's content, in the order of their last place in the template.
 
-    Where one that opens the next message may stand there too, only those of the same branch: GLM's turns have no end of
-    their own.
+    Where a token that opens the next message may stand there too, only those of the same branch: GLM's turns do not
+    have their own end.
     """
     first, *others = template.split("{#")
     template = first + "".join(rest.partition("#}")[2] for rest in others)  # without comments

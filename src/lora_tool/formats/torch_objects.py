@@ -48,7 +48,7 @@ class LazyTensor(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What a persistent id says: the key of the record, and what is in it."""
+    """The content of a persistent id: the key of the record, its type and its length."""
 
     key: str
     dtype: DType
@@ -56,7 +56,7 @@ class Storage(NamedTuple):
 
 
 class ElementType(NamedTuple):
-    """What ``torch.FloatStorage`` or ``torch.float32`` says. BUILD could change a bare `DType` for the whole process."""
+    """A type: ``torch.FloatStorage``, ``torch.float32``. BUILD could change a bare `DType` for the whole process."""
 
     dtype: DType
 
@@ -88,7 +88,7 @@ def is_sizes(values: tuple[Any, ...]) -> bool:
 
 
 def _parameter(value: Any, *_: Any) -> LazyTensor:  # noqa: ANN401
-    """`_rebuild_parameter`: the tensor, whatever else is said about it."""
+    """`_rebuild_parameter`: the tensor, without its other arguments."""
     if not isinstance(value, LazyTensor):
         raise ValueError("a parameter is not a tensor")  # noqa: TRY004 - of the file, not of Python
     return value

@@ -21,7 +21,8 @@ def scan_torch_weights(path: Path) -> WeightsFile:
     """Return the tensors of `path` with all that is wrong; a file that cannot be read safely has none.
 
     A good file has one problem that is not fatal: that it is a pickle, which other tools run. Tensors that share a
-    storage, as tied weights do, share their spans. Raises `CorruptFile` only where `path` is no readable regular file.
+    storage, as tied weights do, share their spans. Raises `CorruptFile` only where `path` is not a readable, regular
+    file.
     """
     with open_regular(path):
         stamp = FileStamp.of(path)

@@ -1,4 +1,4 @@
-"""Reading what `torch.save` writes: structure and places of tensors, without torch and without running the pickle.
+"""Reading files of `torch.save`: structure and places of tensors, without torch and without running the pickle.
 
 Since torch 1.6 the file is a zip archive (`torch/csrc/jit/serialization`, `caffe2/serialize/inline_container.cc`):
 ``<root>/data.pkl`` is the object, ``<root>/data/<key>`` the bytes of each storage, stored and not compressed, so every
@@ -35,7 +35,7 @@ _ENCRYPTED = 1
 _SMALL = 1 << 16
 """Bytes that are read at once."""
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, OSError, ValueError, OverflowError)
-"""What `zipfile` raises for a broken archive: ValueError for names that are no UTF-8, RuntimeError for odd versions."""
+"""Exceptions of `zipfile` for broken archives: ValueError for names not in UTF-8, RuntimeError for odd versions."""
 
 
 class Record(NamedTuple):
@@ -69,7 +69,7 @@ class TorchFile(Struct, frozen=True, kw_only=True):
         return self.records[tensor.key]
 
     def stored(self, tensor: LazyTensor, name: str) -> StoredTensor:
-        """Return a tensor of this file, called `name`. Raises `CorruptFile`, also where it is no single span."""
+        """Return a tensor of this file, called `name`. Raises `CorruptFile`, also where it is not one span."""
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         offset = self.record(tensor).offset + tensor.start * tensor.dtype.bits // 8
         if tensor.is_contiguous:
@@ -90,7 +90,7 @@ class TorchFile(Struct, frozen=True, kw_only=True):
 
 
 class PickleMemory:
-    """The last pickle that was read, and what it says: every rank's file has the same one, but for its own device."""
+    """The last pickle, and its value: every rank's file has the same one, except for the rank's device."""
 
     def __init__(self) -> None:
         self._pickled = b""
@@ -98,7 +98,7 @@ class PickleMemory:
         self._storages: Mapping[str, Storage] = {}
 
     def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
-        """Return what `pickled` says. Raises ValueError as `load` does, and where it does not fit the `records`."""
+        """Return the value of `pickled`. Raises ValueError as `load` does, and where it does not fit the `records`."""
         same = pickled == self._pickled or _DEVICE.sub(b"", pickled) == _DEVICE.sub(b"", self._pickled)
         if same and self._pickled:
             for storage in self._storages.values():
@@ -106,7 +106,7 @@ class PickleMemory:
             return self._value
         storages: dict[str, Storage] = {}
 
-        def found(pid: Any) -> Storage:  # noqa: ANN401 - what the pickle says
+        def found(pid: Any) -> Storage:  # noqa: ANN401 - any value of the pickle
             kind, of, key, _, numel = pid
             if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
                 raise ValueError(f"a persistent id is not that of a storage, but of {name_of(of) or 'something else'}")

@@ -1,4 +1,4 @@
-"""`trainer_state.json` of the HF Trainer: how far a run was when it wrote a checkpoint, and what it had logged."""
+"""`trainer_state.json` of the HF Trainer: how far a run was when it wrote a checkpoint, and its log so far."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     best_metric: float | None = None
     best_step: int | None = None
     stopped: bool = False
-    """Whether a callback, such as early stopping, or the last step asked the run to stop."""
+    """Whether a callback, such as early stopping, or the last step ended the run."""
     log: tuple[Mapping[str, float], ...] = ()
     """The numbers of every log entry in order; NaN and infinities are kept."""
     problems: tuple[Problem, ...] = ()
 
 
 def without_history(state: TrainerState) -> TrainerState:
-    """Return the state with the log entries of its own step alone: each of a run's checkpoints holds the log again."""
+    """Return the state with only its own step's log entries: each checkpoint of a run repeats the whole log."""
     return replace(state, log=tuple(entry for entry in state.log if entry.get("step") == state.global_step))
 
 
@@ -68,7 +68,7 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def _best_step(raw: Mapping[str, Any]) -> int | None:
-    """Return the step of the best checkpoint, which older versions of transformers name by its folder alone."""
+    """Return the step of the best checkpoint, which older versions of transformers name only by its folder."""
     step, folder = raw.get("best_global_step"), raw.get("best_model_checkpoint")
     if type(step) is int:
         return step

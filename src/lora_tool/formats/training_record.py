@@ -1,4 +1,4 @@
-"""`lora_tool_train.json`: what `lora-tool train` writes beside an adapter about its training."""
+"""`lora_tool_train.json`: the record of an adapter's training that `lora-tool train` writes next to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE_NAME = "lora_tool_train.json"
 
 
 class TrainingRecord(Struct, frozen=True, kw_only=True):
-    """What an adapter was trained on. Fields that the record does not have, or not as text, are None."""
+    """The base that an adapter was trained on. Fields that the record lacks, or that are not text, are None."""
 
     path: Path
     base_id: str | None

@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoints: float32 masters with a folder for every parameter, beside the model's rank files.
+"""DeepSpeed's universal checkpoints: float32 masters with a folder for every parameter, next to the model's rank files.
 
 `ds_to_universal.py` makes ``TAG_universal/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt`` of a tag's optimizer files
 and copies its model files (DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`). A master of stages 1 and 2 has its shape
-and lies in a dictionary as ``param``; one of stage 3 is flat, and its shape is in the model files alone.
+and lies in a dictionary as ``param``; one of stage 3 is flat, and only the model files have its shape.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Weights(Struct, frozen=True, kw_only=True):
 
 
 class _Gathering(Struct):
-    """What is collected while the files of one set are read, one after the other."""
+    """Results collected while the files of one set are read, one after the other."""
 
     root: Path
     files: list[WeightsFile] = field(default_factory=list)

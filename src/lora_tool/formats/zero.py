@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints: which files a tag has, and what they are of each other. No tensor is read.
+"""DeepSpeed's ZeRO checkpoints: the files of a tag, and how they belong together. No tensor is read.
 
 Sources: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_zero_ckpt_name`, `_save_checkpoint`), `utils/zero_to_fp32.py`.
 """
@@ -49,7 +49,7 @@ _REFUSED = (
     ),
     (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", GATHER),
 )
-"""Pattern of a file's name, what the checkpoint is in words, and what to do."""
+"""Pattern of a file's name, the checkpoint described in words, and the remedy."""
 
 
 class ZeroTag(Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
     slice_: int
     """Which rank of tensor parallelism its files are of."""
     stage: int
-    """The `ZeroStage`, or what a file says in its place; 0 where nothing says that there was ZeRO (the weights are then
+    """The `ZeroStage`, or another number that a file has; 0 where no file shows that ZeRO was on (the weights are then
     whole in `module`).
     """
     world_size: int
@@ -88,8 +88,8 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
 def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
     """Return the structure of the rank files in `folder`, the tag `name`: one for each rank of tensor parallelism.
 
-    What cannot be read is in `problems`. Raises `UnsupportedCheckpoint` for layouts that are refused by name, and
-    `NotACheckpoint` where there are no rank files.
+    Unreadable files are in `problems`. Raises `UnsupportedCheckpoint` for layouts that are refused by name, and
+    `NotACheckpoint` without rank files.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     universal = is_universal(folder, names)
@@ -102,7 +102,7 @@ def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
 
 
 def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
-    """Return a universal checkpoint, whose masters ds_to_universal.py put together, with the shapes that these have."""
+    """Return a universal checkpoint with the shapes of its masters, which ds_to_universal.py has joined."""
     first = tag.first
     if first is None or first.slices == 1:
         return tag
@@ -181,7 +181,7 @@ def _read_files(
     interpret: Callable[[TorchFile, int, States | None], States],
     problems: list[Problem],
 ) -> dict[int, States]:
-    """Return rank → what `interpret` makes of its file; what is wrong with unreadable ones goes into `problems`.
+    """Return rank → `interpret`'s result for its file; the faults of unreadable files go into `problems`.
 
     `interpret` also gets the states of the rank before where both files say the same.
     """

@@ -36,7 +36,7 @@ USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads
 
 
 class ZeroStage(enum.IntEnum):
-    """What the ranks share out, each stage with what the one before shares (`zero/config.py::ZeroStageEnum`)."""
+    """Named after the values that the stage begins to divide among the ranks (`zero/config.py::ZeroStageEnum`)."""
 
     DISABLED = 0
     OPTIMIZER_STATES = 1
@@ -45,7 +45,7 @@ class ZeroStage(enum.IntEnum):
 
 
 class RankFile(Struct, frozen=True, kw_only=True):
-    """What every rank file says of itself and of the run."""
+    """The facts about itself and the run that every rank file has."""
 
     file: TorchFile
     """Without the object that it holds, which may be of any class."""
@@ -97,9 +97,9 @@ class OptimStates(RankFile, frozen=True, kw_only=True):
 
 
 def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
-    """Return what a `*_model_states.pt` says. `before` are the states of another rank whose file says the same, if any.
+    """Return the content of a `*_model_states.pt`. `before` are another rank's states with the same content, if any.
 
-    Raises `CorruptFile`, and `UnsupportedCheckpoint` for parallelism that is not put together.
+    Raises `CorruptFile`, and `UnsupportedCheckpoint` for kinds of parallelism that lora-tool does not join.
     """
     if before is not None:
         return replace(before, file=replace(file, value=None), rank=rank)
@@ -185,7 +185,7 @@ def _configured_stage(config: Mapping[str, Any]) -> int:
 
 
 def optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStates:
-    """Return what a `*_optim_states.pt` says. Raises `CorruptFile`."""
+    """Return the content of a `*_optim_states.pt`. Raises `CorruptFile`."""
     table = file.value.get("optimizer_state_dict")
     if not isinstance(table, dict):
         raise _corrupt(file, "has no `optimizer_state_dict`: not written by ZeRO")
@@ -274,7 +274,7 @@ def _shared(table: object) -> dict[str, str]:
 
 
 def _get(table: Mapping[str, Any], key: str, kind: type[Value], default: Default) -> Value | Default:
-    """Return what the pickle has under `key`, the default where that is of another type."""
+    """Return the value under `key`, the default where it is of another type."""
     value = table.get(key)
     return value if type(value) is kind else default
 

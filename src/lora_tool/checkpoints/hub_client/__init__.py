@@ -1,1 +1,1 @@
-"""How huggingface_hub's client is asked, by whoever asks: bounded, without secrets, its failures in our words."""
+"""Calls of huggingface_hub's client: bounded in time, without secrets in messages, failures as our own errors."""

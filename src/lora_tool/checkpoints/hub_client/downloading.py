@@ -1,4 +1,4 @@
-"""Taking a repository's files from the Hub into huggingface_hub's cache: heard of at once, ended within a bounded time."""
+"""Downloading a repository's files into huggingface_hub's cache: reported at once, ended within a bounded time."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _UNWANTED = ["original/*", "onnx/*", "consolidated*", "*/*"]
 
 
 class _Answers:
-    """What the Hub has answered: whether anything good came at all, and since when nothing has."""
+    """Watches the Hub's answers: whether a good one ever came, and since when none has."""
 
     def __init__(self) -> None:
-        self.asked = self.answered = False
+        self.sent = self.answered = False
         self._lock = threading.Lock()
         self._since: float | None = None
 
     def before(self, _request: Any) -> None:  # noqa: ANN401 - the HTTP library's, whichever it is
         with self._lock:
-            self.asked = True
+            self.sent = True
             self._since = self._since or time.monotonic()
             if self._left() < 0:
                 raise NoAnswer(PATIENCE)
@@ -90,10 +90,10 @@ def download(
 ) -> Path:
     """Return the folder in the cache with `repo` at `revision` (None for main), downloaded as far as it is not there.
 
-    The files `beside` the weights come first, and `look` is given their folder before those of the first pattern of
-    `weights` that has any. Where the Hub does not answer, what the cache holds is taken, and that is told. `absent` is
-    said of the repository in an error: where else it was looked for. Raises `HubRefused`, `HubUnreachable`,
-    `NotACheckpoint`, and what `look` raises.
+    The small files, of the patterns `beside`, come first. Then `look` gets their folder, and the weights follow: the
+    first pattern of `weights` that matches. Where the Hub does not answer, the cache is used, and that is reported.
+    `absent` describes the repository in an error: where else it was searched. Raises `HubRefused`, `HubUnreachable`,
+    `NotACheckpoint`, and the errors of `look`.
     """
     answers, fetch = _Answers(), partial(snapshot_download, repo, ignore_patterns=_UNWANTED)
     in_words = partial(_in_our_words, repo, revision, absent)
@@ -112,8 +112,8 @@ def download(
             cached = _cached(repo, revision, beside, weights)
             if cached is None:
                 raise
-        else:  # without an answer the client takes what there is, and says nothing
-            silent = answers.asked and not answers.answered
+        else:  # without an answer the client silently returns the cached files
+            silent = answers.sent and not answers.answered
             cached = _cached(repo, revision, beside, weights) if silent else None
         if cached is not None:
             told(f"the Hub does not answer, so {repo} is taken from the cache, commit {cached.name[:12]}")
@@ -150,7 +150,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _in_our_words(repo: str, revision: str | None, absent: str) -> Iterator[None]:
-    """Raise what the client raises as one of our errors, but what is this machine's fault or ours as it is."""
+    """Raise the client's errors as ours; errors of this machine and mistakes of ours pass unchanged."""
     try:
         yield
     except HFValidationError as error:

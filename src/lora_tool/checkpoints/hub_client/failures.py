@@ -24,11 +24,11 @@ from lora_tool.core.display import printable
 from lora_tool.core.errors import HubConflict, HubError, HubRefused, HubUnreachable, LoraToolError
 
 Failure = tuple[type[HubError], str, str]
-"""What an error means: its class, what happened, what to do, in which `{again}` is a sentence of what is `Doing`."""
+"""The meaning of an error: its class, the cause, and the remedy, in which `{again}` is a field of `Doing`."""
 
 
 class Doing(Struct, frozen=True, kw_only=True):
-    """The next steps that depend on what was asked of the Hub."""
+    """The remedies that depend on the request to the Hub."""
 
     again: str = "run the same command again"
     later: str = "run the same command again later"
@@ -61,8 +61,8 @@ _XET = re.compile(r"network|cas |xet|reqwest", re.IGNORECASE)
 _XET_STATUS = re.compile(r"\b(?:status code:? |\()?(?P<status>[45]\d\d)\b(?=[ )]|\Z)")
 _QUOTA = re.compile(r"storage (?:limit|quota)|quota|limit reached|exceeded", re.IGNORECASE)
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|Signature|sig)=")
-_ASKED_AFTER = re.compile(r"/lfs/(?:objects/)?verify\b")
-"""Where the Hub is asked whether an upload has arrived."""
+_VERIFIES_UPLOAD = re.compile(r"/lfs/(?:objects/)?verify\b")
+"""The address at which the Hub confirms that an upload has arrived."""
 _LONGEST = 200
 _CARD_REFUSED = "Invalid metadata in README.md"
 _CONNECTION = "check the connection to {endpoint}, then {again}"
@@ -118,7 +118,7 @@ _WITHOUT_TOKEN: dict[type, Failure] = {
 
 
 class WaitTooLong(Exception):
-    """The Hub asks to wait longer than we do. `seconds` is what it asked for."""
+    """The Hub asks to wait `seconds`, longer than we do."""
 
     def __init__(self, seconds: int, status: int) -> None:
         super().__init__(f"asked to wait {seconds} s")
@@ -137,7 +137,7 @@ class NoAnswer(Exception):
 def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named: str | None = None) -> HubError:
     """Return the error as one of ours: one line of cause and one of remedy, without tokens or signed URLs.
 
-    `repo` is the repository that was asked for, `doing` what was asked, `named` what the user called it.
+    `repo` is the requested repository, `doing` the remedies for the request, `named` the user's name for `repo`.
     """
     if isinstance(error, HubError):
         return error
@@ -152,14 +152,14 @@ def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named
 
 
 def as_ours(error: Exception, repo: str, doing: Doing) -> Exception:
-    """Return `error` as `translated` does. One of this machine, a file's or a mistake of ours, stays what it is."""
+    """Return `error` as `translated` does. Errors of local files and mistakes of ours are returned unchanged."""
     local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
     known = isinstance(error, LoraToolError | AssertionError | ImportError)
     return error if local or known else translated(error, repo, doing)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, what it was raised from, and so on."""
+    """Yield the error, its cause, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -169,7 +169,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _given_up(error: BaseException) -> Failure | None:
-    """Return what it means that we stopped asking, None for another error."""
+    """Return the meaning of an error with which we gave up waiting, None for another error."""
     if isinstance(error, WaitTooLong):
         what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
         return HubUnreachable, what, f"run the same command again in {error.seconds} s"
@@ -179,7 +179,7 @@ def _given_up(error: BaseException) -> Failure | None:
 
 
 def _from_answer(error: BaseException) -> Failure | None:
-    """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
+    """Return the meaning of an error of known class, or with an answer of the Hub or its storage; None for another."""
     if str(error).startswith(_CARD_REFUSED):
         return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
     response: Any = getattr(error, "response", None)
@@ -204,7 +204,7 @@ def _from_answer(error: BaseException) -> Failure | None:
             what + why + ("" if reads else "; nothing was committed"),
             "{again}",
         )
-    if status == _NOT_FOUND and _ASKED_AFTER.search(str(response.url)):
+    if status == _NOT_FOUND and _VERIFIES_UPLOAD.search(str(response.url)):
         return (
             HubUnreachable,
             "the Hub's storage does not have a file that was just uploaded; nothing was committed",
@@ -234,7 +234,7 @@ def _with_phrase(status: int) -> str:
 
 
 def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
-    """Return what a cause means that carries no HTTP answer; None for one that says nothing by itself."""
+    """Return the meaning of an error without an HTTP answer; None for an unknown one."""
     module, name, said = type(error).__module__.partition(".")[0], type(error).__name__, _said(error)
     if name in ("OIDCError", "DeviceCodeError"):
         return HubRefused, f"cannot get a token by OIDC: {said}", "add to the job: permissions: id-token: write"
@@ -259,7 +259,7 @@ def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - 
 
 
 def _said(what: object) -> str:
-    """Return what was said as one short printable line, with nothing secret in it."""
+    """Return the text as one short printable line, without secrets."""
     line = " ".join(str(what).split())
     if isinstance(what, BaseException) and not line:
         line = type(what).__name__

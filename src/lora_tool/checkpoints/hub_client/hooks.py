@@ -17,7 +17,7 @@ from huggingface_hub.utils import _http
 from lora_tool.checkpoints.hub_client.redaction import redacted_logs
 
 Hook = Callable[[Any], None]
-"""Called with a request before it is sent, or with an answer; what it raises ends the request."""
+"""Called with a request before it is sent, or with an answer; an exception from it ends the request."""
 
 _READING = ("GET", "HEAD")
 

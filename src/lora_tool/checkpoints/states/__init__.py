@@ -1,1 +1,1 @@
-"""The training state that the rank files of a run hold, and what is wrong with it."""
+"""The training state in the rank files of a run, and its faults."""

@@ -36,7 +36,7 @@ class CutState(TrainingState, frozen=True, kw_only=True):
             yield NumberedFiles(folder=self.folder, of="shard", numbers=numbers, there=self.shards)
 
     def known_rows(self) -> Iterator[KnownRows] | None:
-        """Yield the embeddings and the last norm, where a config near tells their rows; None where a gap says enough."""
+        """Yield the embeddings and the last norm with their rows by a config nearby; None where a gap is known."""
         return None if self.problems or self._gaps else self._known_rows()
 
     def _known_rows(self) -> Iterator[KnownRows]:

@@ -37,7 +37,7 @@ class DcpState(TrainingState, frozen=True, kw_only=True):
 
     found: DcpFolder
     others: tuple[Path, ...] = ()
-    """Folders beside it that hold no weights, but what training goes on from."""
+    """Folders next to it with the optimizer's and other training state, but no weights."""
 
     def absent_files(self) -> Iterator[AbsentFile]:
         """See `TrainingState`."""
@@ -121,8 +121,8 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
 def copied_files(pieces: Pieces) -> Iterator[tuple[Path, Path]]:
     """Yield files all of whose pieces another file has, too, at the same places, with that file; constants do not count.
 
-    The other may have more of them: in files of one layout the first rank's has what was not cut, at its end. Files of
-    safetensors say themselves where their pieces lie, and are not compared.
+    The other may have more of them: in files of one layout the first rank's also has, at its end, the tensors that are
+    not cut. Files of safetensors record the places of their pieces, and are not compared.
     """
     held: dict[Path, dict[_Content, StoredTensor]] = defaultdict(dict)
     having: dict[_Content, list[Path]] = defaultdict(list)
@@ -203,7 +203,7 @@ def _has_rows(
     shapes: Mapping[str, Shape],
     by_part: Mapping[tuple[str, Part, str | None], str],
 ) -> bool:
-    """Return whether the lora_B beside a magnitude is a matrix of so many rows."""
+    """Return whether the lora_B that belongs to a magnitude is a matrix of so many rows."""
     below = by_part.get((key.module, Part.LORA_B, key.adapter_name))
     return below is not None and shapes.get(below, ())[:1] == (rows,)
 

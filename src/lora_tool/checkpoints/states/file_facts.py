@@ -10,14 +10,14 @@ from msgspec import Struct
 
 
 class NumberedFiles(Struct, frozen=True, kw_only=True):
-    """Files of which a save has one for each of `numbers`."""
+    """Files that a save has once for each of `numbers`."""
 
     folder: Path
     one: str = "file"
     several: str = "files"
     """What one and more than one are called: "optimizer file"."""
     of: str = "rank"
-    """What the numbers count."""
+    """The thing that the numbers count."""
     within: str = ""
     """Which part of the save they belong to, as the end of a sentence."""
     numbers: Sequence[int]
@@ -36,7 +36,7 @@ class AbsentFile(NamedTuple):
 
 
 class UngatheredFile(NamedTuple):
-    """A file that should hold whole tensors, and holds what one rank had of them."""
+    """A file that should hold whole tensors, and holds one rank's parts."""
 
     path: Path
     rank: int
@@ -91,7 +91,7 @@ class Replica(NamedTuple):
 
 
 class Amount(Struct, frozen=True, kw_only=True):
-    """How much the files hold of something, against what the shapes need."""
+    """The number of elements in the files, against the number that the shapes need."""
 
     path: Path
     of: str
@@ -110,6 +110,6 @@ class SavedTags(Struct, frozen=True, kw_only=True):
     root: Path
     names: tuple[str, ...]
     latest: str | None
-    """What the file `pointer` says; None without such a file."""
+    """The tag named in the file `pointer`; None without such a file."""
     pointer: str | None = "latest"
     """None for programs that write no such file."""

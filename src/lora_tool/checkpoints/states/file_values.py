@@ -1,7 +1,7 @@
 """Reading the values of a checkpoint: each byte that will be used is read once, in blocks.
 
 The zip directory holds a CRC32 of every record, which no other tool compares. Padding is leftover memory and is read
-for the CRC alone.
+only for the CRC.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ROOM = _Room()
 _FEW_BYTES = 1 << 10
 
 _NO_MATRIX = re.compile(r"bias\Z|norm|scale|gate\Z", re.IGNORECASE)
-"""Tensors of which those of a whole model may be zero: some norms have weights that are added to 1."""
+"""Tensors that may be all zero in a whole model: some norms have weights that are added to 1."""
 _STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
-"""Tensors of which a rank's part may be all zero: the learning rate of the first steps of a warm-up is 0."""
+"""Tensors that may be all zero in a rank's part: the learning rate of the first steps of a warm-up is 0."""
 
 
 class ValuePiece(NamedTuple):
@@ -107,7 +107,7 @@ def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int,
 
 
 class _Values:
-    """What the values of one file are like, block by block in the order of the file."""
+    """Checks the values of one file, block by block in the order of the file."""
 
     def __init__(self, pieces: list[ValuePiece], masters: frozenset[str]) -> None:
         self._pieces, self._masters = pieces, masters
@@ -165,7 +165,7 @@ class _Exponent(NamedTuple):
     size: int
     """Bytes of an element."""
     high: bytes
-    """What the last byte of an element may be where all bits of the exponent that are in it are ones."""
+    """The values of an element's last byte with ones in all its exponent bits, for either sign."""
     below: int
     """The bits of the exponent that are in the byte before."""
 

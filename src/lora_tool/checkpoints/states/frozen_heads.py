@@ -41,7 +41,7 @@ def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
 
 
 def config_problems(state: TrainingState) -> tuple[Problem, ...]:
-    """Return what is wrong in the config of its adapter, or in the run's files from which that would be rebuilt."""
+    """Return the faults in the adapter's config, or in the run's files from which the config would be rebuilt."""
     if not has_lora(state.entries):
         return ()
     try:
@@ -57,9 +57,9 @@ def config_problems(state: TrainingState) -> tuple[Problem, ...]:
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name without what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing.
+    """Return a name without the parts that wrappers add: DataParallel, torch.compile, activation checkpointing.
 
-    A `PeftModel` around another has PEFT's prefix twice, and what is below the last is the model's.
+    A `PeftModel` around another has PEFT's prefix twice; the model's names follow the last one.
     """
     name = keys.unwrapped(name)
     _, prefix, module = f".{name}".rpartition(f".{keys.PREFIX}")
@@ -82,7 +82,7 @@ class LostHead(Struct, frozen=True, kw_only=True):
 
 
 class UnsavedModule(Struct, frozen=True, kw_only=True):
-    """A module that was trained whole, of which nothing was saved."""
+    """A module that was trained whole and not saved."""
 
     module: str
     is_head: bool
@@ -101,10 +101,10 @@ class Heads(Struct, frozen=True, kw_only=True):
 
 
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
-    """Return the tensors' names, and those without values, each parsed without what wrappers put into it.
+    """Return the tensors' names, and those without values, each parsed without the parts that wrappers add.
 
     The weight and the bias of a module under LoRA are those of its base layer, also where, as prime-rl saves them,
-    their names do not say so.
+    their names lack `base_layer`.
     """
     names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
     wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
@@ -124,7 +124,7 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
 def outside_names(parsed: Mapping[str, AdapterKey]) -> frozenset[str]:
     """Return the names that are not below PEFT's prefix where those of LoRA are: of a network around the PEFT model.
 
-    TRL's and LLaMA-Factory's value heads are such, ``v_head.summary`` beside ``pretrained_model.base_model.model``.
+    TRL's and LLaMA-Factory's value heads are such: ``v_head.summary`` next to ``pretrained_model.base_model.model``.
     """
     factors = (key for key in parsed.values() if key.part in (Part.LORA_A, Part.EMBEDDING_A))
     if not any(key.prefixed for key in factors):
@@ -171,7 +171,7 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
 def _unsaved(
     state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]
 ) -> Iterator[UnsavedModule]:
-    """Yield each module that was trained whole where LoRA alone was saved, as by verl's `save_lora_only`.
+    """Yield each module that was trained whole where only LoRA was saved, as by verl's `save_lora_only`.
 
     PEFT names both `classifier` and `score` for a classifier, which has one of them.
     """
@@ -186,18 +186,18 @@ def _unsaved(
 
 
 def _classifier(config: AdapterConfig) -> str | None:
-    """Return what in the config says that the model has a head of its own: the task, or without one the class."""
+    """Return the sign in the config that the model has a separate head: the task, or without one the class."""
     if config.task_type:
         return config.task_type if config.task_type in ("SEQ_CLS", "TOKEN_CLS") else None
     if not config.path.is_file():
         return None  # it is rebuilt
-    mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
+    mapping = read_json(config.path).get("auto_mapping")  # PEFT only writes it without a task type
     name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
 
 
 def saved_as(module: str, adapted: Collection[str]) -> str:
-    """Return what `modules_to_save` has to name for PEFT to load a module whole: the head that it lies in, which may be
+    """Return the name for `modules_to_save` with which PEFT loads a module whole: the head that it lies in, maybe
     several layers deep, unless one of the `adapted` modules, those with LoRA, lies in there too.
     """
     head = head_path(module, NEW_MODULES)

@@ -1,6 +1,6 @@
 """Float32 masters against the weights that were saved together with them, which must be these, rounded.
 
-Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
+Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights next to it. A sample of
 every rank's part is compared: it proves order, step and run of the ranks, which names and counters cannot.
 
 ZenFlow updates the weights whose gradients are the largest without their masters, which are behind then
@@ -74,7 +74,7 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
 
 
 def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:
-    """Return the check of the float32 masters among `trained` tensors that have copies in the checkpoint or beside it."""
+    """Return the check of the float32 masters among `trained` that have copies in the checkpoint or next to it."""
     masters = {name: tensor for name, tensor in trained.items() if tensor.dtype is DType.F32}
     copies: TensorTable = {}
     same_step = True
@@ -86,7 +86,7 @@ def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRou
             if held[name].shape == masters[name].shape
         }
     elif tag.stage == ZeroStage.WEIGHTS:
-        copies, same_step = _gathered_beside(root, tag, masters)
+        copies, same_step = _gathered_copies(root, tag, masters)
     return MasterRounding(masters=masters, copies=copies, same_step=same_step, by_zenflow=_is_of_zenflow(tag))
 
 
@@ -97,16 +97,16 @@ def _is_of_zenflow(tag: ZeroTag) -> bool:
     return any(isinstance(section, dict) and section.get("zenflow") for section in sections)
 
 
-def _gathered_beside(root: Path, tag: ZeroTag, masters: TensorTable) -> tuple[dict[str, StoredTensor], bool]:
+def _gathered_copies(root: Path, tag: ZeroTag, masters: TensorTable) -> tuple[dict[str, StoredTensor], bool]:
     """Return the masters' names → their copies in the adapter or model in `root`; whether it is of the same step."""
     try:
-        beside = open_checkpoint(root)
+        exported = open_checkpoint(root)
     except (CheckpointError, UnsupportedCheckpoint):
         return {}, False
-    if not isinstance(beside, AdapterDir | ModelDir) or any(problem.fatal for problem in beside.weights.problems):
+    if not isinstance(exported, AdapterDir | ModelDir) or any(problem.fatal for problem in exported.weights.problems):
         return {}, False
-    held = {keys.parse(name).canonical: tensor for name, tensor in beside.tensors.items()}
+    held = {keys.parse(name).canonical: tensor for name, tensor in exported.tensors.items()}
     found = {name: held.get(keys.parse(name).canonical) for name in masters}
-    trainer, first = beside.folder.trainer, tag.first
+    trainer, first = exported.folder.trainer, tag.first
     same_step = trainer is not None and first is not None and trainer.global_step == first.global_steps
     return {name: copy for name, copy in found.items() if copy and copy.shape == masters[name].shape}, same_step

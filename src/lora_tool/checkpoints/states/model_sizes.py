@@ -1,4 +1,4 @@
-"""The sizes that the config of the trained model states, where it lies beside its pieces."""
+"""The sizes in the trained model's config, where it lies next to the pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one file for each rank says about itself and the others: names, shapes and checksums."""
+"""Facts from one file for each rank, about itself and the others: names, shapes and checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_tool.formats.rank_files import CutTensor, RankFile, RankFolder, gap_in
 
 
 def gaps_in(found: RankFolder) -> dict[str, str]:
-    """Return the tensors that are not whole, each with what is missing."""
+    """Return the tensors that are not whole, each with its gap."""
     return {name: gap for name, tensor in found.tensors.items() if (gap := gap_in(tensor))}
 
 
@@ -22,7 +22,7 @@ def is_flat(found: RankFolder) -> bool:
 
 
 def file_facts(found: RankFolder, *, ranks: int, alone: bool) -> Iterator[FileFacts]:
-    """Yield what each file says about itself and the run; of a file that should hold everything, `alone`, its names."""
+    """Yield each file's facts about itself and the run; only names if one file should hold everything (`alone`)."""
     flat = is_flat(found)
     for rank, file in found.files.items():
         shapes = None if flat else tuple((name, tensor.shape) for name, tensor in sorted(file.tensors.items()))
@@ -38,7 +38,7 @@ def file_facts(found: RankFolder, *, ranks: int, alone: bool) -> Iterator[FileFa
 
 
 def contents(found: RankFolder) -> Iterator[tuple[Path, Hashable]]:
-    """Yield the files of which no other rank should have the same, each with what tells its values from others'."""
+    """Yield the files whose values no other rank should have, each with a key of its values."""
     for file in found.files.values():
         if _is_of_one_rank(file):
             records = tuple((key, record.crc) for key, record in file.file.records.items())
@@ -58,7 +58,7 @@ def types(found: RankFolder) -> Iterator[tuple[str, Mapping[Path, DType]]]:
 
 
 def replicas(found: RankFolder) -> Iterator[Replica]:
-    """Yield what several ranks hold and must hold in the same way."""
+    """Yield the parts that several ranks hold, which must be equal."""
     for name, tensor in found.tensors.items():
         for first, other in tensor.replicas if _is_one_for_all(name, tensor) else ():
             yield Replica(name, first.holder.path, other.holder.path, first.crc() == other.crc())

@@ -183,12 +183,12 @@ def _state(
     )
 
 
-def _ranks(told: int, *, files: int) -> int:
-    """Return how many processes saved, where no name of a file says it; `files` is what the highest rank's makes likely.
+def _ranks(sharing: int, *, files: int) -> int:
+    """Return how many processes saved, where no file name has the number; `files` is one more than the highest rank.
 
-    Tensors tell how many share them: under HSDP that may be a part of all processes, which it divides.
+    `sharing` is how many processes share a tensor. Under HSDP that is a part of them, and divides their number.
     """
-    return files if not told or files % told == 0 else told
+    return files if not sharing or files % sharing == 0 else sharing
 
 
 def _inside(checkpoint: ShardedDir, tag: str) -> Path:

@@ -1,4 +1,4 @@
-"""The state in a training checkpoint of any kind: names with roles, where their bytes are, and what its files say."""
+"""The state in a training checkpoint of any kind: names with roles, places of their bytes, and facts from its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lora_tool.formats.torch_zip import Record
 from lora_tool.models.ends import is_new_module
 from lora_tool.models.model_tensors import base_prefixes
 
-_BESIDE = ("lora_adapter", "huggingface")
+_EXPORTS = ("lora_adapter", "huggingface")
 """Folders in which verl puts the adapter with its config, up to 2025, and the model's config and tokenizer."""
 
 
@@ -42,7 +42,7 @@ _BASE = re.compile(r"\.base_layer(?=\.)")
 
 
 class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
-    """The tensors of a training run at one step: plain data, of which each kind of checkpoint has a class of its own."""
+    """The tensors of a training run at one step: plain data, with a subclass for each kind of checkpoint."""
 
     root: Path
     folder: Path
@@ -64,23 +64,23 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
     """The saves that this one was chosen from; None where the caller named it."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the manifest records about it."""
+    """The facts that the manifest records about it."""
 
     @abc.abstractmethod
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """Return its tensors whose names are in `wanted`, each as the spans that hold its elements.
 
-        Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
+        Raises `IncompleteCheckpoint` for a tensor with a missing part, `CorruptFile` where a file is broken.
         """
 
     def optimised(self) -> frozenset[str]:
-        """Return the names of the tensors that an optimizer beside them has states of: those that were trained.
+        """Return the names of the tensors with a state in the saved optimizer: those that were trained.
 
-        None are known where no optimizer was saved, or one that lora-tool does not look into.
+        Empty where no optimizer was saved, or one that lora-tool does not read.
         """
         return frozenset()
 
-    # what its files say, for the rules; a kind says what it knows
+    # facts from its files, for the rules; each kind yields those that it has
 
     def numbered_files(self) -> Iterator[NumberedFiles]:
         """Yield the files that it should have by their numbers."""
@@ -91,19 +91,19 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         yield from ()
 
     def ungathered_files(self) -> Iterator[UngatheredFile]:
-        """Yield the files that should hold whole tensors, and hold what one rank had of them."""
+        """Yield the files that should hold whole tensors, and hold one rank's parts."""
         yield from ()
 
     def known_rows(self) -> Iterator[KnownRows] | None:
-        """Yield the tensors whose rows the model's config tells; None for kinds whose files say how many ranks saved."""
+        """Yield the tensors whose rows the model's config gives; None for kinds whose files have the rank count."""
         return None
 
     def files(self) -> Iterator[FileFacts]:
-        """Yield what each rank file says about itself and its run."""
+        """Yield each rank file's facts about itself and its run."""
         yield from ()
 
     def contents(self) -> Iterator[tuple[Path, Hashable]]:
-        """Yield the files whose content no other file should have, with what stands for it."""
+        """Yield the files whose content no other file should have, with a key of the content."""
         yield from ()
 
     def copies(self) -> Iterator[tuple[Path, Path]]:
@@ -119,11 +119,11 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         yield from ()
 
     def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
-        """Yield the tensors of which several files hold parts, with the type that each file has."""
+        """Yield the tensors with parts in several files, with the type that each file has."""
         yield from ()
 
     def replicas(self) -> Iterator[Replica]:
-        """Yield what several ranks hold and must hold in the same way."""
+        """Yield the parts that several ranks hold, which must be equal."""
         yield from ()
 
     def gaps(self) -> Iterator[tuple[Path, str, str]]:
@@ -131,7 +131,7 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         yield from ()
 
     def amounts(self) -> Iterator[Amount]:
-        """Yield how many elements the files hold of what they share out."""
+        """Yield how many elements the files hold of the values divided among the ranks."""
         yield from ()
 
     @property
@@ -157,7 +157,7 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
     # its values
 
     def value_readers(self, tensors: TensorTable) -> tuple[ValueReader, ...]:
-        """Return what reads the values of `tensors`, some of its own, in parts that can run at the same time."""
+        """Return readers for the values of `tensors`, a subset of its own, that can run at the same time."""
         masters = frozenset(name for name in tensors if self._is_trained(name))
         return file_readers(tensors, self.records(tensors), masters=masters)
 
@@ -166,7 +166,7 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         return role is Role.TRAINED or (role is Role.SAVED and has_lora_factor(name))
 
     def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
-        """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
+        """Return the places to read for the values of `tensors`: records where a CRC32 covers the bytes, else spans."""
         return frozenset(place for tensor in tensors.values() for place in tensor.places)
 
     @property
@@ -176,11 +176,10 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
 
     @property
     def near(self) -> tuple[Path, ...]:
-        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside, verl in folders
-        beside the pieces.
+        """Folders to search for its configs: HF Trainer writes them next to the tags, others above or inside, verl in
+        folders next to the pieces.
         """
-        beside = (place / name for place in (self.folder, self.root) for name in _BESIDE)
-        exported = filter(is_folder, beside)
+        exported = filter(is_folder, (place / name for place in (self.folder, self.root) for name in _EXPORTS))
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent, *exported)))
 
 

@@ -70,14 +70,14 @@ class ValueReader(Protocol):
 
     @property
     def name(self) -> str:
-        """What is read, for whoever reads that it failed."""
+        """The thing that is read, for messages about failures."""
 
     @property
     def nbytes(self) -> int:
         """How many bytes it reports."""
 
     def run(self, advance: Progress) -> list[ValueFact]:
-        """Return what the values show. `advance` is called with the bytes that were read, and may raise to stop it."""
+        """Read the values and return facts about them. `advance` gets the bytes read, and may raise to stop."""
 
 
 class ValueFacts(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What the files of a DeepSpeed checkpoint say about themselves and each other: names, shapes and counters.
+"""Facts from the files of a DeepSpeed checkpoint, about themselves and each other: names, shapes and counters.
 
 `zero_to_fp32` accepts most contradictions silently. `file_values` and `master_rounding` read the weights.
 """
@@ -71,7 +71,7 @@ def absent_masters(tag: ZeroTag) -> Iterator[AbsentFile]:
 
 
 def file_facts(tags: Sequence[ZeroTag]) -> Iterator[FileFacts]:
-    """Yield what each file says about itself and the run."""
+    """Yield each file's facts about itself and the run."""
     slices = _slices(tags)
     for tag in tags:
         if tag.slice_ >= slices and tag.first:
@@ -108,7 +108,7 @@ def file_facts(tags: Sequence[ZeroTag]) -> Iterator[FileFacts]:
 
 
 def contents(tag: ZeroTag) -> Iterator[tuple[Path, Hashable]]:
-    """Yield the files with masters, each with what tells their values from others'."""
+    """Yield the files with masters, each with a key of their values."""
     for states in tag.optim.values():
         if any(group.numel for group in states.groups):
             crcs = (states.file.record(group).crc for group in states.groups)

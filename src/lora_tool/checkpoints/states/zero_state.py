@@ -69,8 +69,8 @@ class DeepSpeedState(TrainingState, frozen=True, kw_only=True):
     def hides_frozen(self) -> bool:
         """See `TrainingState`.
 
-        Stages 2 and 3 write tables of frozen parameters, if only empty ones, unless told `exclude_frozen_parameters`.
-        With LoRA the names of the adapted layers tell what is missing.
+        Stages 2 and 3 write tables of frozen parameters, if only empty ones, without `exclude_frozen_parameters`.
+        With LoRA the names of the adapted layers show the missing ones.
         """
         tag = self._first_tag
         first = tag.first
@@ -85,7 +85,7 @@ class DeepSpeedState(TrainingState, frozen=True, kw_only=True):
 
     @property
     def _first_tag(self) -> ZeroTag:
-        """The first of them of which a model file can be read."""
+        """The first of them with a readable model file."""
         return next((tag for tag in self.slices_of_tag if tag.first), self.slices_of_tag[0])
 
 

@@ -1,1 +1,1 @@
-"""Quantised weights on disk: what they are called, how they are laid out, and the matrices that they stand for."""
+"""Quantised weights on disk: their names, their layouts, and the matrices that they encode."""

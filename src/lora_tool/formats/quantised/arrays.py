@@ -1,4 +1,4 @@
-"""Stored elements as numpy arrays: what those who decode, round and requantise read, and their types."""
+"""Stored elements as numpy arrays, for decoding, rounding and requantising, and their types."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _COLUMNS = {
     "gptq": _LESS_ONE,
     "gptqmodel": _AS_THEY_ARE,
 }
-"""Kind → what the table of GPTQ or AWQ says of such codes."""
+"""Kind → the fields of GPTQ's or AWQ's table for such codes."""
 _TILES = frozenset({"fake", "fp8", "fp8_static", "llm_compressor"})
 """Kinds whose tensors are called as compressed-tensors calls them, and of `fake`, which stores plain weights."""
 _FLOATS = ("mx_fp", "nv_fp", "fp")

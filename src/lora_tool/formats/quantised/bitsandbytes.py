@@ -1,4 +1,4 @@
-"""The layouts of bitsandbytes: what it packs beside four-bit weights, and the rows' scales of eight-bit ones."""
+"""The layouts of bitsandbytes: the packed quant state of four-bit weights, and the row scales of eight-bit ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def int8(parts: Parts, name: str, largest: StoredTensor) -> Encoding:
 
 
 def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
-    """Return the four-bit weight of which `state`, the tensor `name`, says shape and type. Raises `LayoutError`."""
+    """Return the four-bit weight whose quant state is the tensor `name`, `state`. Raises `LayoutError`."""
     weight, _, kind = name.partition(STATE)
     said = _state(state)
     shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
@@ -84,8 +84,8 @@ def _scales(
 
 
 def _levels(parts: Parts, name: str, codes: StoredTensor, count: int) -> StoredTensor:
-    """Return the tensor of `count` levels. A code of which no weight has one may stand for anything, but no library writes
-    a level that is not finite: the table is damaged.
+    """Return the tensor of `count` levels. Levels of unused codes may have any value, but a level that is not finite
+    means a damaged table: no library writes one.
     """
     levels = parts.needed(name, codes, (DType.F32,), count)
     numbers = array("f", read_part(levels, 0, levels.nbytes))
@@ -96,7 +96,7 @@ def _levels(parts: Parts, name: str, codes: StoredTensor, count: int) -> StoredT
 
 
 def _state(tensor: StoredTensor) -> dict[str, Any]:
-    """Return what bitsandbytes packed into a tensor of bytes: a JSON object."""
+    """Return the JSON object that bitsandbytes packed into a tensor of bytes."""
     try:
         found = json.loads(read_part(tensor, 0, min(tensor.nbytes, _JSON_BYTES)))
     except (ValueError, RecursionError):

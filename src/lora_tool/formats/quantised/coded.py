@@ -1,6 +1,6 @@
 """Rows of quantised weights as codes with their scales: all formats whose codes lie in the order of the matrix are these.
 
-value = (what the code stands for · the scale of its group) · `again`, in float32, rounded to the type of the weight.
+value = (level of the code · scale of its group) · `again`, in float32, rounded to the type of the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NIBBLE = 4
 
 @enum.unique
 class Code(TextEnum):
-    """What a byte of codes is."""
+    """How a byte encodes values."""
 
     E4M3 = "e4m3"
     INT8 = "int8"
@@ -33,7 +33,7 @@ class Code(TextEnum):
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """What each byte stands for: one number, or two for the columns beside each other."""
+    """Byte → the value it encodes, or the values of two adjacent columns."""
 
     code: Code
     numbers: F32
@@ -70,7 +70,7 @@ class Scaled(Struct, frozen=True, kw_only=True):
 
 
 def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled, ...] | None:
-    """Return rows `first` to `last` of what the encoding stands for, one part after the other.
+    """Return rows `first` to `last` of the decoded weight, one part after the other.
 
     The rows of a stack of matrices are those of all. None where codes lie in another order, or need other arithmetic.
     """
@@ -185,7 +185,7 @@ def _fp4(encoding: Fp4, first: int, last: int, read: Read) -> Scaled:
 
 
 def fp4_scales(encoding: Fp4, across: int, first: int, last: int, read: Read) -> F32:
-    """Return rows of scales, [rows, across], times what all of them are multiplied with."""
+    """Return rows of scales, [rows, across], times their common factor."""
     scales = widened(bytes_of(encoding.scales, across, first, last, read), encoding.scales.dtype)
     if encoding.overall is None:
         return scales

@@ -16,14 +16,14 @@ from lora_tool.formats.quantised.parts import MATRIX, SCALES, LayoutError, Parts
 
 _WORD = 32
 _ADDED = {None: 1, "gptq": 1, "gptq_v2": 0}
-"""`checkpoint_format` → what is added to each stored zero."""
+"""`checkpoint_format` → the number added to each stored zero point: GPTQ's first format stores them less one."""
 _AWQ_BITS = 4
 
 
 def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTensor) -> Encoding:
     """Return the weight whose codes are the tensor `name`; `table` is the config's quantization table.
 
-    Raises `LayoutError` for what the two formats do not have, and for orders and widths of codes that are not read.
+    Raises `LayoutError` for anything outside the two formats, and for unsupported orders and widths of codes.
     """
     module = name.removesuffix(".qweight")
     is_awq = table.get("quant_method") == "awq"
@@ -80,7 +80,7 @@ def _group(table: Mapping[str, Any], inside: int, count: int) -> int | None:
 
 
 def _of_some(table: Mapping[str, Any], key: str) -> list[Any]:
-    """Return what GPTQModel's `dynamic` gives some modules."""
+    """Return the values that GPTQModel's `dynamic` gives some modules."""
     dynamic = table.get("dynamic")
     return [each.get(key) for each in dynamic.values() if isinstance(each, dict)] if isinstance(dynamic, dict) else []
 

@@ -1,6 +1,6 @@
-"""The numbers that quantised weights stand for, in numpy, a few rows at a time: what a writer computes with.
+"""Decoding of quantised weights in numpy, a few rows at a time, for writers to compute with.
 
-Bit for bit what the library of each format computes on a CPU: transformers 5.23 (`Fp8Dequantize`,
+The results equal, bit for bit, those of each format's library on a CPU: transformers 5.23 (`Fp8Dequantize`,
 `convert_moe_packed_tensors`), bitsandbytes 0.50 (`dequantize_4bit`, `dequantize_blockwise`, LLM.int8()),
 compressed-tensors 0.20 (`decompress`).
 """
@@ -37,7 +37,7 @@ class Arithmetic:
 
     def scale(self, part: Scaled, out: F32) -> None:
         """Write the values of `part` to `out`, [rows, columns]."""
-        # the numbers of a byte are looked up as one element: by rows of the table numpy is six times slower
+        # index the two numbers of a byte as one element: numpy is six times slower with rows of the table
         table = np.ascontiguousarray(part.table.numbers)
         two = table.view(f"u{table.shape[1] * 4}")[:, 0]
         for rows, scales in part.stretches():
@@ -67,7 +67,7 @@ def decoded(
     arithmetic: Arithmetic = _IN_NUMPY,
     strips: Strips | None = None,
 ) -> Array:
-    """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values.
+    """Return rows `first` to `last` of the decoded weight, [rows, columns], in the type of its values.
 
     The rows of a stack of matrices are those of all, one after the other. Who wants one block of rows after the other
     gives the same `strips` each time.
@@ -87,7 +87,7 @@ def decoded(
 def _otherwise(
     encoding: Encoding, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips | None
 ) -> F32:
-    """Return rows of what is not `coded`."""
+    """Return rows of the encodings that `coded` does not cover."""
     strips = strips or Strips(keeps=False)
     match encoding:
         case Bnb4():
@@ -154,7 +154,7 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> F32:
 
 
 def _of_inputs(encoding: PackedIntegers, of_groups: F32, read: Read) -> F32:
-    """Return what the groups of each row have for each input."""
+    """Return each group's value of each row, repeated for the inputs of the group."""
     if encoding.groups is None:
         return of_groups if of_groups.shape[1] == 1 else np.repeat(of_groups, encoding.group, axis=1)
     return np.asarray(of_groups[:, _groups(encoding, read)])
@@ -197,11 +197,11 @@ def _unpacked(words: Array, bits: int, count: int) -> Array:
 def _fp4(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
     if encoding.below:
         return _fp4_below(encoding, first, last, read)
-    return _fp4_turned(encoding, first, last, read, arithmetic, strips)
+    return _fp4_transposed(encoding, first, last, read, arithmetic, strips)
 
 
 def _fp4_below(encoding: Fp4, first: int, last: int, read: Read) -> F32:
-    """Return rows of which two are in a row of bytes, and several have one row of scales."""
+    """Return rows that lie two to a row of bytes, and share a row of scales in groups."""
     width, group = encoding.spec.shape[-1], encoding.group
     raw = bytes_of(encoding.codes, width, first // 2, -(-last // 2), read)
     scales = fp4_scales(encoding, width, first // group, -(-last // group), read)
@@ -210,8 +210,8 @@ def _fp4_below(encoding: Fp4, first: int, last: int, read: Read) -> F32:
     return np.asarray(values[: last - first] * spread[: last - first])
 
 
-def _fp4_turned(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
-    """Return rows of matrices that lie turned on disk."""
+def _fp4_transposed(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
+    """Return rows of matrices that are stored transposed."""
     inside, outputs = encoding.spec.shape[-2:]
     made = []
     while first < last:
@@ -281,7 +281,7 @@ def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read, strips
 
 
 def _parts(words: Array, bits: int, columns: slice, order: Sequence[int]) -> Array:
-    """Return these columns of what words hold, each word's parts in this order; the first word has the first column."""
+    """Return these columns of the unpacked words, each word's parts in this order; the first word has column 0."""
     each = len(order)
     shifts = np.empty(each, np.uint32)
     shifts[list(order)] = np.arange(0, 32, bits)

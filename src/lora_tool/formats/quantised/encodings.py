@@ -20,7 +20,7 @@ class _Stored(Struct, frozen=True, kw_only=True):
     spec: TensorSpec
     codes: StoredTensor
     label: str
-    """What the format is called."""
+    """The format's name."""
     record: StoredTensor | None = None
     """The tensor that says shape or order of the codes, or zero points that are all 0, where one does."""
 
@@ -101,7 +101,7 @@ class Fp4(_Stored, frozen=True, kw_only=True):
     """Floats of four bits (E2M1), the first of two in the low half of a byte, with a scale for each `group` of a row.
 
     Scales are E4M3 (NVFP4) or powers of two (MX); with `overall` each is first multiplied with it, or divided by it, in
-    float32. `transposed` where the matrices in memory are those on disk turned: GPT-OSS's experts. `below` where the two
+    float32. `transposed` where the file stores the matrices transposed: GPT-OSS's experts. `below` where the two
     values of a byte, and those with one scale, lie below each other: modelopt's stacks of experts.
     """
 
@@ -132,7 +132,7 @@ class ColumnIntegers(_Stored, frozen=True, kw_only=True):
 
 
 class Means(Struct):
-    """The mean of a weight's scales, once it was asked for. It follows from the weight, so any two are equal."""
+    """The mean of a weight's scales, computed on first use. It follows from the weight, so any two compare equal."""
 
     decoded: float | None = None
     """As it was worked out for those who write."""
@@ -147,7 +147,7 @@ class Means(Struct):
 
 
 class RoundedAs(_Stored, frozen=True, kw_only=True):
-    """A plain weight, `codes`, as bitsandbytes rounds it to four bits and back: what QLoRA trained on.
+    """A plain weight, `codes`, as bitsandbytes rounds it to four bits and back: QLoRA trained on these values.
 
     Each block of 64 values, over the flattened matrix, is divided by its largest and takes the nearest of 16 `levels`.
     With `nested` the largest values are rounded to eight bits themselves, less their mean over the whole weight.
@@ -255,7 +255,7 @@ def encoding_of(tensor: StoredTensor) -> Encoding | None:
 def rows_within(tensor: StoredTensor, first: int, last: int) -> tuple[Encoding, int, int] | None:
     """Return the encoding that rows `first` to `last` of a matrix are decoded from, and which of its rows they are.
 
-    None where they are not quantised, or not rows of one encoding alone.
+    None where they are not quantised, or not all rows of one encoding.
     """
     if len(tensor.shape) != 2 or encoding_of(tensor) is None:  # noqa: PLR2004 - a matrix
         return None

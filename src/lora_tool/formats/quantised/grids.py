@@ -33,7 +33,7 @@ class Grid(Struct, frozen=True, kw_only=True):
 
     @property
     def across(self) -> int:
-        """Tiles beside each other, which is how many scales a row of scales has."""
+        """Tiles across the matrix, which is the number of scales in a row of scales."""
         return -(-self.width // self.tile[1])
 
     @property
@@ -110,7 +110,7 @@ def grid_of(encoding: Requantisable) -> Grid:
 
 
 def type_of_codes(encoding: Requantisable) -> DType:
-    """Return the type of codes by themselves, whatever they are packed in."""
+    """Return the type of the unpacked codes."""
     return DType.I8 if isinstance(encoding, PackedIntegers) else encoding.codes.dtype
 
 

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are quantised weights: told by their types and by the scales beside them.
+"""Which tensors of a checkpoint are quantised weights: recognised by their dtypes and their scales.
 
-Configs say how large a tile is; what is quantised is said by the files, for lists of modules name those on disk in one
-repository and those in memory in another, and some layers are known to no class.
+Configs only give the size of a tile. Their lists of quantised modules are not used: some repositories list the names
+on disk, others those in memory, and some layers belong to no class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CALIBRATED = (
     "_act_quant_zero_point",
     "_act_per_tensor_scale",
 )
-"""Ends of the names of what was measured on the quantised model, for inputs and caches: no part of a weight. A stack of
+"""Ends of the names of scales measured on the quantised model, for inputs and caches: not part of a weight. A stack of
 experts is a parameter, and its scales are named after it."""
 _PARTS = (
     ".absmax",
@@ -76,13 +76,13 @@ _PARTS = (
     "._weight_scale",
     "._weight_zero_point",
 )
-"""Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
-_BESIDE = {
+"""Ends of the names of a quantised weight's parts, which are useless without each other."""
+_EXTRAS = {
     "pre_quant_scale": "scales its layer's input: lora-tool does not read modelopt's AWQ",
     "_act_pre_scale": "scales its layer's input, which lora-tool does not read",
     ".bitmask": "is the mask of a sparse weight, which lora-tool does not read",
 }
-"""Ends of the names of what a weight has beside codes and scales, and why it is not read."""
+"""Ends of the names of extra tensors, with neither codes nor scales, and why their weight is not read."""
 _SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks", f"._weight{CODES}")
 """Those of them that nothing else is called."""
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -90,12 +90,12 @@ _NARROW = frozenset(dtype for dtype in DType if dtype.value[:3] in ("F8_", "F6_"
 
 
 class QuantisedWeights(Struct, frozen=True, kw_only=True):
-    """The quantised weights of a checkpoint, and what lies beside them."""
+    """The quantised weights of a checkpoint, and the calibrated scales."""
 
     weights: Mapping[str, Encoding]
     """Name of the matrix → its encoding, in the order of the file."""
     calibrated: tuple[str, ...]
-    """Tensors that belong to the quantised model alone, and to no weight: scales of inputs and of caches."""
+    """Tensors that only the quantised model has, and that belong to no weight: scales of inputs and of caches."""
 
 
 def read_quantised(
@@ -128,11 +128,11 @@ def read_quantised(
 
 
 def _require_whole(tensors: TensorTable, table: Mapping[str, Any]) -> None:
-    """Raise `LayoutError` where codes and scales are not all of a weight: layers change what they read, or leave zeros out."""
-    beside = next((each for name, each in tensors.items() if name.endswith(tuple(_BESIDE))), None)
-    if beside is not None:
-        why = next(why for end, why in _BESIDE.items() if beside.name.endswith(end))
-        raise LayoutError(beside, why, is_fault=False)
+    """Raise `LayoutError` where codes and scales do not suffice: inputs are transformed, or weights sparse."""
+    extra = next((each for name, each in tensors.items() if name.endswith(tuple(_EXTRAS))), None)
+    if extra is not None:
+        why = next(why for end, why in _EXTRAS.items() if extra.name.endswith(end))
+        raise LayoutError(extra, why, is_fault=False)
     otherwise = not_read(table)
     transforms = table.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
@@ -152,7 +152,7 @@ def measured_for(name: str) -> str:
 
 
 def is_of_cache(name: str) -> bool:
-    """Return whether a tensor scales what attention keeps of keys and values, by its name: weights have no part in it."""
+    """Return whether a tensor scales attention's cache of keys and values, by its name: it belongs to no weight."""
     return name.endswith(_OF_CACHES)
 
 
@@ -172,7 +172,7 @@ def _is_narrow(tensor: StoredTensor) -> bool:
 
 
 class _Layouts(Parts):
-    """The tensors of a checkpoint, asked for the quantised weights among them."""
+    """Finds the quantised weights among the tensors of a checkpoint."""
 
     def __init__(self, tensors: TensorTable, table: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         super().__init__(tensors)
@@ -190,7 +190,7 @@ class _Layouts(Parts):
                 yield how(name, tensor)
 
     def _how(self, name: str, tensor: StoredTensor) -> _Layout | None:
-        """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
+        """Return the reader of the quantised weight that the tensor shows; None for a tensor that shows none."""
         if STATE in name:
             return partial(four_bits, self)
         if name.endswith(CODES) and weight_of(name) is not None:
@@ -204,7 +204,7 @@ class _Layouts(Parts):
         return self._by_end(name, tensor)
 
     def _by_end(self, name: str, tensor: StoredTensor) -> _Layout | None:
-        """Return what reads the weight of which the tensor is the sign by the end of its name."""
+        """Return the reader of the quantised weight that the end of the tensor's name shows."""
         if tensor.dtype is DType.U8 and name.endswith("_blocks"):
             return self._gpt_oss
         if tensor.dtype is DType.U8 and name.endswith(".weight") and f"{name}_scale" in self.tensors:
@@ -231,7 +231,7 @@ class _Layouts(Parts):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
         if math.prod(scales.shape) == 1 < math.prod(codes.shape[:-2]):
             scales = _one_for_each(scales, math.prod(codes.shape[:-2]))
-        form = codes.shape, scales.shape, scales.dtype  # of which a model with many thousand weights has a dozen
+        form = codes.shape, scales.shape, scales.dtype  # cached: many thousand weights have a dozen of these
         if form not in self._known_tiles:
             self._known_tiles[form] = self._tile(codes, scales)
         tile = self._known_tiles[form]
@@ -268,7 +268,9 @@ class _Layouts(Parts):
         }
         if math.prod(lead) == 1:
             others |= {(): (rows, columns), (1,): (rows, columns)}
-        if lead and self._table.get("quant_method") == "fbgemm_fp8":  # stacks lie turned, with a scale for each output
+        if (
+            lead and self._table.get("quant_method") == "fbgemm_fp8"
+        ):  # stacks are stored transposed, with a scale per output
             others[(*lead, columns, 1)] = (rows, 1)
         grid = scales.shape[::2] if scales.shape[1::2] == (1, 1) else scales.shape  # [down, 1, across, 1], modelopt's
         found = grids.get(grid) or others.get(grid)
@@ -297,7 +299,7 @@ class _Layouts(Parts):
         return self._fp4(name, codes, f"{name}_scale", (DType.F8_E4M3,), DType.F32, overall, divides=False)
 
     def _fp4_of_stack(self, name: str, codes: StoredTensor) -> Encoding:
-        """Return a stack of matrices [in, out] as modelopt stores it: quantised along its inputs, as in a turned matrix."""
+        """Return a stack of matrices [in, out] as modelopt stores it: quantised along the inputs, here the rows."""
         scales = self.needed(f"{name}_weight_scale", codes, (DType.F8_E4M3,))
         overall = self.needed(f"{name}_weight_scale_2", codes, (DType.F32,), 1)
         lead, shape = codes.shape[:-2], codes.shape[-2:]

@@ -1,4 +1,4 @@
-"""What a quantised model is called, by its config and its name, and which 16-bit model it was made from."""
+"""The quantisation method of a model, by its config and name, and the 16-bit model that it was made from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = (
 )
 """The parts of a name that mean quantised weights, as those who publish them write it."""
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
-"""Parts that stand beside those, and say nothing alone."""
+"""Parts that only occur next to those, and mean nothing on their own."""
 READ_METHODS = AUTO_ROUND | frozenset(
     {
         None,
@@ -35,7 +35,7 @@ READ_METHODS = AUTO_ROUND | frozenset(
         "torchao",
     }
 )
-"""What `quant_method` may say of a model whose weights are decoded; None where the files alone say it."""
+"""Values of `quant_method` whose weights are decoded; None where only the files show it."""
 # patterns as text: hardly a command needs them, and compiling takes a while
 _END = rf"(?i:(?:[-_.](?:{_BITS}|{_BESIDE}))+\Z)"
 _SAYS = rf"(?i:[-_.](?:{_BITS})(?=[-_.]|\Z))"
@@ -81,8 +81,8 @@ def require_read(config: ModelConfig, hub_id: str | None) -> None:
 def give_full_precision(hub_id: str | None, config: ModelConfig | None, folder: Path) -> str:
     """Return the hint for who gave a quantised base: the 16-bit model that it was made from.
 
-    It is told by the name on the Hub, by the config's `_name_or_path` and by the card in `folder`; where these say
-    several, all are named.
+    Sources are the name on the Hub, the config's `_name_or_path` and the card in `folder`; where they differ, all
+    names are returned.
     """
     found = [full_precision_name(hub_id or ""), _recorded(config), _of_card(folder)]
     named = list(dict.fromkeys(name for name in found if name and name != hub_id)) or ["MODEL"]
@@ -107,7 +107,7 @@ def _of_card(folder: Path) -> str | None:
     return (full_precision_name(found["id"]) or found["id"]) if found else None
 
 
-# What a config says of how weights are quantised: the sizes of tiles and codes, and the parts that every weight has.
+# How weights are quantised, by the config: the sizes of tiles and codes, and the parts that every weight has.
 
 
 _BYTE = 8
@@ -156,7 +156,7 @@ def least_bits(table: Mapping[str, Any]) -> int:
 
 
 def always(table: Mapping[str, Any]) -> frozenset[str]:
-    """Return ends of names of what every weight of integers has, as the config says: without it, it is another weight."""
+    """Return the name ends of the parts that every integer weight has by the config: one without them is faulty."""
     weights = [each for each in _schemes(table) if each.get("type") == "int"]
     found = {
         "_zero_point": all(each.get("symmetric") is False for each in weights),

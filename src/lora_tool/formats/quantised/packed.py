@@ -15,7 +15,7 @@ def packed(
     parts: Parts, known_bits: Collection[int], always: Collection[str], name: str, codes: StoredTensor
 ) -> Encoding:
     """Return the weight whose codes are the tensor `name`; `known_bits` are the widths of codes that the config names,
-    `always` ends of names of what it says that every weight has.
+    `always` the name ends of the parts that every weight has by the config.
 
     Raises `LayoutError`, OSError.
     """

@@ -1,4 +1,4 @@
-"""What the readers of layouts share: finding the parts of a weight, and naming what is wrong with them."""
+"""Shared by the readers of layouts: finding the parts of a weight, and naming their faults."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Rounding:
     def _codes_about(
         self, encoding: Requantisable, values: F32, factors: F32, zeros: F32, at: tuple[int, int], out: Array
     ) -> None:
-        """Do what `_codes` does where codes have zero points."""
+        """Do the same as `_codes` for codes with zero points."""
         grid, (least, most) = grid_of(encoding), limits(encoding)
         for rows, own in _strips(grid, at[0], len(values), at[1]):
             part = values[rows]
@@ -149,7 +149,7 @@ def _raised(encoding: Requantisable, stored: Array, low: F32, high: F32) -> Arra
     room = np.abs(_of_codes(encoding, stored))
     needed = np.maximum(high / most, low / least)
     if isinstance(encoding, BnbInt8):
-        needed = np.maximum(high, -low)  # `SCB` is what the largest code stands for
+        needed = np.maximum(high, -low)  # `SCB` is the value of the largest code
     too_far = (high > most * room) | (low < least * room)
     return np.asarray(np.where(too_far, _as_scale(needed, scales_of(encoding).dtype), stored))
 
@@ -179,7 +179,7 @@ def codes_of_rows(encoding: Requantisable, first: int, last: int, read: Read) ->
 
 
 def numbers_of(encoding: Requantisable, coded: Array, scales: Scales, first: int, above: int) -> F32:
-    """Return what codes stand for, rows from `first`, with these scales, rows from `above`."""
+    """Return the values of codes, rows from `first`, with these scales, rows from `above`."""
     grid, factors = grid_of(encoding), _of_codes(encoding, scales.stored)
     values = coded.astype(np.float32)
     for rows, own in grid.parts(first, first + len(values), above):
@@ -190,7 +190,7 @@ def numbers_of(encoding: Requantisable, coded: Array, scales: Scales, first: int
 
 
 def _of_codes(encoding: Requantisable, stored: Array) -> F32:
-    """Return what a code is multiplied with, of stored scales."""
+    """Return the factors of codes, from stored scales."""
     scales = wide(stored, scales_of(encoding).dtype)
     return np.asarray(scales * INT8_STEP if isinstance(encoding, BnbInt8) else scales)
 
@@ -201,7 +201,7 @@ def _spread(grid: Grid, scales: Array) -> Array:
 
 
 def _strips(grid: Grid, first: int, count: int, scales: int) -> Iterator[tuple[slice, slice]]:
-    """Yield what `Grid.parts` does, a few rows at a time."""
+    """Yield the same as `Grid.parts`, a few rows at a time, so that they stay in the processor's cache."""
     step = max(1, _CACHED // grid.width)
     for rows, own in grid.parts(first, first + count, scales):
         for at in range(rows.start, rows.stop, step):

@@ -1,4 +1,4 @@
-"""Weights rounded to four bits and back, in numpy, a few rows at a time: bit for bit what bitsandbytes 0.50 computes.
+"""Weights rounded to four bits and back, in numpy, a few rows at a time: bit for bit as bitsandbytes 0.50.
 
 `quantize_4bit`, with `quantize_blockwise` for nested scales, and `dequantize_4bit` of the two. The mean of the scales
 is summed in float64; torch adds it in float32 in an order of its own, which in all that was compared rounds to the
@@ -128,7 +128,7 @@ def _nested(scales: F32, mean: np.float32, levels: tuple[float, ...]) -> tuple[N
 
 @cache
 def _midpoints(levels: tuple[float, ...]) -> F32:
-    """Return what lies in the middle between neighbouring levels."""
+    """Return the midpoints of neighbouring levels."""
     values = np.array(levels, np.float32)
     return np.asarray((values[1:] + values[:-1]) / np.float32(2))
 

@@ -1,6 +1,6 @@
-"""Columns of matrices that lie on disk row by row: read for many rows of what they stand for at a time, and kept.
+"""Columns of matrices that lie on disk row by row: read for many rows of the decoded weight at once, and kept.
 
-Some formats pack a weight along its inputs, or store it turned: a row of the weight is a column there. Whoever goes
+Some formats pack a weight along its inputs, or store it transposed: a row of the weight is a column there. Whoever goes
 through such a weight row after row would read all of it for each block of rows.
 """
 
@@ -29,7 +29,7 @@ class Strips(threading.local):
     ) -> Bytes:
         """Return bytes `columns` of rows of `width` bytes; `ahead`, which they are among, is read and kept.
 
-        What keeps nothing reads no more than is asked for.
+        With `keeps` false only the requested columns are read.
         """
         if not self._keeps:
             return columns_of(tensor, width, rows, columns, read)

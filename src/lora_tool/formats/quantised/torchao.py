@@ -1,4 +1,4 @@
-"""The layout of torchao: the tensors that a weight is made of, and what they are, in the metadata of the files.
+"""The layout of torchao: the metadata of the files gives the parts and the class of each weight.
 
 `flatten_tensor_state_dict` (torchao 0.18) stores the parts of `M.weight` as `M._weight_qdata`, `M._weight_scale` and the
 like. Each safetensors file has the metadata of the whole model: name of a weight → its class and what its constructor
@@ -46,7 +46,7 @@ def torchao(parts: Parts, metadata: Mapping[str, str], name: str, codes: StoredT
 
 
 def metadata_of(metadata: Mapping[str, str], names: Collection[str], quantised: Collection[str]) -> dict[str, str]:
-    """Return the metadata of a model with these weights, of which the `quantised` are stored as `metadata` says."""
+    """Return the metadata of a model with these weights: entries of `metadata` for the `quantised`, plain ones else."""
     said = {name: metadata[name] if name in quantised else _PLAIN for name in names}
     return {**said, _NAMES: json.dumps(list(names)), "format": "pt"}
 
@@ -57,7 +57,7 @@ def is_told(encoding: Encoding) -> bool:
 
 
 def _said(metadata: Mapping[str, str], weight: str, codes: StoredTensor) -> tuple[str, Mapping[str, Any]]:
-    """Return a weight's class, and what its constructor takes."""
+    """Return a weight's class, and its constructor's arguments."""
     try:
         found = json.loads(metadata.get(weight, ""))
     except ValueError:
