@@ -83,13 +83,13 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     blank = argparse.Namespace(**dict.fromkeys((*names, "help"), _ABSENT))
     typed, rest = parser.parse_known_args(list(words), blank)
     parser.set_defaults_with_config(**file)
-    asked = {name: value for name, value in table.items() if name not in names}
+    extra = {name: value for name, value in table.items() if name not in names}
     return RunConfig(
         method=method,
         path=path,
         options=vars(parser.parse_known_args(list(words))[0]),
         given=frozenset({name for name, value in vars(typed).items() if value is not _ABSENT} | file.keys()),
-        launch=_launch(asked, rest, known),
+        launch=_launch(extra, rest, known),
         env={str(name): str(value) for name, value in env.items()},
         guard=guard,
     )
@@ -163,9 +163,9 @@ def _launch_flags() -> Mapping[str, bool]:
     return {name: flag for name, flag in flags.items() if name not in _NOT_LAUNCH} | {_PRESET: False}
 
 
-def _launch(asked: Mapping[str, Any], typed: Sequence[str], known: Collection[str]) -> list[str]:
+def _launch(extra: Mapping[str, Any], typed: Sequence[str], known: Collection[str]) -> list[str]:
     """Return accelerate's command line for what the file asks for and what was `typed`."""
-    words = [word for name, value in asked.items() for word in _launch_words(name, value)]
+    words = [word for name, value in extra.items() for word in _launch_words(name, value)]
     words += [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
     resolve = importlib.import_module("trl.cli.accelerate_config").resolve_accelerate_config_argument
     try:

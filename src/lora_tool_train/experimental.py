@@ -34,5 +34,5 @@ def run(method: Method, arguments: tuple[Any, ...]) -> None:
 
 
 if __name__ == "__main__":
-    asked = METHODS[sys.argv[1]]
-    run(asked, trl_parser(asked).parse_args_and_config(sys.argv[2:], fail_with_unknown_args=False))
+    method = METHODS[sys.argv[1]]
+    run(method, trl_parser(method).parse_args_and_config(sys.argv[2:], fail_with_unknown_args=False))

@@ -78,13 +78,13 @@ class Ended(Struct, frozen=True, kw_only=True):
         """Print the report, with `more` keys in it, where it is wanted as JSON; print the error; return the exit code."""
         error = self.error()
         if as_json:
-            told = {"error": str(error), "hint": error.hint} if error else {"error": None, "hint": None}
+            ending = {"error": str(error), "hint": error.hint} if error else {"error": None, "hint": None}
             table = {
                 **report_json(Report(findings=self.findings)),
                 "status": self.status,
                 "results": [str(item.path) for item in self.saved],
                 "facts": self.facts,
-                **told,
+                **ending,
                 **more,
             }
             click.echo(json.dumps(table, indent=2, default=str))

@@ -81,10 +81,10 @@ def _resumed(run: RunConfig, resume: str | None) -> ResumeChoice:
     """Return the checkpoint that the run resumes from: what was typed, else TRL's ``resume_from_checkpoint``."""
     from lora_tool_train.remains import ResumeChoice, last_valid, named
 
-    asked = resume or run.text("resume_from_checkpoint") or "false"
-    if asked.lower() == "false":
+    wanted = resume or run.text("resume_from_checkpoint") or "false"
+    if wanted.lower() == "false":
         return ResumeChoice()
-    choice = last_valid(run.output) if asked.lower() in ("auto", "true") else named(Path(asked))
+    choice = last_valid(run.output) if wanted.lower() in ("auto", "true") else named(Path(wanted))
     none = f"found no complete checkpoint in {run.output}: starting at step 0"
     click.echo(printable(f"resuming from {choice.path}" if choice.path else none), err=True)
     return choice

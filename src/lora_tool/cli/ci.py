@@ -104,7 +104,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     write_reports(files, lambda form: _rendered(outcome, report, form, job))
     set_github_output(output=outcome.output)
     if options["as_json"]:
-        from lora_tool.workflows.ci.render import outcome_json  # JSON's words, only where asked for
+        from lora_tool.workflows.ci.render import outcome_json  # JSON's words, only when requested
 
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:

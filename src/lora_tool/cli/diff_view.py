@@ -54,7 +54,7 @@ def _by_target(items: Iterable[Difference]) -> Table:
     for (target, change, note), members in sorted(groups.items(), key=lambda group: place(group[0][0])):
         layers = sorted({layer for item in members if (layer := split_layer(item.name)[0]) is not None})
         relatives = [item.relative for item in members if item.relative is not None]
-        turned = [item.turned for item in members if item.turned is not None]
+        distances = [item.turned for item in members if item.turned is not None]
         rows.append(
             (
                 names[target],
@@ -65,8 +65,8 @@ def _by_target(items: Iterable[Difference]) -> Table:
                 _median([item.second for item in members if item.second is not None]),
                 _median(relatives),
                 number(max(relatives, default=None)),
-                _cosine(max(turned, default=None)),
-                _cosine(statistics.median(turned) if turned else None),
+                _cosine(max(distances, default=None)),
+                _cosine(statistics.median(distances) if distances else None),
                 note,
             )
         )
@@ -81,11 +81,11 @@ _NOISE = 1e-14
 """What rounding in float64 leaves of 1 - cosine where the directions are the same."""
 
 
-def _cosine(turned: float | None) -> str:
-    """Return the cosine by how far it is `turned`; near 1 as its distance from it, which has digits that say something."""
-    if turned is None or not turned < _NEAR:
-        return number(None if turned is None else 1.0 - turned)
-    return f"1 - {turned:.1e}" if turned > _NOISE else "1"
+def _cosine(away: float | None) -> str:
+    """Return the cosine 1 - `away` as text: near 1 as its distance from 1, where three digits would all read 1.00."""
+    if away is None or not away < _NEAR:
+        return number(None if away is None else 1.0 - away)
+    return f"1 - {away:.1e}" if away > _NOISE else "1"
 
 
 def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:

@@ -115,7 +115,7 @@ class LazyGroup(click.Group):
         try:
             resolved = super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from lora_tool.core.choices import closest  # for mistakes alone
+            from lora_tool.core.choices import closest  # only for mistakes
 
             meant = closest(args[0], {**COMMANDS, **doors.entry_points(doors.COMMANDS)})
             if meant is None:
@@ -157,7 +157,7 @@ def _warn_of_variables(name: str, command: click.Command) -> None:
     known = {str(param.envvar) for param in command.params if isinstance(param, click.Option)}
     for variable in sorted(os.environ.keys() - known):
         if variable.startswith(f"{ENVIRONMENT}_{name}_".upper()):
-            from lora_tool.core.choices import closest  # for mistakes alone
+            from lora_tool.core.choices import closest  # only for mistakes
 
             meant = closest(variable, known, likeness=0.75)
             ask = f", did you mean {meant}?" if meant else ""
@@ -250,7 +250,7 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
         return LoraToolError(error.format_message(), hint=hint)
-    from lora_tool.core.choices import closest  # for mistakes alone
+    from lora_tool.core.choices import closest  # only for mistakes
 
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
     meant = closest(error.option_name, error.possibilities or (), likeness=0.75)

@@ -60,62 +60,62 @@ def _folded(value: object) -> str:
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
 
 
-def number_of_bytes(asked: object) -> int:
+def number_of_bytes(value: object) -> int:
     """Return a size such as ``5GB``, ``500MiB`` or 1000000 in bytes. Raises `WrongValue`."""
-    match = _SIZE.match(str(asked).strip())
+    match = _SIZE.match(str(value).strip())
     unit = (match["unit"] or "B").upper() if match else ""
     step = 1024 if "I" in unit else 1000
     nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0])) if match else 0
     if nbytes < 1:
-        raise WrongValue(f"size: expected a number of bytes such as 5GB or 500MiB, found {asked!r}")
+        raise WrongValue(f"size: expected a number of bytes such as 5GB or 500MiB, found {value!r}")
     return nbytes
 
 
-def positive(asked: object) -> int:
+def positive(value: object) -> int:
     """Return an int of at least 1. Raises `WrongValue` for everything else."""
-    if type(asked) is not int or asked < 1:
-        raise WrongValue(f"number: expected a whole number of at least 1, found {asked!r}")
-    return asked
+    if type(value) is not int or value < 1:
+        raise WrongValue(f"number: expected a whole number of at least 1, found {value!r}")
+    return value
 
 
-def count(asked: object) -> int:
+def count(value: object) -> int:
     """Return an int of at least 0. Raises `WrongValue` for everything else."""
-    if type(asked) is not int or asked < 0:
-        raise WrongValue(f"number: expected a whole number of at least 0, found {asked!r}")
-    return asked
+    if type(value) is not int or value < 0:
+        raise WrongValue(f"number: expected a whole number of at least 0, found {value!r}")
+    return value
 
 
-def fraction(asked: object) -> float:
+def fraction(value: object) -> float:
     """Return a number above 0 and up to 1. Raises `WrongValue` for everything else."""
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked <= 1:
-        raise WrongValue(f"number: expected a number above 0 and up to 1, found {asked!r}")
-    return float(asked)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise WrongValue(f"number: expected a number above 0 and up to 1, found {value!r}")
+    return float(value)
 
 
-def proportion(asked: object) -> float:
+def proportion(value: object) -> float:
     """Return a number from 0 to 1. Raises `WrongValue` for everything else."""
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked <= 1:
-        raise WrongValue(f"number: expected a number from 0 to 1, found {asked!r}")
-    return float(asked)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise WrongValue(f"number: expected a number from 0 to 1, found {value!r}")
+    return float(value)
 
 
-def above_zero(asked: object) -> float:
+def above_zero(value: object) -> float:
     """Return a finite number above 0. Raises `WrongValue` for everything else."""
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
-        raise WrongValue(f"number: expected a number above 0, found {asked!r}")
-    return float(asked)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise WrongValue(f"number: expected a number above 0, found {value!r}")
+    return float(value)
 
 
-def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
+def codes(value: str | Iterable[str]) -> tuple[str, ...]:
     """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
-    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
+    return tuple(code.strip() for code in (value.split(",") if isinstance(value, str) else value) if code.strip())
 
 
-def flag(asked: object) -> bool:
+def flag(value: object) -> bool:
     """Return True or False. Raises `WrongValue` for everything else: "no" would be true."""
-    if not isinstance(asked, bool):
-        raise WrongValue(f"flag: expected True or False, found {asked!r}")
-    return asked
+    if not isinstance(value, bool):
+        raise WrongValue(f"flag: expected True or False, found {value!r}")
+    return value
 
 
 # The end of a `match` that must know every case: mypy reports what may arrive here.

@@ -35,7 +35,7 @@ def one_arena() -> None:
     It keeps a place for each thread, and there megabytes that the thread has freed (mallopt(3), M_ARENA_MAX). For commands
     that promise to take little: it holds for everything in the process.
     """
-    import ctypes  # for these commands alone
+    import ctypes  # only for these commands
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

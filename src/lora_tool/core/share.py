@@ -29,9 +29,9 @@ class Share(Struct, frozen=True, kw_only=True):
         return tuple(items[self.number - 1 :: self.of])
 
 
-def share(asked: object) -> Share:
+def share(text: object) -> Share:
     """Return the share that "3/8" names. Raises `WrongValue`."""
-    match = _SPELLED.match(str(asked))
+    match = _SPELLED.match(str(text))
     if match is None or not 1 <= int(match["number"]) <= int(match["of"]):
-        raise WrongValue(f"part: expected I/N such as 3/8, with I from 1 to N, found {asked!r}")
+        raise WrongValue(f"part: expected I/N such as 3/8, with I from 1 to N, found {text!r}")
     return Share(number=int(match["number"]), of=int(match["of"]))

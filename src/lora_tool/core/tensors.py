@@ -60,7 +60,7 @@ class DType(TextEnum):
 
     def __init__(self, name: str) -> None:
         number = re.search(r"\d+", name)
-        self.bits = int(number[0]) if number else 8  # BOOL alone does not say it
+        self.bits = int(number[0]) if number else 8  # the name BOOL has no number
         self.is_float = name in ("F16", "BF16", "F32", "F64")
 
 
@@ -68,15 +68,15 @@ FLOAT_NAMES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32
 """The float types and their names in torch and in a transformers config."""
 
 
-def float_type(asked: object) -> DType:
+def float_type(value: object) -> DType:
     """Return the float type for a `DType`, a type of torch, or a name such as "bfloat16", "bf16", "fp16".
 
     Raises `WrongValue` for everything else.
     """
-    word = str(asked).lower().removeprefix("torch.").replace("float", "f").replace("fp", "f")
+    word = str(value).lower().removeprefix("torch.").replace("float", "f").replace("fp", "f")
     found = next((dtype for dtype in FLOAT_NAMES if dtype.value.lower() == word), None)
     if found is None:
-        raise wrong_value("dtype", asked, FLOAT_NAMES.values())
+        raise wrong_value("dtype", value, FLOAT_NAMES.values())
     return found
 
 

@@ -1,1 +1,1 @@
-"""The only code that computes and writes weights: it turns a plan into a folder."""
+"""The only code that computes and writes weights: it carries out a plan, into a folder."""

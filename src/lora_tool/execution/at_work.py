@@ -23,15 +23,15 @@ from lora_tool.execution.journal import SIGN, Journal
 _BEAT_S = 10.0
 _LOOK_S = 1.0
 _LOOKS = 30
-"""Looks at a sign, a second apart: three beats."""
+"""Times that a sign is read, a second apart: long enough for three beats."""
 
 
 @contextlib.contextmanager
 def at_work(journal: Journal, who: str, *, alone: bool) -> Iterator[None]:
     """Leave a sign of life in the journal inside, again and again, in the name of `who`.
 
-    Raises `OutputExists` where somebody is at work already who may not be: for one that works `alone` that is anybody,
-    for another one that works alone. It waits up to half a minute to see whether somebody on another machine is.
+    Raises `OutputExists` where another process is at work on the folder, unless both allow others (`alone` False): parts
+    of one plan may be written together. It waits up to half a minute for a sign from another machine.
     """
     journal.make()
     sign = journal.path / f"{uuid.uuid4().hex}{SIGN}"
@@ -43,7 +43,7 @@ def at_work(journal: Journal, who: str, *, alone: bool) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.utime(sign)  # and no new one, in a folder that somebody else has finished
 
-    journal.note(sign.name, said)  # before others are looked for: of two that begin at once, none misses the other
+    journal.note(sign.name, said)  # before searching for others: of two that begin at once, each sees the other
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
@@ -72,10 +72,10 @@ def _require_ended(journal: Journal, signs: list[str]) -> None:
     if watched:
         who = journal.noted(next(iter(watched))).get("who")
         told(f"waiting up to {_LOOKS * _LOOK_S:.0f} s to see whether {who} is still at work: {journal.folder}")
-    looks = _LOOKS
-    while watched and looks:
+    left = _LOOKS
+    while watched and left:
         time.sleep(_LOOK_S)
-        looks -= 1
+        left -= 1
         for sign, before in list(watched.items()):
             beat = _last_beat(journal.path / sign)
             if beat is None:
@@ -104,7 +104,7 @@ def _last_beat(sign: Path) -> int | None:
 
 
 def _processes() -> str:
-    """Return what is the same for processes that see each other under their numbers: of one machine and container."""
+    """Return the machine's boot id and the PID namespace: process ids can be compared only where both are equal."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,6 +1,6 @@
 """Writing files of a folder that others write to as well: each file is made aside, and renamed when it is on the disk.
 
-What is done is recorded in the folder's journal. So a file may be written twice, or by two machines at the same time:
+Finished files are recorded in the folder's journal. A file may be written twice, or by two machines at the same time:
 both make the same bytes, and the later rename replaces the earlier file.
 """
 
@@ -95,7 +95,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The file that is written or looked at."""
+        """The file that is written or checked."""
         return self.work.shards[0].filename if self.work.shards else self.work.checks[0].name
 
     @property
@@ -104,7 +104,7 @@ class Part(Struct, frozen=True, kw_only=True):
         return sum(shard.data_bytes for shard in self.work.shards) + sum(check.nbytes for check in self.work.checks)
 
     def run(self, progress: Progress) -> tuple[Mapping[str, DeltaRetention], Sequence[Finding]]:
-        """Write the file, or look; return what rounding left of each change in it, and what was found."""
+        """Write or check the file; return how much of each change survived rounding, and the findings."""
         retained: dict[str, DeltaRetention] = {}
         done = AttemptEngine(jobs=self.jobs).run(
             self.work, finished=lambda _, found: retained.update(found), progress=progress
@@ -186,8 +186,8 @@ def shards_of(plan: Plan, share: Share) -> tuple[Shard, ...]:
 
 def bytes_of(plan: Plan, share: Share) -> int:
     """Return how many bytes the share reports to its progress."""
-    looks = share.among(plan.values.parts) if plan.values else ()
-    return sum(shard.data_bytes for shard in shards_of(plan, share)) + sum(look.nbytes for look in looks)
+    checks = share.among(plan.values.parts) if plan.values else ()
+    return sum(shard.data_bytes for shard in shards_of(plan, share)) + sum(check.nbytes for check in checks)
 
 
 def execute_share(
@@ -202,7 +202,7 @@ def execute_share(
     """Write the files of one `share` of the `plan` into the unfinished folder of `out`; return its state.
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
-    and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
+    and again: finished files are kept. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
     and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` and
     `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
     """
@@ -223,9 +223,9 @@ def execute_share(
             missing = tuple(shard for shard in shards if shard.filename not in finished)
             check_space(target, sum(shard.data_bytes for shard in missing))
             advance(sum(shard.data_bytes for shard in shards if shard.filename in finished))
-            looks = share.among(recorded_looks(plan, journal))
+            checks = share.among(recorded_looks(plan, journal))
             unhashed = replace(plan, hashed=())  # the manifest is written by the run that finishes the folder
-            work = Work(plan=unhashed, folder=folder, digest=journal.digest, shards=missing, checks=looks)
+            work = Work(plan=unhashed, folder=folder, digest=journal.digest, shards=missing, checks=checks)
             done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=advance)
             refuse_errors(done.findings, plan.values.ignored if plan.values else ())
             sources.check_unchanged()

@@ -72,7 +72,7 @@ def execute(
     default a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole.
     `progress` is called with the number of weight bytes written. `resume` reuses the files that a killed run of the
     same plan had finished, and keeps its own after a failure. `plan.values`, the check of the inputs' values, runs
-    beside the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
+    during the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
     by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
     `check` raises.
     """

@@ -1,4 +1,4 @@
-"""Change an existing file: write the new one beside it, keep the old one under another name, and rename."""
+"""Change an existing file: write the new one next to it, keep the old one under another name, and rename."""
 
 from __future__ import annotations
 

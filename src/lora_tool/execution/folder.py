@@ -1,7 +1,7 @@
 """A folder that appears under its name only when it is complete.
 
-Everything is written into a hidden sibling and renamed last. A lock on the sibling tells a run in progress from one
-that was killed; what a killed run left is removed by the next run to the same output.
+Everything is written into a hidden sibling and renamed last. A lock on the sibling distinguishes a run in progress
+from one that was killed; the next run to the same output removes a killed run's files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _same_folder(one: Path, other: Path) -> bool:
     """Return whether both are one folder, whatever it is called: names may differ in case, and mounts be bound."""
     try:
         return other.is_dir() and one.samefile(other)
-    except OSError:  # it is not there, or may not be looked at
+    except OSError:  # missing, or without permission
         return False
 
 
@@ -87,7 +87,7 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Yield an empty hidden folder beside `out`; on success rename it to `out`, on any failure remove it.
+    """Yield an empty hidden folder next to `out`; on success rename it to `out`, on any failure remove it.
 
     With `overwrite` an existing `out` is replaced, after success only. With `resume` the folder of an earlier run is
     yielded as it was left, and stays after a failure. Raises `OutputExists` where another run is
@@ -124,7 +124,7 @@ def shared_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staging_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder beside `out` for what another program writes; it is removed in any case.
+    """Yield an empty hidden folder next to `out` for another program to write to; it is always removed.
 
     Raises as `new_folder`.
     """

@@ -30,29 +30,29 @@ def available_bytes() -> int | None:
             int((CONTROL_GROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current")
         )
         stat = (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-        # what is kept of files counts as taken, and is given back when it is needed
+        # the page cache counts as used, but the kernel frees it when memory is needed
         files = sum(int(line.split()[1]) for line in stat if line.startswith(("active_file ", "inactive_file ")))
         found.append(limit - taken + files)
     return min(found, default=None)
 
 
-def require_memory(asked: InMemory) -> None:
+def require_memory(request: InMemory) -> None:
     """Return if the machine has the memory that the merge takes, or does not report it. Raises `ExecutionError`."""
     available = available_bytes()
-    if available is not None and available < asked.needed_bytes:
+    if available is not None and available < request.needed_bytes:
         raise ExecutionError(
-            f"merging in memory takes about {size(asked.needed_bytes)}, this machine has {size(available)} free",
+            f"merging in memory takes about {size(request.needed_bytes)}, this machine has {size(available)} free",
             hint="merge it on a machine with more memory, or serve the adapter unmerged",
         )
 
 
-def merge_with_peft(asked: InMemory, folder: Path) -> None:
+def merge_with_peft(request: InMemory, folder: Path) -> None:
     """Write the merged model's config and weights into `folder`, as PEFT's defaults give them.
 
     Raises `UnsupportedAdapter` where PEFT cannot merge it, or would leave out a tensor of an adapter;
     `MissingDependency` without PEFT.
     """
-    for file in asked.base.weights.files:
+    for file in request.base.weights.files:
         if file.path.suffix == TORCH_SUFFIX:
             raise UnsupportedAdapter(
                 f"{file.path}: a merge in memory would load it as a pickle, which can run code",
@@ -65,33 +65,36 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
             raise MissingDependency(package, extra="merge") from error
     with quiet():
         try:
-            with tempfile.TemporaryDirectory(dir=folder) as beside:
-                merged = _merged(asked, Path(beside))
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                merged = _merged(request, Path(scratch))
             merged.save_pretrained(folder)
         except UnsupportedAdapter:
             raise
         # PEFT and transformers raise whatever they like
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            names = ", ".join(str(adapter.root) for adapter in asked.adapters)
+            names = ", ".join(str(adapter.root) for adapter in request.adapters)
             raise UnsupportedAdapter(f"{names}: PEFT cannot merge it: {first}") from error
 
 
-def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transformers model
+def _merged(request: InMemory, scratch: Path) -> Any:  # noqa: ANN401 - a transformers model
     import transformers
     from peft import PeftModel  # heavy, and only here
 
-    choices: dict[str, Any] = {"dtype": FLOAT_NAMES[asked.dtype] if asked.dtype else "auto", "local_files_only": True}
-    if asked.num_labels is not None:
-        choices["num_labels"] = asked.num_labels
+    choices: dict[str, Any] = {
+        "dtype": FLOAT_NAMES[request.dtype] if request.dtype else "auto",
+        "local_files_only": True,
+    }
+    if request.num_labels is not None:
+        choices["num_labels"] = request.num_labels
     # the class by its name where it is known: an auto class may take another one
-    model = getattr(transformers, asked.class_name or "").from_pretrained(asked.base.root, **choices)
-    names = ["default", *(f"adapter{number}" for number in range(2, len(asked.adapters) + 1))]
-    folders = [_as_peft_saves(adapter, beside / name) for name, adapter in zip(names, asked.adapters, strict=True)]
+    model = getattr(transformers, request.class_name or "").from_pretrained(request.base.root, **choices)
+    names = ["default", *(f"adapter{number}" for number in range(2, len(request.adapters) + 1))]
+    folders = [_as_peft_saves(adapter, scratch / name) for name, adapter in zip(names, request.adapters, strict=True)]
     adapted = PeftModel.from_pretrained(model, folders[0])
     for name, folder in zip(names[1:], folders[1:], strict=True):
         adapted.load_adapter(folder, adapter_name=name)
-    for name, adapter in zip(names, asked.adapters, strict=True):
+    for name, adapter in zip(names, request.adapters, strict=True):
         _require_all_loaded(adapted, adapter, name)
     return adapted.merge_and_unload(adapter_names=names)
 

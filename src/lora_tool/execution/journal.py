@@ -114,18 +114,18 @@ class Journal:
         return found if isinstance(found, str) else None
 
     def finished(self, shards: Iterable[Shard]) -> dict[str, Any]:
-        """Return the names of those files of this plan that are finished, with what was noted of each."""
+        """Return the names of those files of this plan that are finished, with the notes on each."""
         return {shard.filename: found["notes"] for shard in shards if (found := self.record(shard)) is not None}
 
     def looked(self, number: int) -> tuple[Finding, ...] | None:
-        """Return what this part of the check of values found, None where it was not taken."""
+        """Return the findings of this part of the check of values, None where it has not run."""
         found = self.noted(_LOOK.format(number))
         if found.get("plan") != self.digest:
             return None
         return tuple(Finding(**{**each, "severity": Severity(each["severity"])}) for each in found["findings"])
 
     def add_look(self, number: int, findings: Iterable[Finding]) -> None:
-        """Record what a part of the check of values found."""
+        """Record the findings of a part of the check of values."""
         self.note(_LOOK.format(number), {"plan": self.digest, "findings": [asdict(each) for each in findings]})
 
     def record(self, shard: Shard) -> Mapping[str, Any] | None:
@@ -135,11 +135,11 @@ class Journal:
         return found if ours and found.get("state") == _state(self.folder / shard.filename, shard) else None
 
     def has_record(self, shard: Shard) -> bool:
-        """Return whether the shard was finished from this plan; whether its file is still as it was, `record` looks."""
+        """Return whether the shard was finished from this plan. Only `record` checks that its file is unchanged."""
         return self.noted(f"{shard.filename}{_RECORD}").get("plan") == self.digest
 
     def keep_only(self, finished: Iterable[str]) -> None:
-        """Remove everything from the folder but these files, their records, what was seen of the inputs, and who is at work."""
+        """Remove all from the folder but these files, their records, findings on the inputs, and signs of processes at work."""
         files = set(finished)
         noted = (path.name for names in (_LOOK.format("*"), f"*{SIGN}") for path in self.path.glob(names))
         kept = {NAME, _MARK, *noted, *files, *(f"{name}{_RECORD}" for name in files)}
@@ -160,7 +160,7 @@ class Journal:
         partial.replace(self.path / name)
 
     def noted(self, name: str) -> Mapping[str, Any]:
-        """Return what the file `name` of the journal holds: nothing where it is not there, or not whole."""
+        """Return the content of the journal's file `name`: empty where it is missing or incomplete."""
         found = _json_in(self.path / name)
         return found if isinstance(found, dict) else {}
 
@@ -170,12 +170,12 @@ class Journal:
 
 
 def retained_in(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
-    """Return what a record holds of a file: what rounding left of each change in it."""
+    """Return from the notes how much of each change survived rounding, by tensor."""
     return {name: DeltaRetention(**each) for name, each in notes.items()}
 
 
 def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
-    """Return what the file holds, None where it is not there or not whole."""
+    """Return the file's JSON, None where it is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -183,7 +183,7 @@ def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
 
 
 def _state(path: Path, shard: Shard) -> list[Any] | None:
-    """Return what a file looks like; None where it is not there or has another header."""
+    """Return the file's stat values; None where it is missing or has another header."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -222,7 +222,7 @@ class RecordedLook(Struct, frozen=True, kw_only=True):
         return self.look.nbytes
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Return what the look finds, or has found before."""
+        """Return the findings of this part: recorded ones, or by running it."""
         journal = Journal(self.folder, self.digest)
         found = journal.looked(self.number)
         if found is not None:
@@ -234,9 +234,9 @@ class RecordedLook(Struct, frozen=True, kw_only=True):
 
 
 def recorded_looks(plan: Plan, journal: Journal) -> tuple[RecordedLook, ...]:
-    """Return the parts of the check of the plan's values, each of which is taken once for the journal's folder."""
-    looks = plan.values.parts if plan.values else ()
+    """Return the parts of the check of the plan's values, each of which runs once for the journal's folder."""
+    parts = plan.values.parts if plan.values else ()
     return tuple(
         RecordedLook(look=look, number=number, folder=journal.folder, digest=journal.digest)
-        for number, look in enumerate(looks)
+        for number, look in enumerate(parts)
     )

@@ -45,7 +45,7 @@ def bytes_of(array: AnyArray) -> memoryview:
 def round_to(values: AnyArray, dtype: DType, out: AnyArray) -> AnyArray:
     """Write `values`, float32 or float64, into `out` as elements of `dtype`: rounded once, to nearest, ties to even.
 
-    NaN stays NaN. A finite value beyond the range becomes infinite, as IEEE 754 says; `overflows` tells. `out` is of
+    NaN stays NaN. A finite value beyond the range becomes infinite, as in IEEE 754; see `overflows`. `out` is of
     the storage type of `dtype`, and is returned.
     """
     # float64 would go to bfloat16 by way of float32, which rounds twice
@@ -89,7 +89,7 @@ def exact_product(b: Slices, a: Slices) -> F64:
 def slices(factor: F64, *, axis: int) -> Slices:
     """Return `factor` as two slices for a product that sums along `axis`.
 
-    What lies beyond them, less than 2^-40 of the largest entry along `axis`, is left out.
+    The remainder, less than 2^-40 of the largest entry along `axis`, is dropped.
     """
     bits = (53 - max(factor.shape[axis] - 1, 0).bit_length()) // 2
     largest = np.abs(factor).max(axis=axis, keepdims=True, initial=0)

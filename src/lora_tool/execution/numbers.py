@@ -1,4 +1,4 @@
-"""What an operation makes as numbers, a few rows at a time, for what stores them as codes."""
+"""An operation's values as numbers, a few rows at a time, for writers that store them as codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Numbers:
         self._backends: dict[object, NumpyBackend] = {}
 
     def rows(self, name: str, op: Requantise[Computed], first: int, last: int, dtype: DType) -> Array:
-        """Return rows of what is stored as codes, rounded to `dtype`, [rows, columns]: valid until the next.
+        """Return rows of the weight to quantise, rounded to `dtype`, [rows, columns]: valid until the next.
 
         Raises as `Backend.run` does; `name` is the output's.
         """
@@ -52,7 +52,7 @@ class Numbers:
     def stored_again(
         self, name: str, op: Requantise[Computed], first: int, last: int, encoding: Requantisable, kept: int
     ) -> StoredAgain | None:
-        """Return rows of what is stored as codes, as codes; see `NativeBackend.stored_again`. None where several make them."""
+        """Return rows of the weight as codes; see `NativeBackend.stored_again`. None where several operations make them."""
         found = self._by_the_kernel(op, first, last)
         if found is None:
             return None
@@ -70,7 +70,7 @@ class Numbers:
         out: int,
         offset: int,
     ) -> StoredAgain | None:
-        """Write rows of what is stored as codes to the descriptor `out` at `offset`; see `NativeBackend.passed_again`."""
+        """Write rows of the weight as codes to the descriptor `out` at `offset`; see `NativeBackend.passed_again`."""
         found = self._by_the_kernel(op, first, last)
         if found is None:
             return None
@@ -111,7 +111,7 @@ class Numbers:
 
 
 def _rows_of(name: str, op: RowOp, first: int, last: int, dtype: DType, offset: int = 0) -> ComputeUnit:
-    """Return rows of what an operation makes as a unit; they begin at byte `offset` of the file."""
+    """Return the unit of rows of an operation's output; they begin at byte `offset` of the file."""
     out = TensorSpec(name=name, dtype=dtype, shape=op.shape)
     unit = ComputeUnit(out=out, op=op, is_new=True, first=first, last=last, at=0)
     return replace(unit, at=offset - unit.begin)

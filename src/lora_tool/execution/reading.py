@@ -1,4 +1,4 @@
-"""Reading spans of the inputs: a bounded number of open files, each checked against what the plan saw."""
+"""Reading spans of the inputs: a bounded number of open files, each checked against its stamp in the plan."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Sources(OpenFiles):
 
     def bytes_of(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return the tensor's bytes from its byte `start`, as a new array."""
-        import numpy as np  # for quantised weights alone
+        import numpy as np  # only for quantised weights
 
         raw = np.empty(nbytes, np.uint8)
         self.read_into(tensor, start, raw.data)
@@ -88,7 +88,7 @@ class Sources(OpenFiles):
         found = rows_within(tensor, first, last)
         if found is None:
             return None
-        from lora_tool.formats.quantised.coded import coded  # for quantised weights alone
+        from lora_tool.formats.quantised.coded import coded  # only for quantised weights
 
         self._read_again.number = 0
         parts = coded(*found, self._bytes_again) or ()
@@ -99,7 +99,7 @@ class Sources(OpenFiles):
         found = rows_within(tensor, first, last)
         if found is None:
             return None
-        import numpy as np  # for quantised weights alone
+        import numpy as np  # only for quantised weights
 
         from lora_tool.formats.quantised.coded import coded
 
@@ -122,7 +122,7 @@ class Sources(OpenFiles):
 
     def _bytes_again(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return what `bytes_of` does, in the memory of this thread's last `coded` rows: new memory costs as much."""
-        import numpy as np  # for quantised weights alone
+        import numpy as np  # only for quantised weights
 
         held = self._read_again
         if held.number == len(held.buffers):
@@ -136,7 +136,7 @@ class Sources(OpenFiles):
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
-        from lora_tool.execution.backends.dequantising import arithmetic  # for quantised weights alone
+        from lora_tool.execution.backends.dequantising import arithmetic  # only for quantised weights
         from lora_tool.formats.quantised.decoding import decoded
         from lora_tool.formats.quantised.strips import Strips
 

@@ -1,4 +1,4 @@
-"""Writing what is requantised: the numbers of whole tiles are computed, their scales settled, and codes or scales written."""
+"""Writing requantised weights: compute the numbers of whole tiles, choose their scales, write codes or scales."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Requantiser:
                 sampled = is_codes and at == unit.first
                 some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
                 done, found = self._passed(unit, at, out, some) if is_codes else (0, None)
-                if not done:  # what is not passed from file to file, or ended that: here it is named
+                if not done:  # the kernel's one-pass path refused these tiles; this one raises by name
                     first, last = next(grid.stretches(at, unit.last, _AT_ONCE))
                     done, found = last - first, self._tiles(unit, (first, last), out, some)
                 retained = found if sampled else retained
@@ -110,7 +110,7 @@ class Requantiser:
         return QuantisedPart.CODES in unit.written
 
     def _in_steps(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
-        """Do what `_tiles` does, the numbers first and then what is made of them; sample so many rows."""
+        """Do as `_tiles`, in two steps: all numbers, then their codes; sample so many rows."""
         encoding, retained = unit.op.encoding, None
         grid = grid_of(encoding)
         top, bottom = grid.rows_of(*of)

@@ -31,5 +31,5 @@ class FileSpool:
         return StoredTensor(spec=spec, spans=(Span(path=self._path, offset=begin, nbytes=data.nbytes),))
 
     def stamps(self) -> tuple[FileStamp, ...]:
-        """Return what the file is like now."""
+        """Return the file's stamp now."""
         return (FileStamp.of(self._path),)

@@ -1,4 +1,4 @@
-"""Cutting a plan's shards into units of work: pieces that one worker can do alone, of about the same cost."""
+"""Cutting a plan's shards into units of work: pieces for one worker each, of about the same cost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COPY_BYTES = 32 << 20
 
 _SHORT_BYTES = 64 << 10
 _GATHER_BYTES = 1 << 20
-"""Bytes per gathering unit: what lies in small pieces, or side by side, is put together in the second-level cache."""
+"""Bytes per gathering unit: small or interleaved pieces are assembled in a block that fits the second-level cache."""
 
 _STACK = 3
 
 UNIT_WEIGHTS = 1 << 22
-"""Weights per computing unit, a multiple of what a block holds."""
+"""Weights per computing unit, a multiple of a block's."""
 
 
 class CopyUnit(Struct, frozen=True, kw_only=True):
@@ -49,12 +49,12 @@ class GatherUnit(Struct, frozen=True, kw_only=True):
 
 
 class ComputeUnit(Struct, frozen=True, kw_only=True):
-    """Rows `first` to `last` of what `op` makes, which is `out` and begins at byte `at` of the shard file."""
+    """Rows `first` to `last` of the output of `op`, which is `out` and begins at byte `at` of the shard file."""
 
     out: TensorSpec
     op: RowOp
     is_new: bool
-    """Whether the base has no such values, so that each is looked at."""
+    """Whether these values are not the base's, so that each is checked for NaN and infinity."""
     first: int
     last: int
     at: int
@@ -88,15 +88,15 @@ class RequantiseUnit(Struct, frozen=True, kw_only=True):
     last: int
     at: int
     beside: tuple[tuple[QuantisedPart, int], ...] = ()
-    """What is written with the codes, and where it begins in the file."""
+    """The parts written with the codes, and where each begins in the file."""
 
     @property
     def written(self) -> tuple[QuantisedPart, ...]:
-        """What is written."""
+        """The parts that the unit writes."""
         return self.op.part, *(part for part, _ in self.beside)
 
     def place(self, part: QuantisedPart, first: int, last: int) -> tuple[int, int]:
-        """Return where in the shard file what is written of these rows of scales begins, and its size in bytes."""
+        """Return the offset in the shard file, and the size in bytes, of this part for these rows of scales."""
         encoding, grid = self.op.encoding, grid_of(self.op.encoding)
         at = dict(self.beside).get(part, self.at)
         match part:
@@ -123,7 +123,7 @@ Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
 
 
 def places_of(unit: Unit) -> Iterator[tuple[int, int]]:
-    """Yield where in the shard file what a unit writes begins and ends."""
+    """Yield the byte ranges, begin and end, that a unit writes in the shard file."""
     if isinstance(unit, RequantiseUnit):
         for part in unit.written:
             begin, nbytes = unit.place(part, unit.first, unit.last)
@@ -147,8 +147,8 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
     `whole` says whether all rows of an operation are one unit, because the bits of its arithmetic depend on the shape;
-    those of one that needs all rows always are. What an adapter saved whole is computed, too, although it is only
-    copied: no other code checks its values.
+    those of one that needs all rows always are. Whole tensors of an adapter are computed, too, although they are
+    only copied: no other code checks their values.
     """
     pending: list[CopyUnit] = []
     for unit in _units(shard, whole):
@@ -187,7 +187,7 @@ def _requantised(
 
 
 def _units_of_rows(step: Step, made: Op, at: int, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
-    is_new = step.action in NEW or step.action is TensorAction.DEQUANTISED  # of which a broken scale is not seen before
+    is_new = step.action in NEW or step.action is TensorAction.DEQUANTISED  # a broken scale shows only here
     for op in _matrices(made):
         # a stack of experts is worked on row by row
         out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
@@ -225,7 +225,7 @@ def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
     start = 0
     for is_short, some in itertools.groupby(source.spans, key=_is_short):
         spans = list(some)
-        if is_short and len(spans) > 1:  # one alone may be joined with its neighbours in the file
+        if is_short and len(spans) > 1:  # a single span may be joined with its neighbours in the file
             nbytes = sum(span.nbytes for span in spans)
             yield from _gathered(source, start, nbytes, at, _GATHER_BYTES)
             start += nbytes
@@ -240,7 +240,7 @@ def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
 
 
 def _is_short(span: Span) -> bool:
-    """Return whether a span costs less to read into its place in a block than to copy by itself."""
+    """Return whether a span costs less to read into its place in a block than to copy on its own."""
     return type(span) is Span and span.nbytes < _SHORT_BYTES
 
 

@@ -18,7 +18,7 @@ _Range = tuple[int, int]
 
 
 class WholeTensors:
-    """The tensors of one file, each told of once. Not safe for threads."""
+    """The tensors of one file, each returned once, when its bytes are written. Not safe for threads."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -38,7 +38,7 @@ class WholeTensors:
         return True
 
     def take(self, *, all_of_them: bool) -> tuple[Step, ...]:
-        """Return the steps whose bytes are written and were not returned before; `all_of_them` without asking."""
+        """Return the steps whose bytes are written and were not returned before; `all_of_them` without that test."""
         if self._untold is None:
             self._untold = {step.out.name: step for step in self._shard.steps}
         names = set(self._untold if all_of_them else self._whole())
@@ -47,7 +47,7 @@ class WholeTensors:
         return found
 
     def _whole(self) -> Iterator[str]:
-        """Yield the names of tensors of which all bytes are written, and those of what they are compared with."""
+        """Yield the names of tensors whose bytes, and those of their codes or scales, are all written."""
         self._written = _joined(self._written)
         begins = [begin for begin, _ in self._written]
         at, whole = len(self._shard.header), set()

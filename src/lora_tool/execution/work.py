@@ -1,4 +1,4 @@
-"""What an engine is: it writes the weight files of a plan, on any machine and with any number of workers.
+"""The interface of engines: an engine writes the weight files of a plan, on any machine and with any number of workers.
 
 Everything that it is given is plain data, which can be pickled and sent to any machine that sees the same files: the
 plan, its units (`units_of`) and the parts of the check of values. `Worker` carries out units.
@@ -22,13 +22,13 @@ from lora_tool.rules.training.value_check import ValuePart
 
 
 class Work(Struct, frozen=True, kw_only=True):
-    """What is to be done for one folder."""
+    """The work to do for one folder."""
 
     plan: Plan
     folder: Path
     """Where the files are written: it exists."""
     digest: str
-    """Of the plan, in the folder's journal: what is recorded there of another plan is not this work's."""
+    """The plan's, in the folder's journal: records of other plans there do not count."""
     shards: tuple[Shard, ...]
     """Those of the plan that are to be written."""
     checks: tuple[ValuePart, ...] = ()
@@ -41,11 +41,11 @@ class WorkDone(Struct, frozen=True, kw_only=True):
     hashes: Mapping[Path, str]
     """The sha256 of each of `plan.hashed`."""
     findings: Sequence[Finding]
-    """What the `checks` found, in their order."""
+    """The findings of the `checks`, in their order."""
 
 
 Finished = Callable[[Shard, Mapping[str, DeltaRetention]], None]
-"""Called when a shard is on the disk, with what rounding left of each change in it; by one thread at a time."""
+"""Called when a shard is on the disk, with how much of each change survived rounding; by one thread at a time."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""The compiled kernel: found beside this file, tested once, and called with addresses. `merge.c` says what it computes.
+"""The compiled kernel: found next to this file, tested once, and called with addresses. `merge.c` says what it computes.
 
 It exists if lora-tool was installed where a C compiler is. `LORA_TOOL_KERNEL` says whether it is used: `auto` (if
 possible), `off`, `require`, or one of its levels.
@@ -23,7 +23,7 @@ from lora_tool.core.choices import TextEnum, wrong_value
 from lora_tool.core.errors import ExecutionError
 from lora_tool.core.tensors import DType
 
-# What the compiled kernel is called with, as `merge.c` lays it out.
+# The arguments of the compiled kernel, as `merge.c` lays it out.
 
 
 class Term(ctypes.Structure):
@@ -209,11 +209,11 @@ def kernel() -> Kernel | None:
 
 
 @lru_cache
-def asked_for(asked: str, file: Path) -> Kernel | None:
-    """Return the kernel in the library `file` that the value `asked` chooses; see `kernel`."""
-    word = asked.lower()
+def asked_for(choice: str, file: Path) -> Kernel | None:
+    """Return the kernel in the library `file` that the value `choice` selects; see `kernel`."""
+    word = choice.lower()
     if word not in (*_OTHER_CHOICES, *Level):
-        raise wrong_value(VARIABLE, asked, [*_OTHER_CHOICES, *map(str, Level)])
+        raise wrong_value(VARIABLE, choice, [*_OTHER_CHOICES, *map(str, Level)])
     if word == "off":
         return None
     found, why_not = loaded(file)
@@ -221,7 +221,7 @@ def asked_for(asked: str, file: Path) -> Kernel | None:
         return found[0] if found else None
     if why_not is not None:
         raise ExecutionError(
-            f"{VARIABLE}={asked}, but the compiled kernel cannot be used: {why_not}",
+            f"{VARIABLE}={choice}, but the compiled kernel cannot be used: {why_not}",
             hint=f"install lora-tool again on a machine with a C compiler, or unset {VARIABLE} to compute with numpy",
         )
     if word == "require":
@@ -230,7 +230,7 @@ def asked_for(asked: str, file: Path) -> Kernel | None:
     if level is None:
         has = ", ".join(str(one.level) for one in found)
         raise ExecutionError(
-            f"{VARIABLE}={asked}: this processor supports {has}", hint=f"choose one of these, or unset {VARIABLE}"
+            f"{VARIABLE}={choice}: this processor supports {has}", hint=f"choose one of these, or unset {VARIABLE}"
         )
     return level
 
@@ -247,7 +247,7 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
         return (), f"{file.name} cannot be loaded: {error}"
     if version != VERSION:
         return (), f"{file.name} has version {version}, but version {VERSION} is needed"
-    if _is_stale(file):  # what it is called with may lie elsewhere for it
+    if _is_stale(file):  # its structs may have another layout than ours
         return (), (
             f"{file.name} was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
         )
@@ -269,19 +269,19 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
 
 
 def _is_stale(file: Path) -> bool:
-    """Return whether the library's own account of its sources is not of those that lie beside it."""
-    beside = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
+    """Return whether the library was compiled from other sources than those in its folder."""
+    sources_here = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
     with contextlib.suppress(OSError, AttributeError):
-        sources = hashlib.sha256(b"".join(path.read_bytes() for path in beside))
-        return bool(beside) and sources_of(file) != sources.hexdigest()
+        sources = hashlib.sha256(b"".join(path.read_bytes() for path in sources_here))
+        return bool(sources_here) and sources_of(file) != sources.hexdigest()
     return False
 
 
 def sources_of(file: Path) -> str:
     """Return the sha256 of the sources that the library was compiled from. Raises OSError, AttributeError."""
-    told = ctypes.CDLL(str(file)).lora_tool_sources  # alone: an older library lacks some of the others
-    told.restype = ctypes.c_char_p
-    sources: bytes = told()
+    function = ctypes.CDLL(str(file)).lora_tool_sources  # only this one: an older library may lack others
+    function.restype = ctypes.c_char_p
+    sources: bytes = function()
     return sources.decode()
 
 

@@ -97,7 +97,7 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
     if stored is None or stored.shape != step.out.shape or stored.dtype.is_float != step.out.dtype.is_float:
         return None
     if isinstance(step.op, Requantise):
-        from lora_tool.verification.requantised import coded_parts  # for quantised weights alone
+        from lora_tool.verification.requantised import coded_parts  # only for quantised weights
 
         return coded_parts(step.op, stored, tensors)
     return parts_of(step, stored)
@@ -105,7 +105,7 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
 
 def _looks(part: Compared, seen: Tally, level: Level) -> Iterator[_Look]:
     if isinstance(part.op, Requantise):
-        from lora_tool.verification.requantised import scale_rows  # for quantised weights alone
+        from lora_tool.verification.requantised import scale_rows  # only for quantised weights
 
         for tiles in batched(scale_rows(part, all_of_them=level is Level.FULL), _PIECES):
             yield _Look(part=part, seen=seen, rows=tiles)

@@ -1,7 +1,7 @@
 """The numbers that quantised weights stand for, by a second formula: arithmetic on the bits of each code, in float64.
 
-Nothing here is shared with what decodes for the writer, which looks codes up in tables a block at a time. Here each
-value finds its own code and scale by its place in the matrix, a float of few bits is put together from its fields, and
+Nothing here is shared with what decodes for the writer, which decodes through tables, a block at a time. Here each
+value finds its own code and scale by its place in the matrix, a float of few bits is assembled from its fields, and
 a product is formed in float64 and rounded where the format's library rounds.
 """
 
@@ -46,7 +46,7 @@ _NO_POWER = 255
 
 
 def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, strips: Strips | None = None) -> Array:
-    """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values.
+    """Return rows `first` to `last` of the dequantised weight, [rows, columns], in the type of its values.
 
     Who wants one block of rows after the other gives the same `strips` each time.
     """
@@ -91,7 +91,7 @@ def _single(values: Array) -> Array:
 
 
 def _elements(tensor: StoredTensor, at: Array, size: int, read: Read) -> Array:
-    """Return the elements of `size` bytes at these places as unsigned integers; what lies between is read once."""
+    """Return the elements of `size` bytes at these places as unsigned integers; the bytes from the first to the last are read once."""
     low, high = int(at.min()), int(at.max()) + 1
     return np.asarray(read(tensor, low * size, (high - low) * size).view(f"<u{size}")[at - low])
 
@@ -102,7 +102,7 @@ def _floats(tensor: StoredTensor, at: Array, read: Read) -> Array:
 
 
 def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
-    """Return what the bits of a tensor's elements stand for, float64."""
+    """Return the values of a tensor's elements, given as bits, in float64."""
     size = tensor.dtype.bits // 8
     if tensor.dtype in (DType.U8, DType.F8_E8M0):
         return np.where(bits == _NO_POWER, np.nan, np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS))
@@ -151,7 +151,7 @@ def tiled_again(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRa
 def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
-    of_matrix, beside = math.ceil(height / down), math.ceil(width / across)
+    of_matrix, per_row = math.ceil(height / down), math.ceil(width / across)
     lines, places, held = [], [], 0
     for first, last in ranges:
         matrix, row = np.divmod(np.arange(first, last), height)
@@ -161,8 +161,8 @@ def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges)
         places.append(line - low + held)
         held += high - low
     size = encoding.scales.dtype.bits // 8
-    stored = read(encoding.scales, lines, beside * size).view(f"<u{size}")
-    scales = _as_floats(encoding.scales, stored).reshape(-1, beside)
+    stored = read(encoding.scales, lines, per_row * size).view(f"<u{size}")
+    scales = _as_floats(encoding.scales, stored).reshape(-1, per_row)
     codes = np.take(_bytes_as(encoding.codes.dtype), read(encoding.codes, ranges, width).reshape(-1, width))
     codes *= np.repeat(scales, across, axis=1)[:, :width][np.concatenate(places)]
     return np.asarray(codes)
@@ -256,9 +256,9 @@ class _Turned(Struct, frozen=True):
         return np.asarray(np.ascontiguousarray(raw).view(f"<u{size}")[row - rows[0], column - some[0]])
 
 
-def _fp4(encoding: Fp4, rows: Array, columns: Array, turned: _Turned) -> Array:
+def _fp4(encoding: Fp4, rows: Array, columns: Array, columnwise: _Turned) -> Array:
     if encoding.below:
-        return _fp4_below(encoding, rows, columns, turned.read)
+        return _fp4_below(encoding, rows, columns, columnwise.read)
     if encoding.transposed:
         inside, outputs = encoding.spec.shape[-2:]
         matrix, column = np.divmod(rows, inside)
@@ -266,12 +266,12 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, turned: _Turned) -> Array:
         width = inside
     else:
         width = encoding.spec.shape[-1]
-    byte = turned.elements(encoding.codes, width // 2, 1, (rows, columns // 2), 2)
+    byte = columnwise.elements(encoding.codes, width // 2, 1, (rows, columns // 2), 2)
     codes = small_floats(np.where(columns % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
     each, size = encoding.group, encoding.scales.dtype.bits // 8
-    stored = turned.elements(encoding.scales, width // each, size, (rows, columns // each), each)
+    stored = columnwise.elements(encoding.scales, width // each, size, (rows, columns // each), each)
     scales = _as_floats(encoding.scales, stored)
-    return codes * _with_overall(encoding, scales, turned.read)
+    return codes * _with_overall(encoding, scales, columnwise.read)
 
 
 def _fp4_below(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
@@ -290,23 +290,23 @@ def _with_overall(encoding: Fp4, scales: Array, read: Read) -> Array:
     return _single(scales / overall if encoding.divides else scales * overall)
 
 
-def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, turned: _Turned) -> Array:
+def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, columnwise: _Turned) -> Array:
     bits, words, height = encoding.bits, encoding.codes.shape[-1], encoding.spec.shape[0]
     mask, each = (1 << bits) - 1, 32 // bits
     place = np.array([ORDER.index(at) for at in range(each)]) if encoding.across else np.arange(each)
     if encoding.across:
-        word = turned.elements(encoding.codes, words, 4, (inputs, outputs // each), each)
+        word = columnwise.elements(encoding.codes, words, 4, (inputs, outputs // each), each)
         shift = bits * place[outputs % each]
     else:
-        word = turned.elements(encoding.codes, words, 4, (inputs // each, outputs))
+        word = columnwise.elements(encoding.codes, words, 4, (inputs // each, outputs))
         shift = bits * (inputs % each)
     codes = (word >> shift.astype(np.uint32)) & np.uint32(mask)
     group = inputs // encoding.group
     if encoding.groups is not None:
-        group = turned.strips.whole(encoding.groups, turned.read).view("<u4")[inputs].astype(np.int64)
-    stored = turned.elements(encoding.zeros, encoding.zeros.shape[-1], 4, (group, outputs // each), each)
+        group = columnwise.strips.whole(encoding.groups, columnwise.read).view("<u4")[inputs].astype(np.int64)
+    stored = columnwise.elements(encoding.zeros, encoding.zeros.shape[-1], 4, (group, outputs // each), each)
     whole = (stored.astype(np.int64) + encoding.added) % (1 << 32)
     zeros = (whole >> bits * place[outputs % each]) & mask
     size = encoding.scales.dtype.bits // 8
-    scales = _as_floats(encoding.scales, turned.elements(encoding.scales, height, size, (group, outputs)))
+    scales = _as_floats(encoding.scales, columnwise.elements(encoding.scales, height, size, (group, outputs)))
     return np.asarray((codes.astype(np.float64) - zeros) * scales)

@@ -133,7 +133,7 @@ class Files(OpenFiles):
             rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
             np.concatenate([matrix[first:last] for first, last in rows], out=rows_of)
         elif decode is None and (tiles := _tiles_of(whole, tensor)) is not None:
-            from lora_tool.verification.dequantised import tiled_again  # for quantised weights alone
+            from lora_tool.verification.dequantised import tiled_again  # only for quantised weights
 
             encoding, above = tiles
             ranges = [(above + first, above + last) for first, last in rows]
@@ -171,7 +171,7 @@ class Files(OpenFiles):
 
     def _decode(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
         """Return rows of what quantised weights stand for."""
-        from lora_tool.formats.quantised.strips import Strips  # for quantised weights alone
+        from lora_tool.formats.quantised.strips import Strips  # only for quantised weights
         from lora_tool.verification.dequantised import dequantised_again
 
         self._strips = self._strips or Strips()

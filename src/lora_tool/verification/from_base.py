@@ -1,8 +1,8 @@
-"""Whether what was computed from a base is what the adapter makes of it: value by value, in float64, block by block.
+"""Whether factors computed from a base multiply to the adapter's change: value by value, in float64, block by block.
 
 Each module's change is computed as a whole matrix, a few rows at a time: s·B·A less what an init took out (`initial`),
 the rows of an embedding less the base's, or W scaled as DoRA scales it. The product that was written is taken from it,
-and what is left is compared with what was told. The planner decomposes, and forms no such matrix.
+and the norm of the difference is compared with the recorded one. The planner decomposes instead: it never forms ΔW.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lora_tool.verification.tally import CannotTellError
 
 _DOUBLE = np.dtype(np.float64)
 _BLOCK = 1 << 19
-_TOLD = 1e-3
-"""How far what is left may be from what was told, which was found in float32 for DoRA."""
+_RECORDED_WITHIN = 1e-3
+"""How far the difference may be from the recorded one, which the planner computes in float32 for DoRA, relative."""
 _SINGLE = 2e-6
 _IN_DOUBLE = 2.0**-24
 """What float64 leaves of a bound for float32, and five digits to spare."""
@@ -49,8 +49,8 @@ class _Expected(Struct, frozen=True, kw_only=True):
 
     rows: RowsOf
     room: float = 0.0
-    told: float = 0.0
-    """How far the product was said to be from it."""
+    recorded: float = 0.0
+    """The recorded distance of the product from the change, as a share of its norm."""
 
 
 def computed_modules(inputs: SumInputs, view: AdapterView) -> frozenset[str]:
@@ -74,7 +74,7 @@ def check_computed(
     if base is None:
         return {}
     rows = {each.module: each for each in _rows(base, view)}
-    layers, told = {layer.module: layer for layer in view.layers}, inputs.discarded
+    layers, recorded = {layer.module: layer for layer in view.layers}, inputs.discarded
 
     def one(pair: tuple[Factors, Term], files: Files) -> TensorEvidence:
         module, written = pair[0].module, pair[1]
@@ -82,7 +82,7 @@ def check_computed(
             if module in rows:
                 expected = _of_rows(rows[module], embedding=pair[0].embedding, files=files)
             else:
-                expected = _of_layer(layers[module], view, base, told.get(module, 0.0), files)
+                expected = _of_layer(layers[module], view, base, recorded.get(module, 0.0), files)
         except CannotTellError as error:
             return unknown_of_factors(written, str(error))
         return _compared(expected, written, files)
@@ -109,12 +109,17 @@ def _compared(expected: _Expected, written: Term, files: Files) -> TensorEvidenc
     found, norm = math.sqrt(squares), math.sqrt(norm)
     unit = max(FLOATS[each.dtype].roundoff for each in (written.a, written.b))
     factors = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
-    told = expected.told * norm
-    allowed = told * (1 + _TOLD) + expected.room + 4 * unit * (norm + factors) + (_SINGLE * norm if told else 0.0)
+    recorded = expected.recorded * norm
+    allowed = (
+        recorded * (1 + _RECORDED_WITHIN)
+        + expected.room
+        + 4 * unit * (norm + factors)
+        + (_SINGLE * norm if recorded else 0.0)
+    )
     reason = (
         ""
         if found <= allowed
-        else f"ΔW is {found:.6g} away from what the base and the adapter give, but {told:.6g} is recorded"
+        else f"ΔW is {found:.6g} away from what the base and the adapter give, but {recorded:.6g} is recorded"
     )
     return evidence_of_factors(written, reason, found / norm if norm else 0.0)
 
@@ -126,11 +131,11 @@ def _of_rows(changed: ChangedRows, *, embedding: bool, files: Files) -> _Expecte
     )
     whole = np.zeros(changed.base.shape)
     whole[list(changed.places)] = ours - theirs
-    turned = whole.T if embedding else whole
-    return _Expected(rows=lambda first, last: turned[first:last])
+    change = whole.T if embedding else whole  # PEFT's embedding ΔW is [width, vocabulary]
+    return _Expected(rows=lambda first, last: change[first:last])
 
 
-def _of_layer(layer: LoraLayer, view: AdapterView, base: ModelDir, told: float, files: Files) -> _Expected:
+def _of_layer(layer: LoraLayer, view: AdapterView, base: ModelDir, recorded: float, files: Files) -> _Expected:
     if layer.a is None or layer.b is None or layer.scaling is None:
         raise AssertionError("what was computed from half a pair would not have been written")
     left, right = files.matrix(layer.b, None, _DOUBLE) * layer.scaling, files.matrix(layer.a, None, _DOUBLE)
@@ -144,7 +149,7 @@ def _of_layer(layer: LoraLayer, view: AdapterView, base: ModelDir, told: float, 
             moved *= sizes[first:last] / np.sqrt(np.square(moved).sum(axis=1, keepdims=True))
             return np.asarray(moved - before)
 
-        return _Expected(rows=scaled, told=told)
+        return _Expected(rows=scaled, recorded=recorded)
     arch = architecture_of(base.whole_config.model_type or "")
     whole = files.matrix(weight, None, _DOUBLE)
     transposed = arch is not None and layer.target.rpartition(".")[2] in arch.conv1d
@@ -155,15 +160,11 @@ def _of_layer(layer: LoraLayer, view: AdapterView, base: ModelDir, told: float, 
     return _Expected(
         rows=lambda first, last: left[first:last] @ right - out.left[first:last] @ out.right,
         room=float(room * _IN_DOUBLE + 4 * size),
-        told=told,
+        recorded=recorded,
     )
 
 
 # Whether an extracted adapter is as near to the difference of its two models as its manifest says: by that difference.
-
-
-"""How far the residual may be from the one that was told, which was found in float32 without the difference itself. What
-the factors hold is told to more digits: A is orthogonal to all that is left out."""
 
 
 def copied_steps(inputs: ExtractInputs) -> Iterator[Step]:
@@ -177,21 +178,21 @@ def copied_steps(inputs: ExtractInputs) -> Iterator[Step]:
 def check_extracted(
     inputs: ExtractInputs, made: tuple[Factors, ...], *, progress: Progress
 ) -> dict[str, TensorEvidence]:
-    """Return the evidence of every module: ‖W₁ - W₀ - ΔW‖, summed over all values, beside what the manifest says of it.
+    """Return the evidence of every module: ‖W₁ - W₀ - ΔW‖, summed over all values, and the one in the manifest.
 
     It is named by the written lora_B. Raises `OSError`, `SourceChanged`.
     """
-    told = inputs.residuals
+    recorded = inputs.residuals
     pairs = ((factors, factors.terms[0]) for factors in made)
-    return evidence_of_each(pairs, lambda pair, files: _evidence(*pair, inputs, told, files), progress)
+    return evidence_of_each(pairs, lambda pair, files: _evidence(*pair, inputs, recorded, files), progress)
 
 
 def _evidence(
-    factors: Factors, term: Term, inputs: ExtractInputs, told: Mapping[str, float], files: Files
+    factors: Factors, term: Term, inputs: ExtractInputs, recorded: Mapping[str, float], files: Files
 ) -> TensorEvidence:
     ours, theirs = (model.tensors.get(f"{factors.module}.weight") for model in (inputs.model, inputs.base))
     reason, share = "", None
-    if ours is None or theirs is None or factors.module not in told:
+    if ours is None or theirs is None or factors.module not in recorded:
         reason = "has LoRA on a module that one of the models lacks or that the manifest does not name"
     else:
         b, a = (files.matrix(each, None, _DOUBLE) for each in (term.b, term.a))
@@ -213,8 +214,8 @@ def _evidence(
         unit = max(FLOATS[each.dtype].roundoff for each in (term.a, term.b))
         rounding = (_SINGLE + 4 * unit) * norm
         share = found / norm if norm else 0.0
-        if not found <= told[factors.module] * (1 + _TOLD) + rounding:
-            reason = f"ΔW is {found:.6g} away from W₁ - W₀, but {told[factors.module]:.6g} is recorded"
+        if not found <= recorded[factors.module] * (1 + _RECORDED_WITHIN) + rounding:
+            reason = f"ΔW is {found:.6g} away from W₁ - W₀, but {recorded[factors.module]:.6g} is recorded"
         elif not math.sqrt(wrong) <= rounding:  # B is what W₁ - W₀ does in the directions of A
             reason = f"ΔW is {math.sqrt(wrong):.6g} away from W₁ - W₀ in the directions that lora_A spans"
     return evidence_of_factors(term, reason, share)

@@ -50,7 +50,7 @@ class Recomputing:
         if columns:
             yield self._of_columns(part, columns)
         if isinstance(part.op, Requantise):
-            from lora_tool.verification.requantised import scale_tally  # for quantised weights alone
+            from lora_tool.verification.requantised import scale_tally  # only for quantised weights
 
             for [(first, last)] in rows:
                 with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
@@ -77,7 +77,7 @@ class Recomputing:
         if self._precision is None:
             bounds.append(sixteen_bit_bound(op, dtype))
         if part.written is not None:
-            from lora_tool.verification.requantised import (  # for quantised weights alone
+            from lora_tool.verification.requantised import (  # only for quantised weights
                 half_steps,
                 step_bound,
             )

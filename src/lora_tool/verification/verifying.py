@@ -47,7 +47,7 @@ def verify_inputs(
     plan, why_no_plan = inputs.plan_or_why_not()
     ranking = None
     if pairs is not None:
-        from lora_tool.verification.rewards import prepare  # torch and transformers, only where asked for
+        from lora_tool.verification.rewards import prepare  # torch and transformers, only when requested
 
         ranking = prepare(inputs, plan, pairs)  # before the long work
     evidence: Mapping[str, TensorEvidence] = {}
@@ -57,7 +57,7 @@ def verify_inputs(
             evidence = _compared(inputs, plan, level, spread, jobs=jobs, progress=bar)
     outputs, why_no_outputs = None, ""
     if logits:
-        from lora_tool.verification.answers import ask  # torch and transformers, only where asked for
+        from lora_tool.verification.answers import ask  # torch and transformers, only when requested
 
         try:
             outputs = ask(inputs, plan, prompts=prompts)
@@ -134,7 +134,7 @@ def judged_alone(model: ModelDir, pairs: Pairs, *, ignore: Iterable[str], watch:
 
     `watch` is asked for the progress. Raises as `verification.rewards.rank_alone`.
     """
-    from lora_tool.verification.rewards import rank_alone  # torch and transformers, only where asked for
+    from lora_tool.verification.rewards import rank_alone  # torch and transformers, only when requested
 
     subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
     return by_rules(subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in OF_USE), Level.FULL, None)

@@ -157,7 +157,7 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     opened = open_checkpoint(sources[0].path)
     if not isinstance(opened, RunDir):
         return None
-    from lora_tool.verification.validating import validate  # for a run alone, which a merge refuses
+    from lora_tool.verification.validating import validate  # only for a run, which a merge refuses
 
     (table,) = validate(opened).runs
     return table.best and f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(table.best)}"
@@ -246,7 +246,7 @@ def planned(
             ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
-        from lora_tool.plans.merge.in_memory import ask_in_memory, plan_in_memory  # for such adapters alone
+        from lora_tool.plans.merge.in_memory import ask_in_memory, plan_in_memory  # only for such adapters
 
         asked = ask_in_memory(
             inputs.base,

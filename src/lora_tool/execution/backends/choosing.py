@@ -18,9 +18,9 @@ ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
 def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
     """Return the arithmetic of `op` in a plan of this precision. Raises `MissingDependency` where it is not installed."""
     if op.is_copy:
-        precision = Precision.FLOAT32  # its values are only looked at
+        precision = Precision.FLOAT32  # its values are only checked for NaN and infinity
     elif op.taken_out:
-        precision = Precision.PEFT  # whatever was asked for: a decomposition is PEFT's own
+        precision = Precision.PEFT  # at any requested precision: the init's decomposition is PEFT's
     elif isinstance(op, FactorOp | Cast) and precision is Precision.FLOAT64:
         precision = Precision.FLOAT32  # factors are computed in float64 in both, and a cast is rounded once
     match precision:
@@ -53,7 +53,7 @@ def arithmetic_of(plan: Plan) -> str | None:
 
 
 def formula_of(plan: Plan) -> str | None:
-    """Return what of `arithmetic_of` decides about the bytes: all levels of the kernel give the same."""
+    """Return the part of `arithmetic_of` that determines the bytes: all levels of the kernel give the same."""
     return None if plan.only_copies else formula(plan.precision, factors=makes_factors(plan))
 
 

@@ -18,7 +18,7 @@ F32 = NDArray[np.float32]
 
 
 class KernelArithmetic(Arithmetic):
-    """See `Arithmetic`. What the kernel cannot do goes to numpy."""
+    """See `Arithmetic`. Numpy decodes the formats that the kernel lacks."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel

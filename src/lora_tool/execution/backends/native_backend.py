@@ -175,14 +175,14 @@ class NativeBackend(NumpyBackend):
         return moved if fine else super()._moved(op, first, last)
 
     def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
-        """Return what the unit makes as codes with the scales of `encoding`, raised where it must be.
+        """Return the unit's values as codes with the scales of `encoding`; a scale too small for its values is raised.
 
-        None where a row of tiles, or what is computed of it together, does not stay in the cache, or a result is not
+        None where a row of tiles, or its intermediate results, do not fit the cache, or a result is not
         finite. The unit's rows are whole rows of tiles, and all that have these scales; the first `kept` are returned as
         numbers, too. The codes are this worker's buffer.
         """
         from lora_tool.formats.quantised.requantising import StoredAgain
-        from lora_tool.native.requantising import panel_of, storing_of  # for quantised weights alone
+        from lora_tool.native.requantising import panel_of, storing_of  # only for quantised weights
 
         grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
         panel = panel_of(self._kernel, grid, count)
@@ -210,7 +210,7 @@ class NativeBackend(NumpyBackend):
         where all of it is. Of the codes the first `kept` rows are returned.
         """
         from lora_tool.formats.quantised.requantising import StoredAgain
-        from lora_tool.native.requantising import panel_of, storing_of  # for quantised weights alone
+        from lora_tool.native.requantising import panel_of, storing_of  # only for quantised weights
 
         grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)

@@ -134,7 +134,7 @@ class NumpyBackend:
     @staticmethod
     def one_thread() -> AbstractContextManager[object]:
         """Give the BLAS of numpy one thread."""
-        from threadpoolctl import threadpool_limits  # it looks through every loaded library
+        from threadpoolctl import threadpool_limits  # slow to import: it scans every loaded library
 
         one: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
         return one
@@ -158,7 +158,7 @@ class NumpyBackend:
         write_exactly(out, bytes_of(result), offset)
 
     def numbers(self, unit: ComputeUnit) -> Array:
-        """Return what the unit makes, flat, in this worker's buffer, instead of writing it. Raises as `run`."""
+        """Return the unit's values, flat, in this worker's buffer, instead of writing them. Raises as `run`."""
         with self._ready_for(unit):
             return self._block(unit, unit.first, unit.last, sampled=False)
 
@@ -166,13 +166,13 @@ class NumpyBackend:
     def _ready_for(self, unit: ComputeUnit) -> Iterator[None]:
         self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
-        with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
+        with ieee_arithmetic(), np.errstate(all="ignore"):  # NaN and infinity are refused later, by the tensor's name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
             yield
 
     def _needs_float64(self, op: RowOp) -> bool:
-        """Whether the working precision is float64: asked for, or because float32 would lose bits of what is kept."""
+        """Whether to compute in float64: as requested, or because float32 would lose bits of a float64 source."""
         kept = (op.source, op.rows) if isinstance(op, ReplaceRows) else (op.source,)
         if isinstance(op, FactorOp):
             return True
@@ -234,7 +234,7 @@ class NumpyBackend:
                 return self._parts(op, first, last)
 
     def _parts(self, op: OnSource, first: int, last: int) -> tuple[Array, Array | None, bool]:
-        """Return the rows of the source, flat, and what is added to them; with True what takes their place."""
+        """Return the source's rows, flat, and what to add to them, or, with True, to replace them with."""
         match op:
             case Copy() | Cast() | Dequantise():
                 return self._stored(op.source, first, last), None, False
@@ -285,7 +285,7 @@ class NumpyBackend:
             np.multiply(moved, factor[:, np.newaxis], out=moved)
 
     def _delta(self, op: LowRank, first: int, last: int) -> Array:
-        """Return what is added to rows `first` to `last`, flat, in this worker's buffer."""
+        """Return the change of rows `first` to `last`, flat, in this worker's buffer."""
         delta = self._room.of("delta", (last - first, *op.source.shape[1:]), self._wide)
         self._product(op, op.terms[0], first, last, delta)
         for term in op.terms[1:]:

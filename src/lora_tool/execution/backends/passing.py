@@ -127,7 +127,7 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
     if target.storing is not None:
         passage.storing = ctypes.pointer(target.storing)
     if rows.coded is not None:
-        import numpy as np  # for quantised weights alone
+        import numpy as np  # only for quantised weights
 
         from lora_tool.native.coded_rows import codes_of
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: what each does with one checkpoint, and what it hands on."""
+"""The stages of a pipeline: each takes one checkpoint, and hands its result to the next."""
 
 from __future__ import annotations
 
@@ -119,16 +119,16 @@ class Stages:
         )
 
     def validate(self) -> Stage:
-        """Judge the checkpoint. Faults of an adapter beside its rank files are for `consolidate` to mend."""
+        """Judge the checkpoint. Faults of an adapter next to its rank files are for `consolidate` to mend."""
         job, opened = self._job, self._checkpoint
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
-        beside = bool(failing) and has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
-        if failing and not (beside and curable(failing)):
+        reassemble = bool(failing) and has_rank_files(opened)
+        self._needs_consolidation = isinstance(opened, ShardedDir) or reassemble
+        if failing and not (reassemble and curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; the rank files beside it will be reassembled" if failing else ""
-        # what is mended is no finding of the run: the adapter that is put together is judged again
+        # findings that consolidating mends are not the run's: the new adapter is judged again
         kept = replace(report, findings=()) if failing else report
         what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
         return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
@@ -227,16 +227,16 @@ class Stages:
         return Stage(name=name, status=Status.PLANNED, summary=counts_of(plan, folder), warnings=plan.warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
-        """Raise `UnsupportedCheckpoint` where a model that needs no merge is of another class than was asked for."""
+        """Raise `UnsupportedCheckpoint` where a model that needs no merge is of another class than requested."""
         if not isinstance(opened, ModelDir):
             return
-        asked, config = Task(self._job.options.task), opened.config
+        wanted, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
         generates = name.endswith(LANGUAGE_MODELS) or not (name or head_weight(opened.tensors))
-        if (asked in CLASSIFIERS and generates) or (asked is Task.CAUSAL_LM and names_classifier((name,))):
+        if (wanted in CLASSIFIERS and generates) or (wanted is Task.CAUSAL_LM and names_classifier((name,))):
             what = f"is a {name}" if name else "has no classification head"
             raise UnsupportedCheckpoint(
-                f'{opened.root} {what}, but `task="{asked}"` was requested',
+                f'{opened.root} {what}, but `task="{wanted}"` was requested',
                 hint="omit the task, or give a checkpoint of that task",
             )
 

@@ -129,7 +129,7 @@ def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
 
 def _spectra(layers: Sequence[LoraLayer]) -> Mapping[LoraLayer, Spectrum | None]:
     """Return the spectrum of each layer, None where its factors do not fit together."""
-    from threadpoolctl import threadpool_limits  # numpy, only where asked for
+    from threadpoolctl import threadpool_limits  # numpy, only when requested
 
     from lora_tool.workflows.inspection.spectra import spectrum
 
