@@ -141,6 +141,11 @@ def flipped(run: Run) -> None:
     run.second.write_bytes(data)
 
 
+def leave_the_first(run: Run) -> None:
+    for piece in run.pieces[1:]:
+        piece.unlink()
+
+
 def negated(data: bytes) -> bytes:
     """Return floats of any size with some of their mantissas changed, as those of another step are."""
     return bytes(byte ^ (at % 4 == 0) for at, byte in enumerate(data))
@@ -149,7 +154,7 @@ def negated(data: bytes) -> bytes:
 FAULTS: dict[str, Callable[[Run], object]] = {
     "missing": lambda run: run.second.unlink(),
     "last": lambda run: run.pieces[-1].unlink(),
-    "lone": lambda run: [piece.unlink() for piece in run.pieces[1:]],
+    "lone": leave_the_first,
     "truncated": lambda run: os.truncate(run.second, run.second.stat().st_size // 2),
     "empty": lambda run: os.truncate(run.second, 0),
     "copied": lambda run: shutil.copy(run.pieces[0], run.second),

@@ -78,7 +78,7 @@ def case(model_type: str, dtypes: str = THREE, tied: bool | None = None, **lora:
 
 
 QV = ["q_proj", "v_proj"]
-CONV1D = {"fan_in_fan_out": True}
+CONV1D: dict[str, Any] = {"fan_in_fan_out": True}
 CASES: dict[str, Case] = {
     "linear": plain(dtypes="bf16 fp16 fp32"),
     "linear-of-gpt": plain("openai-gpt", "fp16", **CONV1D),
