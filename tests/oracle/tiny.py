@@ -43,7 +43,7 @@ NUM_LABELS = 7
 """Rows of a tiny score head: a size nothing else in a tiny model has."""
 
 _VOCABULARY = 96
-_SIZES = {
+TINY_SIZES = {
     name: size
     for size, names in {
         1: """first_k_dense_replace moe_layer_start_index num_dense_layers num_mtp_layers num_nextn_predict_layers""",
@@ -214,8 +214,8 @@ def _shrunk(config_class: type[PretrainedConfig]) -> dict[str, Any]:
         default = field.default
         if not isinstance(default, int) or isinstance(default, bool):
             continue
-        if default > _SIZES.get(field.name, default):
-            arguments[field.name] = _SIZES[field.name]
+        if default > TINY_SIZES.get(field.name, default):
+            arguments[field.name] = TINY_SIZES[field.name]
         elif field.name.endswith(("_token_id", "_token_index", "_pad_id")) and default >= _VOCABULARY:
             arguments[field.name] = default % _VOCABULARY
     for name, sub_class in _sub_configs(config_class):

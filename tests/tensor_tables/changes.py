@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import transformers
 from transformers import PretrainedConfig
+
+from tests.oracle.tiny import TINY_SIZES
 
 _COMMON = frozenset(field.name for field in dataclasses.fields(PretrainedConfig)) - {
     "tie_word_embeddings",
@@ -41,6 +44,7 @@ def overrides(config: PretrainedConfig, lines: tuple[str, ...]) -> Iterator[dict
     yield {name: not value for name, value in fields_of(config) if isinstance(value, bool) and "bias" in name}
     for name, value in fields_of(config):
         if isinstance(value, PretrainedConfig):
+            yield {name: None}
             yield from ({name: inner} for inner in overrides(value, lines))
             continue
         yield from ({name: other} for other in others(name, value, lines))
@@ -57,14 +61,47 @@ def others(name: str, value: object, lines: tuple[str, ...]) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from dict.fromkeys((value * 2, value * 4, 0))  # powers of two, so that heads divide sizes
+        yield from dict.fromkeys((value * 2, value * 4, 0) if value else (1, 2, 8))  # so that heads divide sizes
+    elif isinstance(value, float):
+        yield value * 2 or 0.5
     elif isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         yield from ([kind] * len(value) for kind in (*_LAYER_TYPES, *set(value)))
         yield value[::-1]
-    elif isinstance(value, str | None) and "act" not in name:
-        yield from words_of(name, lines)
+    elif isinstance(value, str | None):
+        yield from words_of(name, lines) if "act" not in name else ("gelu", "silu")
         if value is None:
-            yield from (True, 8)
+            yield from (True, 8, 2, 8.0)
+
+
+def companions(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """Yield what a change may need beside it: a size for every field that has none, or more layers."""
+    needed = {
+        name: TINY_SIZES.get(name, 2) for name, value in fields_of(config) if value is None and takes_int(config, name)
+    }
+    if needed:
+        yield needed
+    for name, value in fields_of(config):
+        if isinstance(value, PretrainedConfig):
+            yield from ({name: inner} for inner in companions(value))
+    yield from longer(config)
+
+
+def takes_int(config: PretrainedConfig, name: str) -> bool:
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(type(config))}
+    return re.search(r"\bint\b", kinds[name]) is not None
+
+
+def rebalanced(config: PretrainedConfig) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield changes of two sizes of one config at once, whose product or quotient must stay, each with the first's path."""
+    sizes = {name: value for name, value in fields_of(config) if type(value) is int and value}
+    for name, other in itertools.permutations(sizes, 2):
+        for factor in (2, 4):
+            yield (name,), {name: sizes[name] * factor, other: sizes[other] * factor}
+            if sizes[other] % factor == 0:
+                yield (name,), {name: sizes[name] * factor, other: sizes[other] // factor}
+    for name, value in fields_of(config):
+        if isinstance(value, PretrainedConfig):
+            yield from (((name, *path), {name: inner}) for path, inner in rebalanced(value))
 
 
 def longer(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
@@ -87,5 +124,13 @@ def merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
+def all_of(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the changes as one; the last has the last word."""
+    found: dict[str, Any] = {}
+    for change in changes:
+        found = merged(found, change)
+    return found
+
+
 def changed(change: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in change.items() if pinned.get(name) != value}
+    return {name: value for name, value in change.items() if name not in pinned or pinned[name] != value}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import transformers
+from transformers import PretrainedConfig
 
-from tests.tensor_tables.changes import source_of
+from lora_tool.models.sizes import kinds_of
+from tests.tensor_tables.changes import fields_of, source_of
 from tests.tensor_tables.expressions import fit
-from tests.tensor_tables.models import Built, Fields, Shape
+from tests.tensor_tables.models import Built, Fields, Shape, flat
+from tests.tensor_tables.sampling import Sampled
 
+_DIGITS = re.compile(r"\d+")
+_POSITIVE = re.compile(r"(?!0$)[\d.][\d.e+-]*")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Dims = list[str | int | None]
@@ -51,8 +58,9 @@ def template(name: str, stacks: Stacks) -> tuple[str, int | None]:
     return name, None
 
 
-def described(models: Sequence[Built]) -> dict[str, Any]:
+def described(found: Sampled) -> dict[str, Any]:
     """Return the entry of one model type."""
+    models = found.models
     stacks = stacks_of(models)
     tensors = shapes_of(models, stacks)
     by_class: dict[str, list[Built]] = defaultdict(list)
@@ -75,11 +83,74 @@ def described(models: Sequence[Built]) -> dict[str, Any]:
         "aliases": aliases_of(models[0].class_name),
         "undeclared": undeclared(models[0].class_name),
         "tie_word_embeddings": models[0].fields.get("tie_word_embeddings"),
-        "classes": {
-            name: class_entry(by_class[name], stacks, found, common, together) for name, found in present.items()
-        },
+        "classes": {name: class_entry(by_class[name], stacks, its, common, together) for name, its in present.items()},
         "follows": follows(models, used, tensors, stacks),
+        **coverage(found, by_class, stacks),
     }
+
+
+def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> bool:
+    """Return whether the field is a number of things that have names of their own, and are no layers of a stack."""
+    for models in by_class.values():
+        names: dict[int, set[str]] = defaultdict(set)
+        for model in models:
+            value = model.fields.get(path)
+            alone = {name for name, its in model.fields.items() if its != models[0].fields.get(name)} <= {path}
+            if alone and type(value) is int and value > 0:
+                names[value] |= {template(name, stacks)[0] for name in model.shapes}
+        every = [names[value] for value in sorted(names)]
+        for fewer, more in itertools.pairwise(every):
+            forms = {_DIGITS.sub("#", name) for name in fewer}
+            if any(_DIGITS.sub("#", name) in forms for name in more - fewer):
+                return True
+    return False
+
+
+def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> dict[str, Any]:
+    """Return for which values of the config's fields the entry is known to be right; of others it says nothing.
+
+    Fields whose change changed nothing are not among them.
+    """
+    defaults = defaults_of(found.config)
+    kinds: dict[str, list[str]] = defaultdict(list)
+    absent = []
+    for path in paths_of(found.config):
+        seen = frozenset.intersection(
+            *(frozenset().union(*(one.kinds.get(path, frozenset()) for one in its)) for its in by_class.values())
+        )
+        if not seen or (path not in found.deciding and (len(seen) > 1 or seen == {"{}"})):
+            continue
+        known = seen if counts(path, by_class, stacks) else in_words(seen)
+        kinds[" ".join(sorted(known))].append(path)
+        if path in defaults and not in_words(kinds_of(defaults[path]), known) <= known:
+            absent.append(path)
+    return {"sampled": {known: " ".join(paths) for known, paths in sorted(kinds.items())}, "absent": absent}
+
+
+def in_words(seen: Iterable[str], known: Collection[str] = ()) -> set[str]:
+    """Return the kinds of values as the table says them: two numbers stand for all."""
+    numbers = {each for each in seen if _POSITIVE.fullmatch(each)}
+    return {*seen} - numbers | ({"+"} if len(numbers) > 1 or (numbers and "+" in known) else numbers)
+
+
+def paths_of(config: PretrainedConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the fields of a config and of those inside it."""
+    for name, value in fields_of(config):
+        yield prefix + name
+        if isinstance(value, PretrainedConfig):
+            yield f"{prefix}{name}.model_type"
+            yield from paths_of(value, f"{prefix}{name}.")
+
+
+def defaults_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what a field is, by its path, that a config.json leaves out."""
+    found: dict[str, Any] = {}
+    for name, value in fields_of(config):
+        if isinstance(value, PretrainedConfig):
+            found.update({f"{name}.{path}": inner for path, inner in defaults_of(value).items()})
+    with contextlib.suppress(Exception):  # a config that must be given more
+        found.update(flat(type(config)().to_dict()))
+    return found
 
 
 def shapes_of(models: Sequence[Built], stacks: Stacks) -> dict[str, Dims | None]:

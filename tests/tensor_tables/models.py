@@ -6,18 +6,23 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from lora_tool.models import is_computed
+from lora_tool.models.sizes import kinds_of
 
 Fields = Mapping[str, Any]
 Shape = tuple[int, ...]
 
+_NO_GENERATION = mock.patch.object(PreTrainedModel, "can_generate", classmethod(lambda _: False))
+"""Without which a quarter of the time goes into configs of generation."""
 _BARE = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
 )
@@ -30,6 +35,8 @@ class Built:
 
     class_name: str
     fields: Fields
+    kinds: Mapping[str, frozenset[str]]
+    """What each field of the config holds, in the words of the table."""
     shapes: Mapping[str, Shape]
     optional: frozenset[str]
     ties: Mapping[str, str]
@@ -40,16 +47,18 @@ class Built:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config and of those inside it, by their paths."""
     for name, value in config.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
+            yield prefix + name, {}
             yield from flat(value, f"{prefix}{name}.")
-        elif value is None or isinstance(value, bool | int | str):
+        else:
             yield prefix + name, value
 
 
 def build(config: PretrainedConfig, class_name: str) -> Built:
     model_class = getattr(transformers, class_name)
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights(), _NO_GENERATION:
         model = model_class(config)
     if get_model_conversion_mapping(model, add_legacy=False):
         raise ValueError("stored under other names")
@@ -60,11 +69,13 @@ def build(config: PretrainedConfig, class_name: str) -> Built:
     missing = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     ignored = {own[name] for name in own.keys() & set(model._keys_to_ignore_on_save or ())} | buffers
     ignored |= {own[name] for name in own if is_computed(name) or any(p.search(name) for p in missing)}
-    fields = dict(flat(config.to_dict()))
+    every = dict(flat(config.to_dict()))
+    fields = {name: value for name, value in every.items() if value is None or isinstance(value, bool | int | str)}
     fields["num_labels"] = config.num_labels
     return Built(
         class_name=class_name,
         fields=fields,
+        kinds={name: kinds_of(value) for name, value in every.items()},
         shapes=shapes,
         optional=frozenset(ignored),
         ties={own.get(one, one): own.get(two, two) for one, two in model.all_tied_weights_keys.items()},

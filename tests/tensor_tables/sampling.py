@@ -6,21 +6,37 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import random
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from lora_tool.models.sizes import kinds_of
 from tests.oracle.tiny import Task, tiny_config
-from tests.tensor_tables.changes import changed, fields_of, longer, merged, overrides, source_of
+from tests.tensor_tables.changes import (
+    all_of,
+    changed,
+    companions,
+    fields_of,
+    longer,
+    merged,
+    overrides,
+    rebalanced,
+    source_of,
+)
 from tests.tensor_tables.classes import classes
 from tests.tensor_tables.expressions import whole
-from tests.tensor_tables.models import Built, build
+from tests.tensor_tables.models import Built, build, flat
 
-_MOST_PAIRS = 170
+_MOST_PAIRS = 200
+_SWITCHES = 5
+_SEVERAL = 60
+_REBALANCED = 4
+_Result = tuple[dict[str, Any], Built]
 _NEARLY = 1.2
 """How many times the tensors of a class without the encoder the whole model has, at least."""
 _SIZE = re.compile(r"inner|dim|size|rank|heads|layers|d_")
@@ -39,42 +55,118 @@ def bases(model_type: str) -> list[tuple[Task, PretrainedConfig, Built]]:
     return sorted(found, key=lambda item: len(item[2].shapes) * _NEARLY < largest)
 
 
-def sampled(model_type: str) -> list[Built]:
+class Sampled(NamedTuple):
+    """The models of a type, and the fields (by their paths) whose change alone changed the tensors of one of them."""
+
+    models: list[Built]
+    deciding: frozenset[str]
+    config: PretrainedConfig
+
+
+def sampled(model_type: str) -> Sampled | None:
     """Return the models of a type: the largest class under all changes, the others under those that tell something."""
     found: list[Built] = []
     telling: list[dict[str, Any]] = []
+    inert: list[dict[str, Any]] = []
+    deciding: set[str] = set()
+    whole: PretrainedConfig | None = None
     for task, config, base in bases(model_type):
-        name = base.class_name
-        pinned = derived(config) | silent(model_type, task, name, base)
-        found.extend(one for _, one in _tried(model_type, task, name, [pinned, {}]))
-        labels: list[dict[str, Any]] = [
-            {"num_labels": 5},
-            {"num_labels": 3},
-            {"tie_word_embeddings": not getattr(config, "tie_word_embeddings", True)},
-        ]
-        if telling:
-            found.extend(one for _, one in _tried(model_type, task, name, [*telling, *labels]))
+        tried = _Tried(model_type, task, base.class_name)
+        pinned = derived(config) | silent(model_type, task, base.class_name, base)
+        found.extend(one for _, one in tried([pinned, {}]))
+        if whole is not None:
+            found.extend(one for _, one in tried([*telling, *_labels(config)]))
+            found.extend(one for _, one in _together(tried, {}, base, inert))
             continue
-        loose = [*longer(config), *overrides(config, source_of(name)), *labels]
+        whole = config
+        loose = [*longer(config), *overrides(config, source_of(base.class_name)), *_labels(config)]
         changes = [merged(pinned, change) for change in loose]
-        singles = _tried(model_type, task, name, [*changes, *(loose if pinned else ())])
-        telling = [change for change, one in singles if one.shapes != base.shapes or one.ties != base.ties]
+        singles = _singles(tried, config, [*changes, *(loose if pinned else ())])
+        differing = [(change, one) for change, one in singles if one.shapes != base.shapes or one.ties != base.ties]
+        deciding |= {leaf for change, _ in differing for leaf in _leaves(changed(change, pinned))}
+        found.extend(one for _, one in singles)
         structures: dict[Any, dict[str, Any]] = {}
-        for change, one in singles:
+        for change, one in differing:
             alike_as = frozenset(one.shapes if _sizes(changed(change, pinned)) else one.shapes.items())
             structures.setdefault(alike_as, change)
-        sizes = _one_per_field([change for change in telling if _sizes(changed(change, pinned))], pinned)
-        switches = list(structures.values())[1:13]
-        pairs = [merged(size, switch) for switch in switches for size in sizes]
-        pairs += [merged(one, two) for one, two in itertools.combinations(sizes, 2)]
-        pairs += [merged(one, two) for one, two in itertools.combinations(switches[:6], 2)]
-        paired = _tried(model_type, task, name, pairs[:_MOST_PAIRS])
-        found.extend(one for _, one in (*singles, *paired))
+        sizes = _one_per_field([change for change, _ in differing if _sizes(changed(change, pinned))], pinned)
+        switches = sorted(structures.values(), key=lambda change: _sizes(changed(change, pinned)))
+        inert = [changed(change, pinned) for change, one in singles if one.shapes == base.shapes]
+        inert = [change for change in inert if deciding.isdisjoint(_leaves(change))]
+        for switch, alone in tried(switches[:_SWITCHES]):
+            under = _together(tried, switch, alone, inert)
+            found.extend(one for _, one in under)
+            woken = [change for change, one in under if one.shapes != alone.shapes]
+            deciding |= {leaf for change in woken for leaf in _leaves(changed(change, pinned | switch))}
+            telling.extend(woken)
+            switches.extend(woken[:4])
+        paired = tried(_pairs(sizes, switches[:16], [change for change, _ in differing]))
+        found.extend(one for _, one in paired)
         kept: dict[Any, dict[str, Any]] = {}
         for change, one in paired:
             kept.setdefault(frozenset(one.shapes), change)
-        telling = [*switches, *sizes, *list(kept.values())[:20]]
+        telling = [*(change for change, _ in differing), *telling[:60], *list(kept.values())[:20]]
+    return Sampled(found, frozenset(deciding), whole) if whole is not None else None
+
+
+def _together(tried: _Tried, switch: dict[str, Any], alone: Built, changes: Sequence[dict[str, Any]]) -> list[_Result]:
+    """Return the models of all these changes where a switch is set, which change nothing by themselves: several in one
+    model as long as it has the tensors that the switch alone gives.
+    """
+    rows: list[list[dict[str, Any]]] = []
+    for change in changes:  # no field twice in one model
+        row = next((row for row in rows if all(other.keys().isdisjoint(change) for other in row)), None)
+        if row is None:
+            rows.append([change])
+        else:
+            row.append(change)
+    return [each for row in rows for each in _halved(tried, switch, alone, row)]
+
+
+def _halved(tried: _Tried, switch: dict[str, Any], alone: Built, row: Sequence[dict[str, Any]]) -> list[_Result]:
+    found = tried([all_of([*row, switch])])
+    if len(row) == 1 or (found and found[0][1].shapes == alone.shapes):
+        return found
+    half = len(row) // 2
+    return [*_halved(tried, switch, alone, row[:half]), *_halved(tried, switch, alone, row[half:])]
+
+
+def _labels(config: PretrainedConfig) -> list[dict[str, Any]]:
+    tied = getattr(config, "tie_word_embeddings", True)
+    return [{"num_labels": 5}, {"num_labels": 3}, {"tie_word_embeddings": not tied}]
+
+
+def _singles(tried: _Tried, config: PretrainedConfig, changes: Sequence[dict[str, Any]]) -> list[_Result]:
+    """Return the models of changes of one field; one that cannot be built so with what it may need, and with another
+    size against it.
+    """
+    found = []
+    needed = [*companions(config)]
+    for change in changes:
+        some = tried([change])
+        for more in () if some else needed:
+            some = some or tried([merged(more, change)])
+        found.extend(some)
+    moved = {leaf for change, _ in found for leaf in _leaves(change)}
+    count: Counter[tuple[str, ...]] = Counter()
+    for path, change in rebalanced(config):
+        if ".".join(path) not in moved and count[path] < _REBALANCED:
+            some = tried([change])
+            count[path] += len(some)
+            found.extend(some)
     return found
+
+
+def _pairs(
+    sizes: Sequence[dict[str, Any]], switches: Sequence[dict[str, Any]], every: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what is tried of two changes at once, and some of more."""
+    pairs = [merged(one, two) for one, two in itertools.combinations(switches[:8], 2)]
+    pairs += [merged(size, switch) for switch in switches[:12] for size in sizes]
+    pairs += [merged(one, two) for one, two in itertools.combinations(sizes, 2)]
+    chance = random.Random(len(every))
+    several = [all_of(chance.sample(every, min(len(every), 2 + at % 3))) for at in range(_SEVERAL)]
+    return pairs[:_MOST_PAIRS] + several
 
 
 def _one_per_field(changes: Sequence[dict[str, Any]], pinned: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -102,7 +194,7 @@ def silent(model_type: str, task: Task, class_name: str, base: Built) -> dict[st
     found = {}
     for name, value in fields_of(config):
         if value is None and declared.get(name, 0) is None and _SIZE.search(name):
-            tried = _tried(model_type, task, class_name, [{name: size} for size in (*sizes, 40)])
+            tried = _Tried(model_type, task, class_name)([{name: size} for size in (*sizes, 40)])
             same = [change[name] for change, one in tried if one.shapes == base.shapes]
             if len(same) == 1 < len(tried):
                 found[name] = same[0]
@@ -122,14 +214,23 @@ def _sizes(change: Mapping[str, Any]) -> bool:
     )
 
 
-def _tried(
-    model_type: str, task: Task, class_name: str, changes: Sequence[dict[str, Any]]
-) -> list[tuple[dict[str, Any], Built]]:
-    found = []
-    for change in changes:
-        with contextlib.suppress(Exception):
-            config = tiny_config(model_type, task, **change)
-            built = build(config, class_name)
-            followed = frozenset(derived(config).keys() - change.keys())
-            found.append((change, dataclasses.replace(built, followed=followed)))
-    return found
+class _Tried(NamedTuple):
+    """One class of a type, which is built under changes of its tiny config."""
+
+    model_type: str
+    task: Task
+    class_name: str
+
+    def __call__(self, changes: Iterable[dict[str, Any]]) -> list[_Result]:
+        """Return the models that can be built, each with its change."""
+        found = []
+        for change in changes:
+            with contextlib.suppress(Exception):
+                config = tiny_config(self.model_type, self.task, **change)
+                built = build(config, self.class_name)
+                followed = frozenset(derived(config).keys() - change.keys())
+                kinds = dict(built.kinds)
+                for path, value in flat(change):  # also what the config, or the class, sets otherwise
+                    kinds[path] = kinds.get(path, frozenset()) | kinds_of(value)
+                found.append((change, dataclasses.replace(built, followed=followed, kinds=kinds)))
+        return found

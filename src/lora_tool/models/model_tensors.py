@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from lora_tool.core.keys import split_layer
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.models.sizes import Sizes
+from lora_tool.models.sizes import Sizes, beyond_the_table
 from lora_tool.models.table import is_computed
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
@@ -57,7 +57,7 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     None where headers cannot tell: `why_unknown` says why.
     """
     row = _row(config.model_type or "")
-    if row is None or _why_no_row(config) is not None:
+    if row is None or _why_no_row(config) is not None or why_unsure(config) is not None:
         return None
     known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
     found = _Compared(row, row["classes"].get(known), config, names)
@@ -132,7 +132,20 @@ def base_prefixes() -> frozenset[str]:
 
 def why_unknown(config: ModelConfig) -> str:
     """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
-    return _why_no_row(config) or "the weights hold less than half of the tensors of its class under their names"
+    return (
+        _why_no_row(config)
+        or why_unsure(config)
+        or "the weights hold less than half of the tensors of its class under their names"
+    )
+
+
+def why_unsure(config: ModelConfig) -> str | None:
+    """Return why the table may be wrong about a class that it has: a field of `config` has a value that none of the
+    models had that the table was made with. None of a class that it lacks, and where it is right.
+    """
+    row = _row(config.model_type or "")
+    field = None if row is None or _why_no_row(config) else beyond_the_table(row, config.raw)
+    return field and f"lora-tool's table of {config.model_type} models does not cover the `{field}` of this config.json"
 
 
 def _why_no_row(config: ModelConfig) -> str | None:

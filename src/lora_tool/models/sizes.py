@@ -10,6 +10,62 @@ from typing import Any
 from lora_tool.formats.model_config import ModelConfig
 
 
+def kinds_of(value: object) -> frozenset[str]:
+    """Return what kinds of value a field of a config holds, in the words of the table: a list's are those in it."""
+    match value:
+        case None | bool():
+            return frozenset({str(value).lower().replace("none", "null")})
+        case str():
+            return frozenset({value})
+        case int() | float():
+            return frozenset({f"{value:g}"})
+        case dict():
+            return frozenset({"{}"})
+        case list() | tuple():
+            return frozenset(each for each in value if isinstance(each, str))
+    return frozenset()
+
+
+def beyond_the_table(row: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return a field of a config whose value the models that made the row did not have; None without one.
+
+    Their tensors may be others: the row says nothing about such a config.
+    """
+    absent = frozenset(row["absent"])
+    for words, paths in row["sampled"].items():
+        known = frozenset(words.split(" "))
+        for path in paths.split(" "):
+            if not _is_covered(_said(config, path, row["aliases"]), known, path in absent):
+                return str(path)
+    return None
+
+
+_ABSENT, _OUTSIDE = object(), object()
+
+
+def _said(config: Mapping[str, Any], path: str, aliases: Mapping[str, str]) -> object:
+    """Return the value of a field, `_ABSENT` without one, `_OUTSIDE` of an inner config that is not there."""
+    found: Any = config
+    *outer, name = path.split(".")
+    for part in outer:
+        found = found.get(part) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return _OUTSIDE
+    return found.get(name, found.get(aliases.get(name), _ABSENT))
+
+
+def _is_covered(value: object, known: frozenset[str], absent: bool) -> bool:  # noqa: FBT001
+    if value is _OUTSIDE or value is _ABSENT:
+        return value is _OUTSIDE or not absent
+    if known <= _NUMBERS and not (type(value) is int or isinstance(value, float)):
+        return True  # a size that is none: LT317 tells
+    positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return (positive and "+" in known) or kinds_of(value) <= known
+
+
+_NUMBERS = frozenset({"+", "0"})
+
+
 class Sizes:
     """The fields of one config that decide shapes, and those that follow others where they are left out."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -51,6 +52,9 @@ from lora_tool.rules.shared.base_match import match_base, same_names
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
+if TYPE_CHECKING:
+    from lora_tool.rules.engine.subjects import AskClass
+
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
 
@@ -92,7 +96,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True
     reads all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with
     the size of rank files. `ignored`: a merge goes on in spite of these rules, so of their findings only those are
-    returned that make it impossible.
+    returned that make it impossible. `ask` answers for the classes that the table is not certain of.
     """
 
     rules: tuple[Rule, ...]
@@ -105,6 +109,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     ignored: bool = False
     progress: Progress | None = None
     watch: Watch | None = None
+    ask: AskClass | None = None
 
     @property
     def labels(self) -> int | None:
@@ -182,7 +187,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             scans=scans_of(adapter),
             view=view,
             base=self.base,
-            stored_base=None if self.base is None else ModelSubject(checkpoint=self.base),
+            stored_base=None if self.base is None else ModelSubject(checkpoint=self.base, ask=self.ask),
             match=match,
             same_names=None if unmatched is None else same_names(unmatched, view.config, adapted),
             num_labels=self.labels,
@@ -275,7 +280,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 return self.why_no_base
             if Need.SAME_NAMES in rule.needs and subject.why_no_match:
                 return f"{subject.why_no_match}: only what has the same name in both was compared"
-        return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
+        model = subject.stored_base if isinstance(subject, AdapterSubject) else subject
+        return model.why_no_class if Need.CLASS in rule.needs and isinstance(model, ModelSubject) else None
 
 
 def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:

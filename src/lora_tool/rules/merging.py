@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,6 +16,9 @@ from lora_tool.core.report.model import joined
 from lora_tool.rules.engine.registry import Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch, ModelSubject
 from lora_tool.rules.judging import Judge
+
+if TYPE_CHECKING:
+    from lora_tool.rules.engine.subjects import AskClass
 
 _LARGE = 64 << 20
 """Bytes of adapters whose values are worth an import before they are read."""
@@ -29,7 +33,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     """The options of a merge, and the rules that judge it. Codes are checked when the rules first run.
 
     `task` and `num_labels` are the given ones, None where adapter and base state them; `untie` makes tied ends two
-    matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
+    matrices; `ask` is `Judge`'s. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
@@ -38,6 +42,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
+    ask: AskClass | None = None
 
     def as_stored(
         self,
@@ -95,7 +100,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         fitting = [each for each in chosen() if not (self.untie and each.code == _OF_TIED)]
         selected = chosen(self.select, self.ignore)
         rules = tuple(each for each in fitting if each in selected)
-        judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task)
+        judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task, ask=self.ask)
         report = judged(judge)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:

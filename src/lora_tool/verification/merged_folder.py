@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lora_tool.core.tensors import StoredTensor, TensorAction, TensorTable
 from lora_tool.formats.stored import read_part
+from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.core.ops import Assemble
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Step
@@ -28,6 +29,7 @@ def merged_subject(provenance: Provenance, *, num_labels: int | None, task: str 
     merged = provenance.merged
     return MergedSubject(
         checkpoint=merged,
+        ask=class_tensors,
         num_labels=num_labels,
         task=task,
         planned=None if plan is None else plan.expected,

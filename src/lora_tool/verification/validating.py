@@ -18,6 +18,7 @@ from lora_tool.core.progress import Progress, Watch, decided
 from lora_tool.core.report import Report
 from lora_tool.core.report.model import joined
 from lora_tool.formats.files import inside
+from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.registry import chosen
@@ -133,6 +134,7 @@ def findings_on(
         progress=progress,
         watch=watch,
         why_no_base=why_no_base,
+        ask=class_tensors,
     )
     if not isinstance(checkpoint, RunDir) and not (options.checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
@@ -157,7 +159,9 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
     Raises `UnknownRule` for `criteria` that mean no rule.
     """
     rules = chosen(criteria.select, criteria.ignore)
-    return _checkpoint_of_run(path, Judge(rules=rules, base=base, deep=criteria.deep, servers=criteria.servers))
+    return _checkpoint_of_run(
+        path, Judge(rules=rules, base=base, deep=criteria.deep, servers=criteria.servers, ask=class_tensors)
+    )
 
 
 def unresumable_reason(path: Path) -> str | None:
@@ -205,7 +209,12 @@ def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...])
     if judge.base is None or not adapters:
         whole = judge.deep is True
         return ModelSubject(
-            checkpoint=checkpoint, num_labels=judge.labels, task=judge.task, base=judge.base, whole=whole
+            checkpoint=checkpoint,
+            num_labels=judge.labels,
+            task=judge.task,
+            base=judge.base,
+            whole=whole,
+            ask=judge.ask,
         )
     # the planner, only for merged models: importing it takes a fifth of the time of a check
     from lora_tool.plans.merge.provenance import Provenance

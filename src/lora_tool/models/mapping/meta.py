@@ -167,6 +167,14 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_label
     return model
 
 
+def loading_ignores(class_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the patterns of names that the class may lack, and of those that loading leaves out silently."""
+    found = getattr(transformers, class_name)
+    names = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
+    lacking, strange = (tuple(getattr(found, name, None) or ()) for name in names)
+    return lacking, strange
+
+
 def may_have_labels(class_name: str) -> bool:
     """Return whether the config's number of labels may decide shapes of the class."""
     return "Classification" in class_name or "Answering" in class_name or "SemanticSegmentation" in class_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.model import Report, joined
+from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.merge.model.model import Model
 from lora_tool.plans.merge.options import PlanOptions
@@ -19,6 +20,7 @@ def judge_of(options: PlanOptions) -> MergeJudge:
         select=tuple(options.select),
         ignore=tuple(options.ignore),
         fail_on=Severity(options.fail_on),
+        ask=class_tensors,
     )
 
 

@@ -311,7 +311,7 @@ def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor, hint:
         yield Fault(subject=other.name, message=message, hint=hint)
 
 
-@rule("LT515", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+@rule("LT515", Severity.ERROR, on=AdapterSubject, needs=_ALL | {Need.CLASS}, unmergeable=True)
 def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     """The base lacks tensors that the model's class has.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lora_tool.models.layers import OddTensor
     from lora_tool.models.mapping.model import ModelFacts
     from lora_tool.models.model_tensors import ModelTensors
+
+    AskClass = Callable[[ModelConfig, Mapping[str, tuple[int, ...]]], ModelTensors | str]
 
 
 @enum.unique
@@ -104,6 +106,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
     contradiction: Problem | None = None
     """What transformers, where a merge asked it, found that config and weights contradict each other in."""
+    ask: AskClass | None = None
+    """What compares the tensors with their class where the table is not sure: transformers, if it is installed."""
 
     @property
     def named(self) -> Mapping[str, str]:
@@ -122,49 +126,72 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         """The tensors, with a matrix for each quantised weight."""
         return self.plain.tensors
 
-    @cached_property
+    @property
     def class_tensors(self) -> ModelTensors | None:
-        """The tensors compared with those of the model's class; None where headers do not determine the class's."""
-        from lora_tool.models.model_tensors import model_tensors  # only models need it
+        """The tensors compared with those of the model's class; None where neither headers nor transformers determine it."""
+        return self._of_class if not isinstance(self._of_class, str) else None
 
-        return None if self._config is None else model_tensors(self._config, self.matrices)
+    @cached_property
+    def _of_class(self) -> ModelTensors | str | None:
+        """The same, with the reason where they are not known; None where config or weights cannot be believed."""
+        return None if self._config is None else self.compared(self._config, self.shapes)
+
+    def compared(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelTensors | str:
+        """Return tensors of these shapes compared with the class of `config`, or why that is not possible."""
+        from lora_tool.models import model_tensors  # for models alone
+
+        found = model_tensors.model_tensors(config, shapes)
+        if found is not None:
+            return found
+        unsure = model_tensors.why_unsure(config)
+        if unsure is None or self.ask is None:
+            return model_tensors.why_unknown(config)
+        answer = self.ask(config, shapes)
+        return f"{unsure}; {answer}" if isinstance(answer, str) else answer
+
+    @property
+    def _layers_tell(self) -> bool:
+        """Whether layers may be compared with one another, because there is nothing better to compare with: no table
+        knows the class.
+        """
+        from lora_tool.models.layers import is_regular  # for models alone
+        from lora_tool.models.model_tensors import why_unsure
+
+        config = self._config
+        known = config is None or self.class_tensors is not None or why_unsure(config) is not None
+        return config is not None and not known and is_regular(config)
 
     @cached_property
     def odd_tensors(self) -> tuple[OddTensor, ...]:
         """Tensors that one layer lacks or has in another shape than its like; empty if class or base is known."""
-        from lora_tool.models.layers import is_regular, odd_tensors  # only models need it
+        from lora_tool.models.layers import odd_tensors  # only models need it
 
-        if self._config is None or self.class_tensors is not None or self.base is not None:
+        if self._config is None or self.base is not None or not self._layers_tell:
             return ()
-        return tuple(odd_tensors(self._config, self.shapes)) if is_regular(self._config) else ()
+        return tuple(odd_tensors(self._config, self.shapes))
 
     @property
     def lost_end(self) -> str | None:
         """The evidence that embeddings or output layer of a class in no table are lost; None if they are there."""
-        from lora_tool.models.layers import is_regular, lost_end  # only models need it
+        from lora_tool.models.layers import lost_end  # only models need it
 
-        config = self.plain.config
-        if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
+        if self._config is None or self.expected or not self._layers_tell:
             return None
-        return lost_end(config, self.shapes)
+        return lost_end(self._config, self.shapes)
 
     @property
     def lost_everywhere(self) -> tuple[str, ...]:
         """The evidence for each tensor lost from every layer; empty where the class, a base or a ledger is known."""
-        from lora_tool.models.layers import is_regular, lost_everywhere  # only models need it
+        from lora_tool.models.layers import lost_everywhere  # only models need it
 
-        if self._config is None or self.class_tensors is not None or self.base is not None or self.expected:
+        if self._config is None or self.base is not None or self.expected or not self._layers_tell:
             return ()
-        return tuple(lost_everywhere(self._config, self.shapes)) if is_regular(self._config) else ()
+        return tuple(lost_everywhere(self._config, self.shapes))
 
     @property
     def why_no_class(self) -> str | None:
         """Why the tensors of the model's class are unknown; None if known, or if a ledger or plan lists them."""
-        from lora_tool.models.model_tensors import why_unknown  # only models need it
-
-        if self._config is None or self.class_tensors is not None or self.expected:
-            return None
-        return why_unknown(self._config)
+        return self._of_class if isinstance(self._of_class, str) and not self.expected else None
 
     @property
     def _config(self) -> ModelConfig | None:

@@ -43,11 +43,11 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
 
 def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Return which of the base's tensors the model's class has no place for."""
-    from lora_tool.models.model_tensors import model_tensors  # only models need it
-
     config = subject.plain.config
-    found = None if config is None or subject.class_tensors is None else model_tensors(config, names)
-    return frozenset() if found is None else frozenset((*found.unexpected, *found.of_other_classes))
+    if config is None or subject.class_tensors is None:
+        return frozenset()
+    found = subject.compared(config, {name: tensor.shape for name, tensor in names.items()})
+    return frozenset() if isinstance(found, str) else frozenset((*found.unexpected, *found.of_other_classes))
 
 
 @rule("LT621", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
