@@ -3,7 +3,8 @@
     python -m tests.tensor_tables [MODEL_TYPE…]
 
 Each class of a directly stored architecture is built on the meta device under many small configs: every field of the
-config is changed by itself, switches in pairs with what they change. A name that is there under all of them is always
+config is changed by itself, inner configs are null, switches come in pairs with what they change, and some changes
+several at a time. `sampled` says which values the fields had on which anything depends. A name that is there under all of them is always
 there; names that come and go together are one group. A dimension is the simplest product or sum of fields that gives
 its size in all of the models; where there is none, it stays unknown.
 """

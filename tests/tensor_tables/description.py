@@ -115,10 +115,9 @@ def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], stacks: St
     kinds: dict[str, list[str]] = defaultdict(list)
     absent = []
     for path in paths_of(found.config):
-        seen = frozenset.intersection(
-            *(frozenset().union(*(one.kinds.get(path, frozenset()) for one in its)) for its in by_class.values())
-        )
-        if not seen or (path not in found.deciding and (len(seen) > 1 or seen == {"{}"})):
+        by = [frozenset().union(*(one.kinds.get(path, ()) for one in its)) for its in by_class.values()]
+        seen, varied = frozenset.intersection(*by), len(frozenset.union(*by)) > 1
+        if not seen or (path not in found.deciding and (varied or seen == {"{}"})):
             continue
         known = seen if counts(path, by_class, stacks) else in_words(seen)
         kinds[" ".join(sorted(known))].append(path)

@@ -32,9 +32,9 @@ from tests.tensor_tables.classes import classes
 from tests.tensor_tables.expressions import whole
 from tests.tensor_tables.models import Built, build, flat
 
-_MOST_PAIRS = 200
+_MOST_PAIRS = 120
 _SWITCHES = 5
-_SEVERAL = 60
+_SEVERAL = 40
 _REBALANCED = 4
 _Result = tuple[dict[str, Any], Built]
 _NEARLY = 1.2
@@ -76,14 +76,16 @@ def sampled(model_type: str) -> Sampled | None:
         found.extend(one for _, one in tried([pinned, {}]))
         if whole is not None:
             found.extend(one for _, one in tried([*telling, *_labels(config)]))
-            found.extend(one for _, one in _together(tried, {}, base, inert))
+            under = _together(tried, {}, base, inert)
+            found.extend(one for _, one in under)
+            deciding |= {leaf for change, one in under if one.shapes != base.shapes for leaf in _leaves(change)}
             continue
         whole = config
         loose = [*longer(config), *overrides(config, source_of(base.class_name)), *_labels(config)]
         changes = [merged(pinned, change) for change in loose]
         singles = _singles(tried, config, [*changes, *(loose if pinned else ())])
         differing = [(change, one) for change, one in singles if one.shapes != base.shapes or one.ties != base.ties]
-        deciding |= {leaf for change, _ in differing for leaf in _leaves(changed(change, pinned))}
+        deciding |= {leaf for change, _ in differing for leaf in _leaves(_without_lists(changed(change, pinned)))}
         found.extend(one for _, one in singles)
         structures: dict[Any, dict[str, Any]] = {}
         for change, one in differing:
@@ -92,11 +94,12 @@ def sampled(model_type: str) -> Sampled | None:
         sizes = _one_per_field([change for change, _ in differing if _sizes(changed(change, pinned))], pinned)
         switches = sorted(structures.values(), key=lambda change: _sizes(changed(change, pinned)))
         inert = [changed(change, pinned) for change, one in singles if one.shapes == base.shapes]
-        inert = [change for change in inert if deciding.isdisjoint(_leaves(change))]
-        for switch, alone in tried(switches[:_SWITCHES]):
-            under = _together(tried, switch, alone, inert)
+        alone = {leaf for change, _ in differing if (leaf := _only_leaf(changed(change, pinned)))}
+        inert = [change for change in inert if _only_leaf(change) not in alone]
+        for switch, its in tried(switches[:_SWITCHES]):
+            under = _together(tried, switch, its, inert)
             found.extend(one for _, one in under)
-            woken = [change for change, one in under if one.shapes != alone.shapes]
+            woken = [change for change, one in under if one.shapes != its.shapes]
             deciding |= {leaf for change in woken for leaf in _leaves(changed(change, pinned | switch))}
             telling.extend(woken)
             switches.extend(woken[:4])
@@ -105,8 +108,19 @@ def sampled(model_type: str) -> Sampled | None:
         kept: dict[Any, dict[str, Any]] = {}
         for change, one in paired:
             kept.setdefault(frozenset(one.shapes), change)
-        telling = [*(change for change, _ in differing), *telling[:60], *list(kept.values())[:20]]
+        telling = [*(change for change, _ in differing), *telling[:40], *list(kept.values())[:12]]
     return Sampled(found, frozenset(deciding), whole) if whole is not None else None
+
+
+def _only_leaf(change: Mapping[str, Any]) -> str | None:
+    """Return the path of the one field that is changed; None where there are several."""
+    leaves = [*_leaves(change)]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _without_lists(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the change without lists that only follow a number of layers."""
+    return change if len(change) == 1 else {n: value for n, value in change.items() if not isinstance(value, list)}
 
 
 def _together(tried: _Tried, switch: dict[str, Any], alone: Built, changes: Sequence[dict[str, Any]]) -> list[_Result]:
@@ -227,10 +241,11 @@ class _Tried(NamedTuple):
         for change in changes:
             with contextlib.suppress(Exception):
                 config = tiny_config(self.model_type, self.task, **change)
+                given = [*flat(config.to_dict()), *flat(change)]  # of which config and class may set some otherwise
                 built = build(config, self.class_name)
                 followed = frozenset(derived(config).keys() - change.keys())
                 kinds = dict(built.kinds)
-                for path, value in flat(change):  # also what the config, or the class, sets otherwise
+                for path, value in given:
                     kinds[path] = kinds.get(path, frozenset()) | kinds_of(value)
                 found.append((change, dataclasses.replace(built, followed=followed, kinds=kinds)))
         return found

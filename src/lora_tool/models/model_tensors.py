@@ -3,7 +3,8 @@
 `model_tensors.jsonl` has a line for each model type that is stored as it is in memory. It was made by building every
 class of it on the meta device under hundreds of configs (`python -m tests.tensor_tables`): names that are always there,
 names that come and go together, and each dimension as a product or sum of the config's fields. What depends on more
-than that is unknown there, and the functions here say nothing about it.
+than that is unknown there, and the functions here say nothing about it. Nor do they about a config that has a value of
+which no such model had one (`sampled`): there `why_unsure` names the field.
 
 In the table ``@`` stands for what a class calls its base model (``model.``, ``transformer.``), and ``*`` for the number
 of a layer; a checkpoint of the base model alone has no such beginning.

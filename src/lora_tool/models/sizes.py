@@ -9,21 +9,22 @@ from typing import Any
 
 from lora_tool.formats.model_config import ModelConfig
 
+_NUMBERS = frozenset({"+", "0"})
+_ABSENT, _OUTSIDE = object(), object()
+
 
 def kinds_of(value: object) -> frozenset[str]:
     """Return what kinds of value a field of a config holds, in the words of the table: a list's are those in it."""
     match value:
-        case None | bool():
-            return frozenset({str(value).lower().replace("none", "null")})
-        case str():
-            return frozenset({value})
-        case int() | float():
-            return frozenset({f"{value:g}"})
-        case dict():
-            return frozenset({"{}"})
         case list() | tuple():
             return frozenset(each for each in value if isinstance(each, str))
-    return frozenset()
+        case None | bool():
+            word = {None: "null", True: "true", False: "false"}[value]
+        case float():
+            word = f"{value:g}"
+        case _:
+            word = "{}" if isinstance(value, dict) else str(value)
+    return frozenset({word})
 
 
 def beyond_the_table(row: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
@@ -35,12 +36,9 @@ def beyond_the_table(row: Mapping[str, Any], config: Mapping[str, Any]) -> str |
     for words, paths in row["sampled"].items():
         known = frozenset(words.split(" "))
         for path in paths.split(" "):
-            if not _is_covered(_said(config, path, row["aliases"]), known, path in absent):
+            if not _is_covered(_said(config, path, row["aliases"]), known, absent=path in absent):
                 return str(path)
     return None
-
-
-_ABSENT, _OUTSIDE = object(), object()
 
 
 def _said(config: Mapping[str, Any], path: str, aliases: Mapping[str, str]) -> object:
@@ -48,22 +46,19 @@ def _said(config: Mapping[str, Any], path: str, aliases: Mapping[str, str]) -> o
     found: Any = config
     *outer, name = path.split(".")
     for part in outer:
-        found = found.get(part) if isinstance(found, dict) else None
+        found = found.get(part, {}) if isinstance(found, dict) else None
     if not isinstance(found, dict):
         return _OUTSIDE
     return found.get(name, found.get(aliases.get(name), _ABSENT))
 
 
-def _is_covered(value: object, known: frozenset[str], absent: bool) -> bool:  # noqa: FBT001
+def _is_covered(value: object, known: frozenset[str], *, absent: bool) -> bool:
     if value is _OUTSIDE or value is _ABSENT:
         return value is _OUTSIDE or not absent
     if known <= _NUMBERS and not (type(value) is int or isinstance(value, float)):
         return True  # a size that is none: LT317 tells
     positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     return (positive and "+" in known) or kinds_of(value) <= known
-
-
-_NUMBERS = frozenset({"+", "0"})
 
 
 class Sizes:

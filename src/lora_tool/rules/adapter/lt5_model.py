@@ -316,8 +316,8 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     """The base lacks tensors that the model's class has.
 
     What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter. The
-    parameters come from a built-in table of architectures, and in a merge from transformers. LT301 and LT513 look at
-    heads.
+    parameters come from a built-in table of architectures; where it does not cover the base's config, and in merges that
+    need it, from transformers. LT301 and LT513 look at heads.
 
     Why it matters: transformers initialises missing parameters with random values, different ones on every load, with a
     log line at most.

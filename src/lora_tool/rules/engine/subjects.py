@@ -150,16 +150,19 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         return f"{unsure}; {answer}" if isinstance(answer, str) else answer
 
     @property
-    def _layers_tell(self) -> bool:
-        """Whether layers may be compared with one another, because there is nothing better to compare with: no table
-        knows the class.
-        """
-        from lora_tool.models.layers import is_regular  # for models alone
-        from lora_tool.models.model_tensors import why_unsure
+    def is_unsure(self) -> bool:
+        """Whether the table of classes has the model's, but does not cover its config: no guess replaces the check."""
+        from lora_tool.models.model_tensors import why_unsure  # for models alone
 
-        config = self._config
-        known = config is None or self.class_tensors is not None or why_unsure(config) is not None
-        return config is not None and not known and is_regular(config)
+        return self._config is not None and why_unsure(self._config) is not None
+
+    @property
+    def _layers_tell(self) -> bool:
+        """Whether layers may be compared with one another, because no table knows the class."""
+        from lora_tool.models.layers import is_regular  # for models alone
+
+        known = self._config is None or self.class_tensors is not None or self.is_unsure
+        return self._config is not None and not known and is_regular(self._config)
 
     @cached_property
     def odd_tensors(self) -> tuple[OddTensor, ...]:

@@ -28,9 +28,10 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor's shape does not match the config.
 
     What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for model types that have
-    the same tensors on disk and in memory, and compares. For other types it checks the width of the embeddings and of a
-    `score` head, and looks for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge
-    also asks transformers. A size that the config leaves out is a warning.
+    the same tensors on disk and in memory, and compares. Where the built-in table does not cover a config, transformers
+    is asked if it is installed. For other types it checks the width of the embeddings and of a `score` head, and looks
+    for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge also asks transformers.
+    A size that the config leaves out is a warning.
 
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
     re-initialises the tensor at random.
@@ -86,7 +87,7 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
     head that transformers gives every decoder.
     """
     config = subject.plain.config
-    if config is None or config.custom_code or config.quantization:
+    if config is None or config.custom_code or config.quantization or subject.is_unsure:
         return {}
     inputs = embedding_rows(subject.matrices) if config.vocab_size is not None else {}  # else of numbers over time
     text = config.raw.get("text_config")
