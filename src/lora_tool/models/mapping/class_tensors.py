@@ -11,11 +11,10 @@ from lora_tool.core.tensors import DType
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import is_computed
 from lora_tool.models.ends import head_of, is_end
-from lora_tool.models.mapping.model import LABELS, ModelFacts, Shape
-from lora_tool.models.mapping.quiet import quiet
 from lora_tool.models.model_tensors import ModelTensors
 
 if TYPE_CHECKING:
+    from lora_tool.models.mapping.model import ModelFacts, Shape
     from lora_tool.models.mapping.weight_mapping import WeightMapping
 
 
@@ -28,6 +27,8 @@ def class_tensors(config: ModelConfig, disk: Mapping[str, Shape]) -> ModelTensor
         require_packages(("torch", "transformers"), extra="merge")
     except MissingDependency as error:
         return f"{error}: {error.hint}" if error.hint else str(error)
+    from lora_tool.models.mapping.quiet import quiet  # for the few configs that need it
+
     try:
         with quiet():
             return _compared(config, disk)
@@ -83,6 +84,8 @@ def _only_shapes(class_name: str, shapes: Mapping[str, tuple[int | None, ...]]) 
 
 def _wanted(facts: ModelFacts, parameters: Mapping[str, str]) -> dict[str, tuple[int | None, ...]]:
     """Return the shapes that the config gives the tensors, each of which is one parameter."""
+    from lora_tool.models.mapping.model import LABELS  # loaded by whoever asks
+
     sizes = {name: facts.shapes[of] for name, of in parameters.items() if of in facts.shapes}
     return {name: tuple(None if size == LABELS else size for size in shape) for name, shape in sizes.items()}
 
