@@ -13,6 +13,7 @@ from lora_tool.checkpoints import open_checkpoint
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report import Finding, Severity
+from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.verification.validating import unresumable_reason, validate
 from lora_tool_train.errors import TrainingFailed
 from lora_tool_train.results import weight_files
@@ -41,7 +42,7 @@ def last_valid(output: Path) -> ResumeChoice:
     names = read_folder(output).checkpoints if output.is_dir() else ()
     skipped: list[Finding] = []
     for path in (output / name for name in reversed(names)):
-        why = unresumable_reason(path)
+        why = unusable(path)
         if why is None:
             return ResumeChoice(path=path, skipped=tuple(skipped))
         skipped.append(
@@ -52,11 +53,18 @@ def last_valid(output: Path) -> ResumeChoice:
 
 def named(path: Path) -> ResumeChoice:
     """Return the checkpoint that was named. Raises `TrainingFailed` if no run can go on from it."""
-    why = unresumable_reason(path) if path.is_dir() else "no such folder"
+    why = unusable(path) if path.is_dir() else "no such folder"
     if why is not None:
         hint = "--resume auto takes the last complete checkpoint; lora-tool ci makes a base of anything else"
         raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=hint)
     return ResumeChoice(path=path)
+
+
+def unusable(path: Path) -> str | None:
+    """Return why transformers' Trainer cannot go on from the checkpoint `path`; None if it can. Every value is read."""
+    if not (path / TRAINER_STATE).is_file():
+        return f"has no {TRAINER_STATE}: it was not saved completely, or not by transformers' Trainer"
+    return unresumable_reason(path)
 
 
 def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:

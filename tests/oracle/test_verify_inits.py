@@ -38,7 +38,7 @@ def test_good_merges_are_right_and_bad_ones_are_not(
         found = verify(merged, base=base, adapters=[adapter])
         assert {each.verdict for each in found.evidence.values()} == {Verdict.RIGHT}
         assert not found.report.findings
-        assert not found.report.skipped
+        assert {each.code for each in found.report.skipped} <= {"LT320"}  # which needs a tokenizer
 
     config = adapter / "adapter_config.json"
     said = config.read_text()
@@ -101,6 +101,6 @@ def test_a_tensor_without_a_bound_is_said_by_name(tmp_path: Path) -> None:
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
     found = verify(merged, base=base, adapters=[adapter])
     assert found.evidence[name].verdict is Verdict.UNKNOWN
-    (skipped,) = found.report.skipped
+    (skipped,) = (each for each in found.report.skipped if each.code != "LT320")  # which needs a tokenizer
     assert name in skipped.reason
     assert not found.report.findings

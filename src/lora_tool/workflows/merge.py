@@ -107,9 +107,9 @@ def merge_inputs(
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
-    `weights` are by default those in the names. `open_base` opens the folder that was found, for several merges once, say. Raises `CheckpointError` for what cannot
-    be found or read, `FindingsFound` for a broken config that names no base, `IncompatibleBase` where the
-    adapters name two bases.
+    `weights` are by default those in the names. `open_base` opens the found folder, for several merges once, say. Raises
+    `CheckpointError` for inputs that cannot be found or read, `FindingsFound` for a broken config that names no base,
+    `IncompatibleBase` where the adapters name two bases.
     """
     listed, weights = all_weighted(adapters, weights)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
@@ -154,7 +154,10 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     """Return the command that merges the best checkpoint of the one run that was given; None where there is none."""
     if len(sources) != 1:
         return None
-    opened = open_checkpoint(sources[0].path)
+    try:
+        opened = open_checkpoint(sources[0].path)
+    except CheckpointError:  # the caller's error says why nothing opens
+        return None
     if not isinstance(opened, RunDir):
         return None
     from lora_tool.verification.validating import validate  # only for a run, which a merge refuses

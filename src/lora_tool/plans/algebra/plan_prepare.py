@@ -131,7 +131,7 @@ def _require_form(view: AdapterView, server: str, base: ModelDir | None, *, appr
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
             f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
-            hint=f"lora-tool prepare {root} --for {server} {options} -o OUT"
+            hint=f"lora-tool prepare {root} --for {shlex.quote(server)} {options} -o OUT"
             if all(each.options for each in found)
             else found[0].hint
             if all(each.hint for each in found)
