@@ -53,7 +53,7 @@ _PARTS = {"qkv": ("q", "k", "v"), "fc1": ("gate", "up")}
 _MATRIX = 2
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class ModulePlace(Struct, frozen=True, kw_only=True):
     """Where a tensor of the adapter is: in which of Megatron's, from which row, and in which rows from there."""
 
     source: str
@@ -70,7 +70,7 @@ def is_megatron(names: Mapping[str, Any]) -> bool:
 
 def places(
     shapes: Mapping[str, tuple[int, ...]], model: MegatronModel, cuts: Mapping[str, int] | None = None
-) -> dict[str, Place]:
+) -> dict[str, ModulePlace]:
     """Return PEFT's name → place of every LoRA tensor among `shapes`, which are by Megatron's names.
 
     `cuts` are the numbers of ranges of rows in which tensors were saved, each by one rank, 1 for those that it lacks.
@@ -80,7 +80,7 @@ def places(
     own = {name: shape for name, shape in shapes.items() if not _OPTIMIZER.match(name)}
     adapter = {name: shape for name, shape in own.items() if _TRAINED.match(name)}
     _require_nothing_else(own, adapter)
-    found: dict[str, Place] = {}
+    found: dict[str, ModulePlace] = {}
     for name, shape in adapter.items():
         for new, place in _places(name, shape, model, (cuts or {}).get(name, 1)):
             if new in found:
@@ -97,7 +97,7 @@ def _require_nothing_else(own: Mapping[str, Any], adapter: Mapping[str, Any]) ->
         raise UnsupportedCheckpoint(text, hint=EXPORT)
 
 
-def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) -> Iterator[tuple[str, Place]]:
+def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) -> Iterator[tuple[str, ModulePlace]]:
     match = _FACTOR.match(name)
     if match is None:
         what = next(
@@ -109,7 +109,9 @@ def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) 
     side = "lora_A" if match["swift"] == "A" or match["side"] == "in" else "lora_B"
     for index, layer, expert in stack:
         for path, runs in _projections(name, match, rows, model, expert, fused=side == "lora_B", cuts=cuts):
-            place = Place(source=name, first=index * rows, rows=runs, shape=(sum(count for _, count in runs), columns))
+            place = ModulePlace(
+                source=name, first=index * rows, rows=runs, shape=(sum(count for _, count in runs), columns)
+            )
             yield f"{PREFIX}model.layers.{layer}.{path}.{side}.weight", place
 
 

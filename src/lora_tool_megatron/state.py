@@ -21,7 +21,7 @@ from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool_megatron.kind import POINTER
 from lora_tool_megatron.model import model_of
-from lora_tool_megatron.names import Place, is_megatron, places
+from lora_tool_megatron.names import ModulePlace, is_megatron, places
 
 _NESTS = frozenset({"weights", "policy", "value", "model"})
 """Folders of NeMo-RL and verl between the step, or the role, where the config lies, and the pieces."""
@@ -36,7 +36,7 @@ class MegatronState(TrainingState, frozen=True, kw_only=True):
     """The LoRA in Megatron's chunks, by PEFT's names; `stored` is the state as Megatron names it."""
 
     stored: DcpState
-    places: Mapping[str, Place]
+    places: Mapping[str, ModulePlace]
 
     def absent_files(self) -> Iterator[AbsentFile]:
         """See `TrainingState`."""
@@ -149,7 +149,7 @@ def _near(state: TrainingState) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((state.folder, state.root, *above, *exported, state.root.absolute().parent)))
 
 
-def _taken(whole: StoredTensor, place: Place, name: str) -> StoredTensor:
+def _taken(whole: StoredTensor, place: ModulePlace, name: str) -> StoredTensor:
     """Return the rows of the place as a tensor of their own."""
     spec = TensorSpec(name=name, dtype=whole.dtype, shape=place.shape)
     row_bytes = place.shape[1] * whole.dtype.bits // 8

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from lora_tool.core.keys import split_layer
 from lora_tool.workflows.inspection.comparison import Comparison, Difference
-from lora_tool_plot.grid import Grid, laid_out, span
+from lora_tool_plot.grid import PanelGrid, laid_out, span
 
 
 class _Change(Struct, frozen=True):
@@ -17,7 +17,7 @@ class _Change(Struct, frozen=True):
     item: Difference
 
 
-def change_grids(comparison: Comparison) -> tuple[Grid, ...]:
+def change_grids(comparison: Comparison) -> tuple[PanelGrid, ...]:
     """Return how far the second is from the first, how far its direction turned and how much longer it is.
 
     Of LoRA the modules alone, where there are any; of models the tensors of which any changed. None where nothing is in

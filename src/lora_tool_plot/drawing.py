@@ -17,7 +17,7 @@ from lora_tool.workflows.inspection.comparison import Comparison
 from lora_tool.workflows.inspection.curves import Curves, trainer_state_of, training_curves
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
 from lora_tool_plot.changes import change_grids
-from lora_tool_plot.grid import Grid, grids
+from lora_tool_plot.grid import PanelGrid, grids
 from lora_tool_plot.page import page
 from lora_tool_plot.saving import save
 from lora_tool_plot.sheet import sheet
@@ -78,7 +78,7 @@ def _write(
     path: Path,
     title: str,
     facts: Sequence[tuple[str, str]],
-    maps: Sequence[Grid],
+    maps: Sequence[PanelGrid],
     found: Sequence[Spectrum],
     curves: Curves,
     explained: str,

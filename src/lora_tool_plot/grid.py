@@ -22,7 +22,7 @@ _DECADES = 30.0
 """How far apart the ends of a scale may be before most of its cells would have the colour of its lower end."""
 
 
-class Grid(Struct, frozen=True, kw_only=True, dict=True):
+class PanelGrid(Struct, frozen=True, kw_only=True, dict=True):
     """`cells[row][column]` is the number of target `rows[row]` in layer `columns[column]`; None where there is none."""
 
     title: str
@@ -82,7 +82,7 @@ class Placed(Protocol):
 Item = TypeVar("Item", bound=Placed)
 
 
-def grids(spectra: Iterable[Spectrum]) -> tuple[Grid, ...]:
+def grids(spectra: Iterable[Spectrum]) -> tuple[PanelGrid, ...]:
     """Return the heat maps of an adapter: how far each module moved, and in how many directions.
 
     The first is ‖ΔW‖/‖W‖ where the base's norms are known for every module, else ‖ΔW‖. With a base there is a third:
@@ -94,7 +94,7 @@ def grids(spectra: Iterable[Spectrum]) -> tuple[Grid, ...]:
     return (_moved(listed, relative=relative), _directions(listed), *([_lost(listed)] if kept else []))
 
 
-def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> Grid:
+def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> PanelGrid:
     unit = "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖"
     than = "all far below 1, and no module stands out" if relative else "no module stands out, and none is at 0"
     return laid_out(
@@ -112,7 +112,7 @@ def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> Grid:
     )
 
 
-def _directions(spectra: Sequence[Spectrum]) -> Grid:
+def _directions(spectra: Sequence[Spectrum]) -> PanelGrid:
     ranks = sorted({item.rank for item in spectra})
     title, good = "How many directions each ΔW uses", "Good: between the ends."
     ends = "Near the rank a larger one may learn more; near 1 a smaller one would do."
@@ -142,7 +142,7 @@ def _directions(spectra: Sequence[Spectrum]) -> Grid:
     )
 
 
-def _lost(spectra: Sequence[Spectrum]) -> Grid:
+def _lost(spectra: Sequence[Spectrum]) -> PanelGrid:
     unit = "1 − cosine"
     enough = 0.01
     return laid_out(
@@ -182,7 +182,7 @@ def laid_out(
     sentence: str,
     flat: Callable[[float, float], str],
     is_flat: Callable[[float, float], bool] = alike,
-) -> Grid:
+) -> PanelGrid:
     """Return the values by target and layer, targets as a layer computes them; several of one cell are the largest.
 
     `flat` is the sentence for a map from least to most that `is_flat`.
@@ -204,7 +204,7 @@ def laid_out(
     numbers = finite(every.values())
     broken = any(cell is not None and not math.isfinite(cell) for row in every.values() for cell in row)
     shows_nothing = numbers and not broken and is_flat(min(numbers), max(numbers))
-    return Grid(
+    return PanelGrid(
         title=title,
         unit=unit,
         sentence=sentence,

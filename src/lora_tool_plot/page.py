@@ -16,7 +16,7 @@ from lora_tool.core.display import four_digits, printable
 from lora_tool.core.errors import MissingDependency
 from lora_tool.workflows.inspection.curves import Curves
 from lora_tool.workflows.inspection.spectra import Spectrum
-from lora_tool_plot.grid import Grid
+from lora_tool_plot.grid import PanelGrid
 from lora_tool_plot.panels import (
     curve_panels,
     curves_sentence,
@@ -48,7 +48,7 @@ _LABELS = 10
 def page(
     title: str,
     facts: Iterable[tuple[str, str]],
-    grids: Sequence[Grid],
+    grids: Sequence[PanelGrid],
     spectra: Sequence[Spectrum],
     curves: Curves,
     *,
@@ -89,7 +89,7 @@ def page(
     )
 
 
-def _lines(grid: Grid) -> dict[str, object]:
+def _lines(grid: PanelGrid) -> dict[str, object]:
     step = label_step(len(grid.columns), _LABELS)
     columns = len(grid.columns)
     return {
@@ -103,7 +103,7 @@ def _lines(grid: Grid) -> dict[str, object]:
     }
 
 
-def _cell(grid: Grid, cell: float | None) -> str:
+def _cell(grid: PanelGrid, cell: float | None) -> str:
     return "transparent" if cell is None else heat_colour(grid.position(cell))
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from lora_tool.workflows.inspection.curves import Curves, is_main
 from lora_tool.workflows.inspection.spectra import Spectrum
 from lora_tool.workflows.inspection.targets import place, short_names
-from lora_tool_plot.grid import Grid
+from lora_tool_plot.grid import PanelGrid
 from lora_tool_plot.theme import (
     HEAT,
     INK,
@@ -182,7 +182,7 @@ def draw_spectra(axes: Axes, panel: SpectraPanel, ends: tuple[float, float] | No
         axes.text(0.98, 0.97, said, transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=SOFT)
 
 
-def draw_heat_map(axes: Axes, scale: Axes, grid: Grid) -> None:
+def draw_heat_map(axes: Axes, scale: Axes, grid: PanelGrid) -> None:
     """Draw the cells, and on the axes `scale` beside them the colours with their numbers."""
     positions = [[grid.position(cell) for cell in row] for row in grid.cells]
     table = np.array([[math.nan if at is None else at for at in row] for row in positions], dtype=float)
@@ -214,7 +214,7 @@ def draw_heat_map(axes: Axes, scale: Axes, grid: Grid) -> None:
         spine.set_visible(False)
 
 
-def scale_marks(grid: Grid) -> tuple[float, ...]:
+def scale_marks(grid: PanelGrid) -> tuple[float, ...]:
     """Return the numbers that stand at the colour scale: its ends, and its middle."""
     low, high = grid.least, grid.most
     return (low, math.sqrt(low * high) if grid.logarithmic else (low + high) / 2, high) if low < high else (low,)

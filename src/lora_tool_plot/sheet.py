@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from lora_tool.workflows.inspection.curves import Curves
 from lora_tool.workflows.inspection.spectra import Spectrum
-from lora_tool_plot.grid import Grid
+from lora_tool_plot.grid import PanelGrid
 from lora_tool_plot.panels import (
     ROW_LETTERS,
     CurvePanel,
@@ -64,7 +64,7 @@ Drawn: TypeAlias = tuple[str, str, Callable[["Axes"], None]]
 def sheet(
     title: str,
     subtitle: str,
-    grids: Sequence[Grid],
+    grids: Sequence[PanelGrid],
     spectra: Sequence[Spectrum],
     curves: Curves,
     *,
@@ -84,7 +84,7 @@ def sheet(
 
 
 def _blocks(
-    grids: Sequence[Grid], spectra: Sequence[Spectrum], curves: Curves, drawn: Sequence[Drawn]
+    grids: Sequence[PanelGrid], spectra: Sequence[Spectrum], curves: Curves, drawn: Sequence[Drawn]
 ) -> Iterator[_Block]:
     for grid in grids:
         yield _heading(grid.title, grid.said)
@@ -135,7 +135,7 @@ def _axes(figure: Figure, left: float, top: float, width: float, height: float) 
     return figure.add_axes((left / WIDTH, 1 - (top + height) / tall, width / WIDTH, height / tall))
 
 
-def _heat_map(grid: Grid) -> _Block:
+def _heat_map(grid: PanelGrid) -> _Block:
     names = min(max(map(len, grid.rows), default=0), ROW_LETTERS) * 0.078 + 0.12
     room = WIDTH - _LEFT - _RIGHT - names - 0.75
     width, height = min(room, _MOST_CELL * len(grid.columns)), _ROW * len(grid.rows)

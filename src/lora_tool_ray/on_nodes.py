@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.core.errors import ExecutionError, LoraToolError
-from lora_tool.core.tasks import Surroundings, Task
+from lora_tool.core.tasks import ClusterTask, Surroundings
 
 if TYPE_CHECKING:
     import ray
@@ -50,7 +50,7 @@ def enter(surroundings: Surroundings) -> LoraToolError | None:
 
 
 def carry_out(
-    task: Task,
+    task: ClusterTask,
     surroundings: Surroundings,
     meter: ray.actor.ActorHandle[Meter],
     place: Place,

@@ -21,7 +21,7 @@ from lora_tool.core.display import counted
 from lora_tool.core.engines import ClusterEngine
 from lora_tool.core.errors import ExecutionError, LoraToolError, require_packages
 from lora_tool.core.progress import Progress, decided, told
-from lora_tool.core.tasks import Surroundings, Task, TaskGroup
+from lora_tool.core.tasks import ClusterTask, Surroundings, TaskGroup
 from lora_tool_ray.on_nodes import Meter, Place, carry_out, enter
 from lora_tool_ray.reaching import JOIN, START, is_same_address, require_head, require_node
 
@@ -253,7 +253,7 @@ class _Run(Struct):
             self._cancel(list(self.running))
         return [self.errors.get(number) for number in range(len(self.groups))]
 
-    def _task(self, one: _Try) -> tuple[TaskGroup, Task]:
+    def _task(self, one: _Try) -> tuple[TaskGroup, ClusterTask]:
         number, place = one.place
         return self.groups[number], self.groups[number].tasks[place]
 

@@ -62,7 +62,7 @@ import numpy as np
 import pytest
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import VARIABLE, Term, kernel
+from lora_tool.native.library import VARIABLE, KernelTerm, kernel
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import Run, interleaved, ratio
 from tests.bench.test_merge_speed import LAYERS, PEFT_MERGE
@@ -137,7 +137,7 @@ def machine(folder: Path) -> str:
     rows, columns, depth = 16 * found.rows, 8 * found.columns, 256
     left, right = (np.ones(length * depth, np.float32) for length in (rows, columns))
     weights = np.zeros((rows, columns), np.uint16)
-    term = Term(left.ctypes.data, right.ctypes.data, depth, 1.0)
+    term = KernelTerm(left.ctypes.data, right.ctypes.data, depth, 1.0)
     place = weights.ctypes.data
 
     def product() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool import plan_merge
-from lora_tool.execution.attempts import Part, parts_of
+from lora_tool.execution.attempts import WorkPart, parts_of
 from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.local_engine import batches_of
 from lora_tool.execution.reading import Sources
@@ -35,7 +35,7 @@ def timed(what: str) -> Iterator[None]:
 
 def walk(sent: bytes) -> int:
     """Do all of a part but reading and writing weights; return the bytes that it would write."""
-    part: Part = pickle.loads(sent)
+    part: WorkPart = pickle.loads(sent)
     work = part.work
     with Sources(work.plan.inputs):
         return sum(

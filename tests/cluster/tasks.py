@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_tool.core.errors import MissingDependency
 from lora_tool.core.progress import Progress
-from lora_tool.core.tasks import Surroundings, Task
+from lora_tool.core.tasks import ClusterTask, Surroundings
 
 GO = "go"
 
@@ -112,7 +112,7 @@ class Failing:
 class Slow:
     """A task that says where it is at work in the middle of its file, and waits there until somebody says `GO`."""
 
-    task: Task
+    task: ClusterTask
     told: Path
 
     @property

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
 from lora_tool.core.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
-from lora_tool.core.tasks import Surroundings, Task, TaskGroup
+from lora_tool.core.tasks import ClusterTask, Surroundings, TaskGroup
 from lora_tool.execution.cluster_engine import OnCluster, surroundings_of
 from lora_tool.execution.folder import shared_folder
 from lora_tool_ray import ray_cluster
@@ -274,7 +274,7 @@ def test_a_task_whose_process_is_killed_is_done_again(
     for folder in folders:
         folder.mkdir()
 
-    def group(*tasks: Task) -> TaskGroup:
+    def group(*tasks: ClusterTask) -> TaskGroup:
         return TaskGroup(tasks=tasks, surroundings=NOTHING, done=results.__setitem__)
 
     dying = Dying(folder=folders[0], times=1, was_seen=tmp_path / "seen")
@@ -290,7 +290,7 @@ def test_a_task_whose_process_is_killed_is_done_again(
         assert results == {0: 1, 1: 1}
         assert sum(reported) == dying.nbytes + stale.nbytes, "what a lost try had reported is not reported twice"
 
-        def ended(task: Task) -> None:
+        def ended(task: ClusterTask) -> None:
             connection.map(group(task), progress=reported.append)
 
         with pytest.raises(ExecutionError, match=r"dying was started 2 times.*lost each time"):

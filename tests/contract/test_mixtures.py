@@ -18,7 +18,7 @@ from lora_tool.core.tensors import DType
 from lora_tool.formats.model_config import ModelConfig, model_config_of
 from lora_tool.models import mixtures
 from lora_tool.models.mapping.mixture import mixture_mapping
-from lora_tool.models.mapping.model import Shape
+from lora_tool.models.mapping.model import ShapeOnDisk
 from lora_tool.models.mapping.weight_mapping import WeightMapping
 from tests.contract.test_import_cost import CALL, loaded
 from tests.oracle.tiny import tiny_config, tiny_model
@@ -68,14 +68,14 @@ def built(config: ModelConfig) -> transformers.PreTrainedModel | None:
     return model
 
 
-def saved(model: transformers.PreTrainedModel) -> dict[str, Shape]:
+def saved(model: transformers.PreTrainedModel) -> dict[str, ShapeOnDisk]:
     """Return what transformers writes of the model."""
     return {
         name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(model.state_dict())).items()
     }
 
 
-def require_same(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType) -> None:
+def require_same(config: ModelConfig, disk: Mapping[str, ShapeOnDisk], dtype: DType) -> None:
     """Compare all that a plan asks, of the table and of transformers."""
     found = mixture_mapping(config, disk, dtype)
     assert found is not None
@@ -101,7 +101,7 @@ def require_same(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType) -
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_row_gives_a_class_the_parameters_that_transformers_gives_it(model_type: str) -> None:
-    compared: set[frozenset[tuple[str, Shape]]] = set()
+    compared: set[frozenset[tuple[str, ShapeOnDisk]]] = set()
     for raw in (plain(model_type), *changes(model_type)):
         config = config_of(raw)
         shapes = next(filter(None, (row.shapes(config) for row in ROWS if row.model_type == model_type)), None)

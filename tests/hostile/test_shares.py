@@ -21,7 +21,7 @@ from lora_tool import Share, execute_share, plan_consolidate, plan_merge
 from lora_tool.core import errors
 from lora_tool.core.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
 from lora_tool.execution import at_work as at_work_module
-from lora_tool.execution.attempts import Part, parts_of
+from lora_tool.execution.attempts import WorkPart, parts_of
 from lora_tool.execution.engine import execute
 from lora_tool.execution.folder import shared_folder
 from lora_tool.execution.journal import NAME, Journal, digest_of, recorded_looks
@@ -250,7 +250,7 @@ def test_a_part_is_plain_data_and_done_twice_the_same(tmp_path: Path) -> None:
     plan = plan_merge(pair.base, pair.adapter, max_shard_size=600)
     with shared_folder(pair.out) as folder:
         for part in parts_of(work_of(plan, folder)):
-            sent: Part = pickle.loads(pickle.dumps(part))
+            sent: WorkPart = pickle.loads(pickle.dumps(part))
             assert sent == part
             assert {stamp.path for stamp in sent.work.plan.inputs} <= {stamp.path for stamp in plan.inputs}
             reported: list[int] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool import plan_push, push
-from lora_tool.hub.model import FileChange
+from lora_tool.hub.model import UploadAction
 from tests.cli.calling import FIXTURES, Caller
 from tests.hub.conftest import REPO, environment
 from tests.hub.faults import flip
@@ -369,7 +369,7 @@ def test_help_ends_with_an_example(call: Caller) -> None:
 def test_the_library_plans_and_pushes(hub: Hub, merged: Path) -> None:
     plan = plan_push(merged, REPO, private=False, message="from Python")
     assert hub.asked(WRITES) == []
-    assert {file.change for file in plan.files} == {FileChange.ADD}
+    assert {file.change for file in plan.files} == {UploadAction.ADD}
     done = push(plan)
     assert done.commit == hub.repos[REPO].head.oid
     assert hub.repos[REPO].history[0] == "from Python"

@@ -10,7 +10,7 @@ import numpy as np
 
 from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.native.library import TYPES, Kernel, Level, Term
+from lora_tool.native.library import TYPES, Kernel, KernelLevel, KernelTerm
 
 Array = np.ndarray[Any, Any]
 
@@ -76,14 +76,14 @@ class Case:
         else:
             kept = [(packed(kernel, b, kernel.rows), packed(kernel, a, kernel.columns)) for b, a, _ in self.terms]
             terms = tuple(
-                Term(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
+                KernelTerm(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
                 for (b, a), (left, _, scaling) in zip(kept, self.terms, strict=True)
             )
             rows, columns = source.shape
             fine = kernel.merge(*addresses, (rows, columns), terms)
         return out.view(STORAGE[self.out_type]), fine
 
-    def written(self, level: Level) -> bytes:
+    def written(self, level: KernelLevel) -> bytes:
         """Return the case as `driver.c` reads it."""
         rows, columns = self.source.shape
         head = (level.number, TYPES[self.source_type], TYPES[self.out_type], rows, columns, len(self.terms))

@@ -17,7 +17,7 @@ from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled
 from lora_tool.formats.quantised.grids import Requantisable
 from lora_tool.native.coded_rows import KINDS, CodedRows
-from lora_tool.native.library import TYPES, Kernel, Level, Term
+from lora_tool.native.library import TYPES, Kernel, KernelLevel, KernelTerm
 from tests.native.cases import Array, Case, Factor, assert_right, drawn_factor, packed
 
 OF_CODES = 16
@@ -49,7 +49,7 @@ class CodedCase:
         out = np.empty((len(self.part.codes), self.part.columns), STORAGE[self.out_type])
         kept = [(packed(kernel, b, kernel.rows), packed(kernel, a, kernel.columns)) for b, a, _ in self.terms]
         terms = tuple(
-            Term(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
+            KernelTerm(b.ctypes.data, a.ctypes.data, left.size[1], scaling)
             for (b, a), (left, _, scaling) in zip(kept, self.terms, strict=True)
         )
         fine = CodedRows(kernel, self.part, self.dtype).write(slice(None), out, self.out_type, terms)
@@ -58,7 +58,7 @@ class CodedCase:
     def assert_right(self, found: Array, fine: bool) -> None:
         assert_right(self.merged(), found, fine)
 
-    def written(self, level: Level) -> bytes:
+    def written(self, level: KernelLevel) -> bytes:
         """Return the case as `driver.c` reads it."""
         part = self.part
         head = (level.number, OF_CODES, TYPES[self.out_type], *self.numbers().shape, len(self.terms))

@@ -26,7 +26,7 @@ from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.engine import execute
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.native import library
-from lora_tool.native.library import TYPES, VARIABLE, Kernel, Level, asked_for
+from lora_tool.native.library import TYPES, VARIABLE, Kernel, KernelLevel, asked_for
 from lora_tool.plans.core.factor_ops import FactorOp
 from lora_tool.plans.core.ops import Precision, RowOp, row_ops
 from lora_tool.plans.core.plan import Plan
@@ -43,7 +43,7 @@ def test_auto_and_require_take_the_fastest_and_off_none(compiled: Path, kernels:
 
 
 def test_a_level_that_the_processor_lacks_is_refused_by_name(compiled: Path, kernels: tuple[Kernel, ...]) -> None:
-    (missing, *_) = set(Level) - {one.level for one in kernels}
+    (missing, *_) = set(KernelLevel) - {one.level for one in kernels}
     with pytest.raises(ExecutionError, match=f"{VARIABLE}={missing}: this processor supports {kernels[0].level}"):
         asked_for(missing, compiled)
 

@@ -21,7 +21,7 @@ from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.coded import Code
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.native.library import TYPES, Kernel, Level
+from lora_tool.native.library import TYPES, Kernel, KernelLevel
 from tests.native.cases import KINDS, Array, Case, assert_right, drawn_case
 from tests.native.coded_cases import CodedCase, drawn, weight_of
 
@@ -59,7 +59,7 @@ def compile_driver(folder: Path, compiler: Sequence[str], *flags: str) -> Path:
     return program
 
 
-def check(command: Sequence[str], level: Level) -> None:
+def check(command: Sequence[str], level: KernelLevel) -> None:
     """Run every case, and compare what the program writes with the definition."""
     all_cases = cases()
     done = subprocess.run(
@@ -154,14 +154,16 @@ def on_arm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [emulator, str(compile_driver(tmp_path_factory.mktemp("arm"), [compiler], "-static"))]
 
 
-@pytest.mark.parametrize("level", [Level.NEON, Level.SCALAR], ids=str)
-def test_arm_has_the_same_bits(on_arm: list[str], level: Level) -> None:
+@pytest.mark.parametrize("level", [KernelLevel.NEON, KernelLevel.SCALAR], ids=str)
+def test_arm_has_the_same_bits(on_arm: list[str], level: KernelLevel) -> None:
     check(on_arm, level)
 
 
 @pytest.mark.skipif(not X86, reason="for x86-64")
-@pytest.mark.parametrize(("processor", "level"), [("Nehalem", Level.SCALAR), ("Haswell", Level.AVX2)], ids=str)
-def test_older_processors_have_the_same_bits(tmp_path: Path, compiler: str, processor: str, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("processor", "level"), [("Nehalem", KernelLevel.SCALAR), ("Haswell", KernelLevel.AVX2)], ids=str
+)
+def test_older_processors_have_the_same_bits(tmp_path: Path, compiler: str, processor: str, level: KernelLevel) -> None:
     emulator = program("qemu-x86_64", "qemu-x86_64-static")
     check([emulator, "-cpu", processor, str(compile_driver(tmp_path, shlex.split(compiler), "-static"))], level)
 

@@ -22,7 +22,7 @@ from lora_tool.execution import kernels, requantised, units
 from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.local_engine import batches_of
 from lora_tool.execution.units import places_of
-from lora_tool.execution.whole_tensors import WholeTensors
+from lora_tool.execution.whole_tensors import FinishedTensors
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.native import requantising
@@ -236,7 +236,7 @@ def told_of(shard: Shard) -> list[Step]:
     places = {step.out.name: range(*both) for step, both in zip(shard.steps, itertools.pairwise(ends), strict=True)}
     waiting = [unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch]
     random.Random(len(waiting)).shuffle(waiting)
-    whole, written, told = WholeTensors(shard), set[int](), []
+    whole, written, told = FinishedTensors(shard), set[int](), []
     for unit in waiting:
         whole.add([unit])
         written |= {at for begin, end in places_of(unit) for at in range(begin, end)}

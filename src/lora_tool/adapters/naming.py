@@ -34,7 +34,7 @@ def drift(key: AdapterKey) -> str | None:
     return "has `module.` in it, which DistributedDataParallel put there" if key.module.startswith("module.") else None
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class PathReading(Struct, frozen=True, kw_only=True):
     """How bare paths become those in the model: `strip` is taken off their beginning, `add` put before it."""
 
     strip: str = ""
@@ -46,4 +46,4 @@ class Reading(Struct, frozen=True, kw_only=True):
         return rest if is_new_module(rest) else self.add + rest
 
 
-AS_THEY_ARE = Reading()
+AS_THEY_ARE = PathReading()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapters.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, Reading
+from lora_tool.adapters.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, PathReading
 from lora_tool.adapters.targeting import is_of_base_model, trained_for
 from lora_tool.adapters.view import LAYER_PARTS, AdapterView
 from lora_tool.core.errors import UnsupportedAdapter
@@ -46,7 +46,7 @@ class Readings:
         self._half = next((path for path in heads if path.startswith(PEFT_MODEL)), None)
         self._mixed = len(own) < len(view.adapter.keys)
 
-    def fitting(self) -> list[Reading]:
+    def fitting(self) -> list[PathReading]:
         """Return the readings that make all `paths` modules of a class of the base model, as they are first."""
         model = self._model
         if model is None or not self.paths:
@@ -54,18 +54,18 @@ class Readings:
         prefix = f"{model.prefix}." if model.prefix else ""
         classes = [model.headed] * (self.headed is not False) + [model.bare] * (self.headed is not True)
         tried = [
-            Reading(strip=strip, add=add)
+            PathReading(strip=strip, add=add)
             for strip in dict.fromkeys(("", LORA_MODEL, PEFT_MODEL, prefix))
             for add in dict.fromkeys(("", prefix))
             if not strip or strip != add
         ]
-        tried.append(Reading(strip=_TEXT_IN_MLX, add=f"{prefix}{_TEXT}"))
+        tried.append(PathReading(strip=_TEXT_IN_MLX, add=f"{prefix}{_TEXT}"))
         return [reading for reading in tried if any(self._fits(reading, held) for held in classes)]
 
-    def _fits(self, reading: Reading, held: frozenset[str]) -> bool:
+    def _fits(self, reading: PathReading, held: frozenset[str]) -> bool:
         return all(path.startswith(reading.strip) and reading.path(path) in held for path in self.paths)
 
-    def chosen(self, hint: str) -> Reading:
+    def chosen(self, hint: str) -> PathReading:
         """Return the one reading of the names.
 
         Names with PEFT's prefix are read as they are where the base has these modules, else in the one other reading
@@ -76,7 +76,7 @@ class Readings:
             for text in self._doubts():
                 raise UnsupportedAdapter(text, hint=hint)
         if not self.paths:
-            return Reading(strip=PEFT_MODEL) if self._half else AS_THEY_ARE
+            return PathReading(strip=PEFT_MODEL) if self._half else AS_THEY_ARE
         found = self.fitting()
         if not found or (self._prefixed and AS_THEY_ARE in found):
             return AS_THEY_ARE

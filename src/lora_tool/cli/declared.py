@@ -16,7 +16,7 @@ from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import Option, Options, declared, on_command_line
 from lora_tool.plans.base.task import Task
 
-Chosen = TypeVar("Chosen", bound=Options)
+_Chosen = TypeVar("_Chosen", bound=Options)
 
 _NAME = re.compile(r"`([a-z_]+)`")
 
@@ -64,7 +64,7 @@ def options_of(kind: type[Options]) -> Callable[[Decorated], Decorated]:
     )
 
 
-def typed_as(kind: type[Chosen], typed: Mapping[str, Any], **further: Any) -> Chosen:
+def typed_as(kind: type[_Chosen], typed: Mapping[str, Any], **further: Any) -> _Chosen:
     """Return the options that were `typed`, with what `further` says. Raises `click.UsageError` for a contradiction."""
     values = {name: typed[name] for name in on_command_line(kind)}
     try:

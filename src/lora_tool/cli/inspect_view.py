@@ -20,8 +20,8 @@ from lora_tool.workflows.inspection.model import (
     Inspection,
     ModelInspection,
     ShardedInspection,
-    Spread,
     Target,
+    ValueSpread,
 )
 from lora_tool.workflows.inspection.targets import place
 
@@ -121,7 +121,7 @@ def _norms(targets: Sequence[Target]) -> Iterator[tuple[str, ...]]:
             yield name, *_three(target.norms.a), *_three(target.norms.b), *_three(target.norms.delta)
 
 
-def _three(spread: Spread | None) -> tuple[str, str, str]:
+def _three(spread: ValueSpread | None) -> tuple[str, str, str]:
     return ("?", "?", "?") if spread is None else (number(spread.least), number(spread.median), number(spread.most))
 
 

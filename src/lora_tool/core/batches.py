@@ -13,15 +13,15 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-Item = TypeVar("Item", bound=Sized)
+_Item = TypeVar("_Item", bound=Sized)
 
 
-def batches_of_bytes(items: Iterable[Item], nbytes: int) -> Iterator[tuple[Item, ...]]:
+def batches_of_bytes(items: Iterable[_Item], nbytes: int) -> Iterator[tuple[_Item, ...]]:
     """Yield neighbouring items together until they have `nbytes` bytes, the rest last.
 
     To hand out thousands of small items one by one takes longer than their work does.
     """
-    batch: list[Item] = []
+    batch: list[_Item] = []
     held = 0
     for item in items:
         batch.append(item)

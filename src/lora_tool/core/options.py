@@ -17,10 +17,10 @@ from msgspec import Struct
 from lora_tool.core.errors import WrongValue
 
 Keywords = ParamSpec("Keywords")
-Chosen = TypeVar("Chosen", bound="Options")
-First = TypeVar("First")
-Second = TypeVar("Second")
-Result = TypeVar("Result")
+_Chosen = TypeVar("_Chosen", bound="Options")
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+_Result = TypeVar("_Result")
 
 
 class Recorded(enum.Enum):
@@ -123,25 +123,25 @@ def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
     return {name: how.inferred(*seen) for name, (how, _) in declared(options).items() if how.inferred is not None}
 
 
-class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
+class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
     """Give a function that takes options those options as keywords instead, with their types and sentences.
 
     Its parameters after the options keep their defaults.
     """
 
-    def __init__(self, options: Callable[Keywords, Chosen]) -> None:
+    def __init__(self, options: Callable[Keywords, _Chosen]) -> None:
         self.options = options
 
     @overload
     def __call__(
-        self, function: Callable[[First, Second, Chosen], Result]
-    ) -> Callable[Concatenate[First, Second, Keywords], Result]: ...
+        self, function: Callable[[_First, _Second, _Chosen], _Result]
+    ) -> Callable[Concatenate[_First, _Second, Keywords], _Result]: ...
     @overload
     def __call__(
-        self, function: Callable[[First, Chosen], Result]
-    ) -> Callable[Concatenate[First, Keywords], Result]: ...
+        self, function: Callable[[_First, _Chosen], _Result]
+    ) -> Callable[Concatenate[_First, Keywords], _Result]: ...
 
-    def __call__(self, function: Callable[..., Result]) -> Callable[..., Result]:
+    def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         """Return `function` with keywords; its signature and docstring list them."""
         own = inspect.signature(function, eval_str=True)
         kinds = [each.annotation for each in own.parameters.values()]
@@ -149,7 +149,7 @@ class called_with(Generic[Keywords, Chosen]):  # noqa: N801 - a decorator
         leading, kind = list(own.parameters.values())[:position], kinds[position]
 
         @functools.wraps(function)
-        def call(*inputs: Any, **keywords: Any) -> Result:
+        def call(*inputs: Any, **keywords: Any) -> _Result:
             given = inspect.Signature(leading).bind(*inputs)
             given.apply_defaults()
             return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from lora_tool.core.errors import WrongValue
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 
 _SPELLED = re.compile(r"(?P<number>\d{1,9})/(?P<of>\d{1,9})\Z")
 
@@ -24,7 +24,7 @@ class Share(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
-    def among(self, items: Sequence[Item]) -> tuple[Item, ...]:
+    def among(self, items: Sequence[_Item]) -> tuple[_Item, ...]:
         """Return those of `items` that are this share; together all shares are all of them, each once."""
         return tuple(items[self.number - 1 :: self.of])
 

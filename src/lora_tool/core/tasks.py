@@ -17,7 +17,7 @@ from lora_tool.core.tensors import FileStamp
 from lora_tool.core.version import __version__
 
 
-class Task(Protocol):
+class ClusterTask(Protocol):
     """A piece of work that can be done alone, twice, and at the same time as itself: the result is the same."""
 
     @property
@@ -73,7 +73,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
 class TaskGroup(Struct, frozen=True, kw_only=True):
     """Tasks of one result: as soon as one of them fails, the others are not needed."""
 
-    tasks: Sequence[Task]
+    tasks: Sequence[ClusterTask]
     surroundings: Surroundings
     """What a machine must have for each of them."""
     done: Callable[[int, Any], None]

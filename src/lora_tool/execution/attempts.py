@@ -87,7 +87,7 @@ def require_begun(journal: Journal) -> None:
         )
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class WorkPart(Struct, frozen=True, kw_only=True):
     """One file of a plan, or one look at the values of its inputs, with all that another machine needs to know of it."""
 
     work: Work
@@ -121,7 +121,7 @@ def require_divisible(plan: Plan) -> None:
         )
 
 
-def parts_of(work: Work) -> Iterator[Part]:
+def parts_of(work: Work) -> Iterator[WorkPart]:
     """Yield the parts of the work, files first; each holds no more of the plan than it needs."""
     stamps = {stamp.path: stamp.for_another_machine() for stamp in work.plan.inputs}
     rest = replace(
@@ -141,9 +141,9 @@ def parts_of(work: Work) -> Iterator[Part]:
     for shard in work.shards:
         inputs = tuple(stamps[path] for path in sorted(_read_by(shard)))
         plan = replace(rest, shards=(shard,), inputs=inputs)
-        yield Part(work=replace(work, plan=plan, shards=(shard,), checks=()))
+        yield WorkPart(work=replace(work, plan=plan, shards=(shard,), checks=()))
     for check in work.checks:
-        yield Part(work=replace(work, plan=rest, shards=(), checks=(check,)))
+        yield WorkPart(work=replace(work, plan=rest, shards=(), checks=(check,)))
 
 
 def _read_by(shard: Shard) -> set[Path]:

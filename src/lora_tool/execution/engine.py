@@ -27,7 +27,7 @@ from lora_tool.execution.folder import (
     write_file,
 )
 from lora_tool.execution.journal import Journal, digest_of, recorded_looks, retained_in
-from lora_tool.execution.local_engine import LocalEngine, Written
+from lora_tool.execution.local_engine import LocalEngine, OnWritten
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, Unfinished, Work
 from lora_tool.formats import manifest as manifest_format
@@ -37,7 +37,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Shard, SideFile
 
 
-def engine_of(spread: Spread, *, jobs: int | None, written: Written | None = None) -> Engine:
+def engine_of(spread: Spread, *, jobs: int | None, written: OnWritten | None = None) -> Engine:
     """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
     if spread.cluster is None:
         return LocalEngine(jobs=jobs, written=written)

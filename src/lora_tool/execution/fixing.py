@@ -11,10 +11,10 @@ from pathlib import Path
 from lora_tool.core.errors import SourceChanged
 from lora_tool.execution.folder import copy_file, errors_of_the_system, sync_folder
 from lora_tool.formats.files import open_regular, read_at
-from lora_tool.rules.changes import FileChange
+from lora_tool.rules.changes import FileDiff
 
 
-def apply_change(change: FileChange) -> Path:
+def apply_change(change: FileDiff) -> Path:
     """Write the file as `change` has it, whole or not at all, and return the path of the kept original.
 
     The original is kept as `FILE.orig`, or as the first of `FILE.orig2`, … that does not exist yet. Raises

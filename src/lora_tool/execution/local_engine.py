@@ -132,7 +132,7 @@ def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
     return done
 
 
-Written = Callable[[Shard, Sequence[Step]], None]
+OnWritten = Callable[[Shard, Sequence[Step]], None]
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.
@@ -148,7 +148,7 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
     """How many; see `workers_for`."""
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
-    written: Written | None = None
+    written: OnWritten | None = None
     """Called with a shard and those of its steps that are written by now, each once, by one thread at a time; while others
     of a large file are written, or all are flushed to the disk."""
 
@@ -161,7 +161,7 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
         jobs = 1 if plan.recomputes_inits else workers_for(plan, self.jobs)
         arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
         with Sources(plan.inputs) as sources, arithmetic:
-            done = Run(self.choose, work, sources, finished, progress, self.written).all(batches, jobs)
+            done = EngineRun(self.choose, work, sources, finished, progress, self.written).all(batches, jobs)
             sources.check_unchanged()
         return done
 
@@ -191,7 +191,7 @@ def prepared(
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
-class Run(Struct, frozen=True):
+class EngineRun(Struct, frozen=True):
     """What the threads that write one folder share."""
 
     choose: ChooseBackend
@@ -199,7 +199,7 @@ class Run(Struct, frozen=True):
     sources: Sources
     finished: Finished
     progress: Progress
-    written: Written | None = None
+    written: OnWritten | None = None
     """See `LocalEngine`."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -292,7 +292,7 @@ class Run(Struct, frozen=True):
             out.flush()
             self.finished(out.shard, added_up(out.samples))
 
-    def _see(self, out: ShardFile, written: Written) -> None:
+    def _see(self, out: ShardFile, written: OnWritten) -> None:
         with self._errors_stop_all():
             if not self.stop.is_set() and (steps := out.take_whole()):
                 written(out.shard, steps)

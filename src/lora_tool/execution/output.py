@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from lora_tool.execution.units import Unit
-from lora_tool.execution.whole_tensors import WholeTensors
+from lora_tool.execution.whole_tensors import FinishedTensors
 from lora_tool.execution.work import Sample
 from lora_tool.plans.core.steps import Shard, Step
 
@@ -45,7 +45,7 @@ class ShardFile:
         self.samples: list[Sample] = []
         """The workers' notes on their units."""
         self._missing = batches
-        self._whole = WholeTensors(shard)
+        self._whole = FinishedTensors(shard)
         self._slots = slots
         self._lock = threading.Lock()
         self._descriptor: int | None = None

@@ -17,7 +17,7 @@ from lora_tool.formats.stored import fill
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lora_tool.formats.quantised.arrays import Array, Bytes, Read
+    from lora_tool.formats.quantised.arrays import Array, Bytes, ReadRows
     from lora_tool.formats.quantised.coded import Scaled
     from lora_tool.formats.quantised.encodings import Encoding
     from lora_tool.formats.quantised.strips import Strips
@@ -134,7 +134,7 @@ class Sources(OpenFiles):
         self.read_into(tensor, start, raw.data)
         return raw
 
-    def _decoded(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
+    def _decoded(self, encoding: Encoding, first: int, last: int, read: ReadRows) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
         from lora_tool.execution.backends.dequantising import arithmetic  # only for quantised weights
         from lora_tool.formats.quantised.decoding import decoded

@@ -17,7 +17,7 @@ WORTH_BYTES, _MOST_TIMES = 128 << 20, 8
 _Range = tuple[int, int]
 
 
-class WholeTensors:
+class FinishedTensors:
     """The tensors of one file, each returned once, when its bytes are written. Not safe for threads."""
 
     def __init__(self, shard: Shard) -> None:

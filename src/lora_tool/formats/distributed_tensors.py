@@ -16,24 +16,24 @@ from lora_tool.formats.pickle_machine import Refused
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, name_of, stub_class
 from lora_tool.formats.torch_objects import PLAIN, LazyTensor, is_sizes
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 _OF_TORCH = "torch.distributed."
 _OF_TORCHAO = "torchao."
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Elements of a tensor from `offsets` on, which one rank holds: as many as `local` has."""
 
-    offsets: Shape
+    offsets: _Shape
     local: LazyTensor
 
 
 class DistributedTensor(NamedTuple):
     """What one rank saved of a tensor: a tuple, as everything is that a pickle may hold."""
 
-    shape: Shape
+    shape: _Shape
     """Of the whole tensor."""
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     ranks: int
     """How many processes have it together."""
     rank: int | None
@@ -46,7 +46,7 @@ class _Wrapper(NamedTuple):
     """What `_rebuild_wrapper_subclass` says: the class and the shape; the rest follows as the object's state."""
 
     kind: str
-    shape: Shape
+    shape: _Shape
 
 
 def _wrapper(kind: Any, _dtype: Any, shape: Any, *_: Any) -> _Wrapper:  # noqa: ANN401
@@ -94,7 +94,7 @@ def _instead(value: object) -> str:
     return f", but an object of {of[:80]}" if of else ""
 
 
-def _is_shape(values: object) -> TypeGuard[Shape]:
+def _is_shape(values: object) -> TypeGuard[_Shape]:
     return type(values) is tuple and len(values) <= MOST_DIMENSIONS and is_sizes(values)
 
 
@@ -110,13 +110,13 @@ class _Placement(NamedTuple):
 
 
 class _Mesh(NamedTuple):
-    sizes: Shape
-    coordinate: Shape
+    sizes: _Shape
+    coordinate: _Shape
     """Where in it the rank is that saved this."""
     rank: int | None
 
 
-def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
+def _dtensor(shape: _Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
     # the attributes, and those in slots
     tables = [table for table in (state if isinstance(state, tuple) else (state,))[:2] if isinstance(table, dict)]
     local, spec = (next((t[name] for t in tables if name in t), None) for name in ("_local_tensor", "_spec"))
@@ -132,7 +132,7 @@ def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
         offsets = _offsets(shape, local.shape, mesh, placements, _shard_order(spec))
     except ValueError as error:
         return DistributedTensor(shape, (), math.prod(mesh.sizes), mesh.rank, str(error))
-    return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank)
+    return DistributedTensor(shape, (ShardPart(offsets, local),), math.prod(mesh.sizes), mesh.rank)
 
 
 def _mesh(mesh: Stub) -> _Mesh:
@@ -146,7 +146,7 @@ def _mesh(mesh: Stub) -> _Mesh:
     return _Mesh(sizes, coordinate, rank if type(rank) is int and rank >= 0 else None)
 
 
-def _mesh_sizes(mesh: Stub) -> Shape | None:
+def _mesh_sizes(mesh: Stub) -> _Shape | None:
     tensor = mesh.get("mesh", LazyTensor)
     if isinstance(tensor, LazyTensor):  # before torch 2.9
         return tensor.shape
@@ -201,8 +201,8 @@ def _shard_order(spec: Stub) -> dict[int, list[int]]:
 
 
 def _offsets(
-    shape: Shape, local: Shape, mesh: _Mesh, placements: Sequence[_Placement], shard_order: dict[int, list[int]]
-) -> Shape:
+    shape: _Shape, local: _Shape, mesh: _Mesh, placements: Sequence[_Placement], shard_order: dict[int, list[int]]
+) -> _Shape:
     """Return where the local tensor begins in the whole one. Raises ValueError for a placement that is not known."""
     offsets, sizes = [0] * len(shape), list(shape)
     by_dim: dict[int, list[int]] = {}
@@ -225,7 +225,7 @@ def _offsets(
 
 
 def _order(
-    axes: Sequence[int], sizes: Shape, placements: Sequence[_Placement], shard_order: list[int] | None
+    axes: Sequence[int], sizes: _Shape, placements: Sequence[_Placement], shard_order: list[int] | None
 ) -> list[int]:
     """Return in which order these dimensions of the mesh cut one dimension of a tensor.
 
@@ -250,7 +250,7 @@ def _order(
 # ShardedTensors
 
 
-def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
+def _sharded_tensor(shape: _Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
     """`ShardedTensor.__getstate__`: its shards here, its metadata, its process group, how it was cut, and a flag."""
     shards, metadata, group = state[:3] if isinstance(state, tuple) and len(state) >= 3 else (None, None, None)  # noqa: PLR2004
     metadata = _of_torch(metadata, "ShardedTensorMetadata", "a ShardedTensor has no metadata")
@@ -267,7 +267,7 @@ def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN
             raise ValueError(f"a ShardedTensor has a shard without a tensor or without offsets{_instead(local)}")
         if len(local.shape) != len(shape):
             raise ValueError("a ShardedTensor has a shard with another number of dimensions")
-        parts.append(Part(offsets, local))
+        parts.append(ShardPart(offsets, local))
     processes = _of_torch(group, "ProcessGroupState", "a ShardedTensor has no process group") if group else None
     ranks = processes.get("global_world_size", int) if processes else None
     rank = processes.get("global_rank", int) if processes else None

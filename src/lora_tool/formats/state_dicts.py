@@ -15,10 +15,10 @@ from lora_tool.core.errors import CorruptFile, Defect, UnsupportedCheckpoint
 from lora_tool.core.tensors import is_tensor_name
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.pickle_objects import Known, Stub, name_of
-from lora_tool.formats.torch_objects import LazyTensor, Storage
+from lora_tool.formats.torch_objects import LazyTensor, TorchStorage
 from lora_tool.formats.torch_zip import TorchFile
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
@@ -124,7 +124,7 @@ def module_tensors(file: TorchFile, module: str | None = None) -> dict[str, Rank
     return {name: require_read(file, name, value) for name, value in held.items()}
 
 
-def require_read(file: TorchFile, name: str, value: Value) -> Value:
+def require_read(file: TorchFile, name: str, value: _Value) -> _Value:
     """Return `value`, which is `name` in the file. Raises `UnsupportedCheckpoint` for a kind that is not read."""
     other = _unread(name, value)
     if other is not None:
@@ -139,7 +139,9 @@ def _unread(name: object, value: object) -> str | None:
     """Return the maker of an unsupported tensor or array, or of another object with a parameter's name; else None."""
     maker = name_of(value) or name_of(type(value))
     is_named = type(name) is str and "." in name and not name.endswith("_extra_state")
-    of_tensor = isinstance(value, Stub) and any(isinstance(arg, LazyTensor | Storage | Known) for arg in value.args)
+    of_tensor = isinstance(value, Stub) and any(
+        isinstance(arg, LazyTensor | TorchStorage | Known) for arg in value.args
+    )
     return maker[:80] if maker and (is_named or of_tensor or maker.startswith(_OTHER_TENSORS)) else None
 
 

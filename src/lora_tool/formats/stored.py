@@ -30,7 +30,7 @@ _DECODED_WEIGHTS = 1 << 19
 """Quantised weights that are decoded together: a row of a stack of experts is a whole matrix."""
 
 
-class Read(Protocol):
+class ReadSpan(Protocol):
     """Fills buffers, one after the other, with the bytes of a file from an offset. Raises where it ends before."""
 
     def __call__(self, path: Path, offset: int, /, *buffers: memoryview) -> None:
@@ -71,7 +71,7 @@ def fill(
     buffer: memoryview,
     tensor: StoredTensor,
     start: int,
-    read: Read,
+    read: ReadSpan,
     decode: Decode | None = None,
 ) -> None:
     """Fill `buffer` with the tensor's bytes from byte `start`.
@@ -113,7 +113,7 @@ def read_columns(columns: NDArray[Any], tensor: StoredTensor, first: int, files:
     columns[:] = whole[:, first : first + columns.shape[1]]
 
 
-def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:
+def _read_transposed(span: TransposedSpan, read: ReadSpan) -> NDArray[Any]:
     """Return the bytes of the span: the whole matrix is read, and some of its columns are taken."""
     import numpy as np  # for few checkpoints
 
@@ -126,7 +126,7 @@ def _read_transposed(span: TransposedSpan, read: Read) -> NDArray[Any]:
     return rows[span.start - first * row_bytes :][: span.nbytes]
 
 
-def _read_quantised(span: QuantisedSpan, buffer: memoryview, read: Read, decode: Decode | None) -> None:
+def _read_quantised(span: QuantisedSpan, buffer: memoryview, read: ReadSpan, decode: Decode | None) -> None:
     """Fill `buffer` with the bytes of the span: the rows that they lie in are decoded."""
     import numpy as np  # for few checkpoints
 
@@ -151,7 +151,7 @@ def _read_quantised(span: QuantisedSpan, buffer: memoryview, read: Read, decode:
         buffer[:] = out[span.start - first * row_bytes :][: span.nbytes].data
 
 
-def _read_tiles(span: TiledSpan, buffer: memoryview, read: Read) -> None:
+def _read_tiles(span: TiledSpan, buffer: memoryview, read: ReadSpan) -> None:
     """Fill `buffer` with the bytes of the span: of each tile the rows that it needs are read, and laid side by side."""
     first, last = span.rows
     begin = first * span.row_bytes

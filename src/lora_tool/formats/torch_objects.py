@@ -47,7 +47,7 @@ class LazyTensor(NamedTuple):
         return len(self.shape) == 2 and self.stride == (1, self.shape[0])  # noqa: PLR2004 - a matrix
 
 
-class Storage(NamedTuple):
+class TorchStorage(NamedTuple):
     """The content of a persistent id: the key of the record, its type and its length."""
 
     key: str
@@ -66,7 +66,7 @@ def _rebuilt(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> L
     # a checkpoint has thousands of tensors: this is written for speed
     if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_DIMENSIONS:
         raise ValueError("a tensor is not built from a shape and strides")
-    if not isinstance(storage, Storage) or not is_sizes((start, *shape, *stride)):
+    if not isinstance(storage, TorchStorage) or not is_sizes((start, *shape, *stride)):
         raise ValueError("a tensor is not built from a storage, an offset, a shape and strides")
     dtype = storage.dtype
     for extra in rest:

@@ -25,7 +25,7 @@ from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
-from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
+from lora_tool.formats.torch_objects import ElementType, LazyTensor, TorchStorage
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""
@@ -95,7 +95,7 @@ class PickleMemory:
     def __init__(self) -> None:
         self._pickled = b""
         self._value: Any = None
-        self._storages: Mapping[str, Storage] = {}
+        self._storages: Mapping[str, TorchStorage] = {}
 
     def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
         """Return the value of `pickled`. Raises ValueError as `load` does, and where it does not fit the `records`."""
@@ -104,13 +104,13 @@ class PickleMemory:
             for storage in self._storages.values():
                 _require_record(storage, records)
             return self._value
-        storages: dict[str, Storage] = {}
+        storages: dict[str, TorchStorage] = {}
 
-        def found(pid: Any) -> Storage:  # noqa: ANN401 - any value of the pickle
+        def found(pid: Any) -> TorchStorage:  # noqa: ANN401 - any value of the pickle
             kind, of, key, _, numel = pid
             if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
                 raise ValueError(f"a persistent id is not that of a storage, but of {name_of(of) or 'something else'}")
-            storages[key] = Storage(key, of.dtype, numel)
+            storages[key] = TorchStorage(key, of.dtype, numel)
             _require_record(storages[key], records)
             return storages[key]
 
@@ -284,7 +284,7 @@ _DEVICE = re.compile(rb"X[\x05\x06]\0\0\0[a-z]{3,4}:\d")
 """The text in a pickle that says where a tensor was: `cuda:3`."""
 
 
-def _require_record(storage: Storage, records: Mapping[str, Record]) -> None:
+def _require_record(storage: TorchStorage, records: Mapping[str, Record]) -> None:
     record = records.get(storage.key)
     if record is None:
         raise ValueError(f"storage {storage.key!r:.40} is not in the archive")

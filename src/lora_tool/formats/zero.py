@@ -23,7 +23,7 @@ from lora_tool.formats.zero_files import (
     GATHER,
     ModelStates,
     OptimStates,
-    RankFile,
+    ZeroFile,
     as_in,
     model_states,
     optim_states,
@@ -75,7 +75,7 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...] = ()
 
     @property
-    def files(self) -> tuple[RankFile, ...]:
+    def files(self) -> tuple[ZeroFile, ...]:
         """The files that can be read."""
         return (*self.model.values(), *self.optim.values())
 

@@ -26,7 +26,7 @@ from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import TorchFile, read_scalar
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 Default = TypeVar("Default")
 
 _MAX_RANKS = 1_000_000
@@ -44,7 +44,7 @@ class ZeroStage(enum.IntEnum):
     WEIGHTS = 3
 
 
-class RankFile(Struct, frozen=True, kw_only=True):
+class ZeroFile(Struct, frozen=True, kw_only=True):
     """The facts about itself and the run that every rank file has."""
 
     file: TorchFile
@@ -62,7 +62,7 @@ class RankFile(Struct, frozen=True, kw_only=True):
         return self.file.path
 
 
-class ModelStates(RankFile, frozen=True, kw_only=True):
+class ModelStates(ZeroFile, frozen=True, kw_only=True):
     """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
 
     module: Mapping[str, LazyTensor]
@@ -88,7 +88,7 @@ class ModelStates(RankFile, frozen=True, kw_only=True):
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
 
-class OptimStates(RankFile, frozen=True, kw_only=True):
+class OptimStates(ZeroFile, frozen=True, kw_only=True):
     """One `*_optim_states.pt`: this rank's part of the float32 masters."""
 
     groups: tuple[LazyTensor, ...]
@@ -218,7 +218,7 @@ def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
     return {name: value for name, value in table.items() if isinstance(require_read(file, name, value), LazyTensor)}
 
 
-def as_in(module: Mapping[str, object], table: Mapping[str, Value]) -> Mapping[str, Value]:
+def as_in(module: Mapping[str, object], table: Mapping[str, _Value]) -> Mapping[str, _Value]:
     """Return the table with the names that its tensors have in `module`."""
     if all(map(module.__contains__, table)):
         return table
@@ -273,7 +273,7 @@ def _shared(table: object) -> dict[str, str]:
     }
 
 
-def _get(table: Mapping[str, Any], key: str, kind: type[Value], default: Default) -> Value | Default:
+def _get(table: Mapping[str, Any], key: str, kind: type[_Value], default: Default) -> _Value | Default:
     """Return the value under `key`, the default where it is of another type."""
     value = table.get(key)
     return value if type(value) is kind else default

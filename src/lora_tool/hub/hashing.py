@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from lora_tool.core.errors import SourceChanged, VerificationFailed
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import FileStamp
-from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan
+from lora_tool.hub.model import PushContent, PushFile, PushPlan, UploadAction
 
 Given = TypeVar("Given")
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 _CHUNK = 1 << 20
 _READERS = 4
@@ -41,8 +41,8 @@ def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
 
 
 def in_parallel(
-    work: Callable[[Given, Progress], Made], items: Iterable[Given], progress: Progress | None = None
-) -> tuple[Made, ...]:
+    work: Callable[[Given, Progress], _Made], items: Iterable[Given], progress: Progress | None = None
+) -> tuple[_Made, ...]:
     """Return what `work` makes of each item, in order; it calls its second argument with the bytes it has read.
 
     An interrupt of the caller ends the readers at their next chunk instead of their last.
@@ -143,7 +143,7 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
 
 
 def _mismatch(file: PushFile, there: RepoFile | None) -> str | None:
-    if file.change is FileChange.REMOVE or file.content is None:
+    if file.change is UploadAction.REMOVE or file.content is None:
         return None if there is None else f"{file.name} is still there"
     if there is None:
         return f"{file.name} is missing"

@@ -15,7 +15,7 @@ from lora_tool.hub.options import MAIN, PushCheck
 
 
 @enum.unique
-class FileChange(TextEnum):
+class UploadAction(TextEnum):
     """What a push does to one file of the repository."""
 
     ADD = "add"
@@ -50,7 +50,7 @@ class PushFile(Struct, frozen=True, kw_only=True):
     """One file of the plan. `content` is None where it is removed."""
 
     name: str
-    change: FileChange
+    change: UploadAction
     size: int
     reason: str = ""
     content: PushContent | None = None
@@ -101,12 +101,12 @@ class PushPlan(Struct, frozen=True, kw_only=True):
     @property
     def changes(self) -> tuple[PushFile, ...]:
         """The files that the commit will add, update or remove."""
-        return tuple(file for file in self.files if file.change is not FileChange.SAME)
+        return tuple(file for file in self.files if file.change is not UploadAction.SAME)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the files that are new or changed; storage may already have parts of them."""
-        return sum(file.size for file in self.changes if file.change is not FileChange.REMOVE)
+        return sum(file.size for file in self.changes if file.change is not UploadAction.REMOVE)
 
 
 class Pushed(Struct, frozen=True, kw_only=True):
@@ -127,4 +127,4 @@ class Pushed(Struct, frozen=True, kw_only=True):
     @property
     def checked(self) -> int:
         """How many files were compared afterwards."""
-        return sum(file.change is not FileChange.REMOVE for file in self.files)
+        return sum(file.change is not UploadAction.REMOVE for file in self.files)

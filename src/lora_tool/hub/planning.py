@@ -21,7 +21,7 @@ from lora_tool.hub.card import merge_card
 from lora_tool.hub.contents import README, pushable, read_readme, without_paths
 from lora_tool.hub.contents import select as selected
 from lora_tool.hub.hashing import content_sha256, hashes_of, in_parallel
-from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan, Remote
+from lora_tool.hub.model import PushContent, PushFile, PushPlan, Remote, UploadAction
 from lora_tool.hub.options import MAIN, PushOptions, Readme
 from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
@@ -108,19 +108,19 @@ def _orphans(
         return ()
     kept = {content.name for content in contents}
     return tuple(
-        PushFile(name=name, change=FileChange.REMOVE, size=file.size, reason="weights of an older push")
+        PushFile(name=name, change=UploadAction.REMOVE, size=file.size, reason="weights of an older push")
         for name, file in sorted(there.items())
         if _SHARD.match(name) and name not in kept
     )
 
 
 def _file_change(content: PushContent, there: RepoFile | None, progress: Progress) -> PushFile:
-    change = FileChange.ADD if there is None else FileChange.UPDATE
+    change = UploadAction.ADD if there is None else UploadAction.UPDATE
     digest = None
     if there is not None and there.size == content.size:
         digest = content_sha256(content, progress)
         wanted, found = hashes_of(content, there, digest)
-        change = FileChange.SAME if found == wanted else change
+        change = UploadAction.SAME if found == wanted else change
     return PushFile(
         name=content.name, change=change, size=content.size, reason=content.reason, content=content, sha256=digest
     )

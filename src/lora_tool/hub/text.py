@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lora_tool.core.display import printable, size
-from lora_tool.hub.model import FileChange, Pushed, PushPlan
+from lora_tool.hub.model import Pushed, PushPlan, UploadAction
 
 _SCHEMA_VERSION = 1
 
@@ -24,7 +24,7 @@ def plan_text(plan: PushPlan) -> str:
         for file in plan.files
     ]
     lines += [f"  not pushed: {printable(item.name)}: {printable(item.reason)}" for item in plan.left_out]
-    counts = {change: sum(file.change is change for file in plan.files) for change in FileChange}
+    counts = {change: sum(file.change is change for file in plan.files) for change in UploadAction}
     summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
     lines.append(
         f"{summary}; {size(plan.sent_bytes)} to send"

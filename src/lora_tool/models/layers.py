@@ -15,9 +15,9 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.ends import is_end
 from lora_tool.models.model_tensors import lists_layers
 
-Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]
-OddTensor = tuple[str, Shape, int]
+_Shape = tuple[int, ...]
+_Shapes = Mapping[str, _Shape]
+OddTensor = tuple[str, _Shape, int]
 """A tensor's name, its shape in another layer, and that layer's number."""
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,6})\.(?P<rest>.+)")
@@ -53,9 +53,9 @@ def is_regular(config: ModelConfig) -> bool:
     return not (config.custom_code or config.quantization or listed)
 
 
-def stacks(tensors: Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int, dict[str, Shape]]]:
+def stacks(tensors: _Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int, dict[str, _Shape]]]:
     """Return the shapes of the tensors of each layer, by stack and number."""
-    found: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[int, dict[str, _Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, shape in tensors.items():
         match = of.fullmatch(name)
         if match and "lora_" not in name:
@@ -63,7 +63,7 @@ def stacks(tensors: Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int,
     return found
 
 
-def length(config: ModelConfig, stack: str, layers: Mapping[int, Shapes]) -> int | None:
+def length(config: ModelConfig, stack: str, layers: Mapping[int, _Shapes]) -> int | None:
     """Return how many layers the config gives a stack; None for one that is not the text model's."""
     deep = any(rest.count(".") > 1 for layer in layers.values() for rest in layer)
     return _length(config, stack) if deep else None
@@ -87,7 +87,7 @@ def _length(config: ModelConfig, stack: str) -> int | None:
     return config.num_hidden_layers
 
 
-def odd_tensors(config: ModelConfig, tensors: Shapes) -> Iterator[OddTensor]:
+def odd_tensors(config: ModelConfig, tensors: _Shapes) -> Iterator[OddTensor]:
     """Yield the tensors that one layer lacks, or has in another shape than a layer that is otherwise like it.
 
     Layers beyond those of the config, as DeepSeek's and GLM's for multi-token prediction, have more than the others.
@@ -97,7 +97,7 @@ def odd_tensors(config: ModelConfig, tensors: Shapes) -> Iterator[OddTensor]:
     for stack, every in (*stacks(tensors).items(), *stacks(tensors, _EXPERT).items()):
         size = None if _EXPERT.match(f"{stack}.0.") else length(config, stack, every)
         layers = {number: layer for number, layer in every.items() if size is None or number < size}
-        kinds: dict[frozenset[tuple[str, Shape]], list[int]] = defaultdict(list)
+        kinds: dict[frozenset[tuple[str, _Shape]], list[int]] = defaultdict(list)
         for number, layer in sorted(layers.items()):
             kinds[frozenset(layer.items())].append(number)
         alone = [numbers[0] for numbers in kinds.values() if len(numbers) == 1]
@@ -110,7 +110,7 @@ def odd_tensors(config: ModelConfig, tensors: Shapes) -> Iterator[OddTensor]:
                     break
 
 
-def _odd(layer: Shapes, other: Shapes, *, first: bool) -> Shapes:
+def _odd(layer: _Shapes, other: _Shapes, *, first: bool) -> _Shapes:
     """Return what `layer` lacks of `other`, or the one tensor that has another shape there; nothing where they differ
     in more. The first layer may be without a norm or a bias.
     """
@@ -130,7 +130,7 @@ def _is_convolution(rest: str) -> bool:
     return "conv" in rest.rpartition(".")[0].rpartition(".")[2]
 
 
-def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:
+def lost_end(config: ModelConfig, tensors: _Shapes) -> str | None:
     """Return what says that a causal LM lacks its embeddings or its output layer; None where nothing does."""
     size = config.vocab_size
     if size is None or not "".join(config.architectures[:1]).endswith("ForCausalLM"):
@@ -145,7 +145,7 @@ def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:
     return None
 
 
-def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
+def lost_everywhere(config: ModelConfig, tensors: _Shapes) -> Iterator[str]:
     """Yield what says that a tensor is lost of which no layer tells: the last norm of a causal LM, or a projection that
     every layer lacks beside those that go with it.
     """

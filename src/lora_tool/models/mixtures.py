@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.sizes import Sizes
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 Parameters = Mapping[str, str]
 """Name → the sizes of its dimensions in fields of the config, and after `if` the switch that adds it."""
 
@@ -53,7 +53,7 @@ class Mixture(Struct, frozen=True, kw_only=True):
     follows: Mapping[str, str] = field(default_factory=dict)
     """Sizes that a config may leave out, and what they are then."""
 
-    def shapes(self, config: ModelConfig) -> dict[str, Shape] | None:
+    def shapes(self, config: ModelConfig) -> dict[str, _Shape] | None:
         """Return the parameters and buffers that the config means, in the model's order; None where it may mean others."""
         if any(config.raw.get(name, False) is not value for name, value in self.fixed.items()):
             return None
@@ -86,9 +86,9 @@ class Mixture(Struct, frozen=True, kw_only=True):
             return None
         return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 
-    def _evaluated(self, parameters: Parameters, config: ModelConfig, sizes: Sizes) -> dict[str, Shape] | None:
+    def _evaluated(self, parameters: Parameters, config: ModelConfig, sizes: Sizes) -> dict[str, _Shape] | None:
         """Return the parameters that the config's switches leave, with their shapes; None for one that is not known."""
-        made: dict[str, Shape] = {}
+        made: dict[str, _Shape] = {}
         for name, text in parameters.items():
             dimensions, _, switch = text.partition(" if ")
             is_on = config.raw.get(switch, self.switches[switch]) if switch else True

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lora_tool.core.tensors import DType
 from lora_tool.formats.quantised.coded import Code, Scaled
 from lora_tool.native.library import TYPES, Codes, Kernel
-from lora_tool.native.rows import Array, Terms
+from lora_tool.native.rows import NativeArray, Terms
 
 KINDS = list(Code)
 """In the order of `enum kind` in `merge.c`."""
@@ -24,7 +24,7 @@ class CodedRows(Struct, frozen=True):
     part: Scaled
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
+    def write(self, rows: slice, out: NativeArray, dtype: DType, terms: Terms = ()) -> bool:
         """See `PlainRows`."""
         first, last, _ = rows.indices(len(self.part.codes))
         scales = np.ascontiguousarray(self.part.scales)
@@ -34,7 +34,7 @@ class CodedRows(Struct, frozen=True):
         size = last - first, self.part.columns
         return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
-    def write_again(self, storing: ctypes.Structure, out: Array, terms: Terms) -> bool:
+    def write_again(self, storing: ctypes.Structure, out: NativeArray, terms: Terms) -> bool:
         """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""
         scales = np.ascontiguousarray(self.part.scales)
         codes = codes_of(self.part, scales, self.dtype)

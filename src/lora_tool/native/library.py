@@ -26,7 +26,7 @@ from lora_tool.core.tensors import DType
 # The arguments of the compiled kernel, as `merge.c` lays it out.
 
 
-class Term(ctypes.Structure):
+class KernelTerm(ctypes.Structure):
     """One term of a delta: the addresses of its packed factors, its rank and its scaling."""
 
     _fields_ = (
@@ -36,10 +36,10 @@ class Term(ctypes.Structure):
         ("scaling", ctypes.c_double),
     )
 
-    def from_row(self, row: int) -> Term:
+    def from_row(self, row: int) -> KernelTerm:
         """Return the term of rows that begin at `row`, where a panel of the left factor does."""
         begin = self.left + row * self.depth * ctypes.sizeof(ctypes.c_float)
-        return Term(begin, self.right, self.depth, self.scaling)
+        return KernelTerm(begin, self.right, self.depth, self.scaling)
 
 
 class Codes(ctypes.Structure):
@@ -86,7 +86,7 @@ TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
 
 
 @enum.unique
-class Level(TextEnum):
+class KernelLevel(TextEnum):
     """A set of vector instructions. All give the same bits."""
 
     SCALAR = "scalar"
@@ -96,7 +96,7 @@ class Level(TextEnum):
 
     @property
     def number(self) -> int:
-        return list(Level).index(self)
+        return list(KernelLevel).index(self)
 
 
 class Seen(NamedTuple):
@@ -109,14 +109,14 @@ class Seen(NamedTuple):
     """Those in which any element differs from the first."""
 
 
-_FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
+_FASTEST_FIRST = (KernelLevel.AVX512, KernelLevel.NEON, KernelLevel.AVX2, KernelLevel.SCALAR)
 _OTHER_CHOICES = ("auto", "off", "require")
 
 
 class Kernel(Struct, frozen=True, kw_only=True):
     """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
 
-    level: Level
+    level: KernelLevel
     rows: int
     columns: int
     """Of a tile: how wide the panels of left and right factors are."""
@@ -135,10 +135,10 @@ class Kernel(Struct, frozen=True, kw_only=True):
         out: int,
         out_type: DType,
         size: tuple[int, int],
-        terms: tuple[Term, ...],
+        terms: tuple[KernelTerm, ...],
     ) -> bool:
         """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
-        listed = (Term * len(terms))(*terms)
+        listed = (KernelTerm * len(terms))(*terms)
         types = TYPES[source_type], TYPES[out_type]
         flagged: int = self.library.lora_tool_merge(
             self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
@@ -152,10 +152,10 @@ class Kernel(Struct, frozen=True, kw_only=True):
         return flagged == 0
 
     def merge_codes(
-        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...] = ()
+        self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[KernelTerm, ...] = ()
     ) -> bool:
         """Write the numbers of the codes, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
-        listed = (Term * len(terms))(*terms)
+        listed = (KernelTerm * len(terms))(*terms)
         flagged: int = self.library.lora_tool_merge_codes(
             self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
         )
@@ -171,9 +171,11 @@ class Kernel(Struct, frozen=True, kw_only=True):
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
 
-    def requantise(self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[Term, ...]) -> bool:
+    def requantise(
+        self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[KernelTerm, ...]
+    ) -> bool:
         """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
-        listed = (Term * len(terms))(*terms)
+        listed = (KernelTerm * len(terms))(*terms)
         number = self.level.number
         flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
         return flagged == 0
@@ -183,9 +185,9 @@ class Kernel(Struct, frozen=True, kw_only=True):
         done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
         return done
 
-    def pass_on(self, passage: int, terms: tuple[Term, ...]) -> int:
+    def pass_on(self, passage: int, terms: tuple[KernelTerm, ...]) -> int:
         """Write rows from file to file; return how many before something has to be done otherwise; see `passage_of`."""
-        listed = (Term * len(terms))(*terms)
+        listed = (KernelTerm * len(terms))(*terms)
         done: int = self.library.lora_tool_pass(self.level.number, passage, listed, len(terms))
         return done
 
@@ -212,8 +214,8 @@ def kernel() -> Kernel | None:
 def asked_for(choice: str, file: Path) -> Kernel | None:
     """Return the kernel in the library `file` that the value `choice` selects; see `kernel`."""
     word = choice.lower()
-    if word not in (*_OTHER_CHOICES, *Level):
-        raise wrong_value(VARIABLE, choice, [*_OTHER_CHOICES, *map(str, Level)])
+    if word not in (*_OTHER_CHOICES, *KernelLevel):
+        raise wrong_value(VARIABLE, choice, [*_OTHER_CHOICES, *map(str, KernelLevel)])
     if word == "off":
         return None
     found, why_not = loaded(file)
@@ -340,7 +342,7 @@ def checksum(kernel: Kernel) -> int:
         (1, _COLUMNS),
     )
     addresses = [ctypes.addressof(each) for each in packed]
-    scaled, plain = Term(*addresses, _DEPTH, 0.3), Term(*addresses, _DEPTH, 1.0)
+    scaled, plain = KernelTerm(*addresses, _DEPTH, 0.3), KernelTerm(*addresses, _DEPTH, 1.0)
     weights = (ctypes.c_uint16 * len(bits))(*bits)
     total = 0
     for source_type in TYPES:
@@ -359,7 +361,7 @@ def checksum(kernel: Kernel) -> int:
     return total
 
 
-def _of_codes(kernel: Kernel, kind: int, weights: Any, term: Term) -> Iterator[bytes]:  # noqa: ANN401 - an array
+def _of_codes(kernel: Kernel, kind: int, weights: Any, term: KernelTerm) -> Iterator[bytes]:  # noqa: ANN401 - an array
     """Yield the numbers that the bytes of W are as codes of a kind, with ΔW, and these as codes of eight bits again."""
     raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
     if kind == 0:  # the largest code of E4M3 is NaN

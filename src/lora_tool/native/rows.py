@@ -8,21 +8,21 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import Kernel, Term
+from lora_tool.native.library import Kernel, KernelTerm
 
-Array = NDArray[Any]
-Terms = tuple[Term, ...]
+NativeArray = NDArray[Any]
+Terms = tuple[KernelTerm, ...]
 
 
 class PlainRows(Struct, frozen=True):
     """Rows of numbers."""
 
     kernel: Kernel
-    stored: Array
+    stored: NativeArray
     """[rows, columns]"""
     dtype: DType
 
-    def write(self, rows: slice, out: Array, dtype: DType, terms: Terms = ()) -> bool:
+    def write(self, rows: slice, out: NativeArray, dtype: DType, terms: Terms = ()) -> bool:
         """Write these rows, plus the deltas of the terms, as a type; return False where a result is not finite.
 
         `out` may be where they are stored, if both types are of one size.

@@ -19,7 +19,7 @@ from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.plans.algebra.provenance import (
     ExtractInputs,
     SumInputs,
-    Written,
+    WrittenAdapter,
     extract_inputs,
     recorded_adapter,
     sum_inputs,
@@ -55,7 +55,7 @@ def find_computed(
             return None
 
 
-def _written(folder: Reference, adapters: Sequence[Reference]) -> Written | None:
+def _written(folder: Reference, adapters: Sequence[Reference]) -> WrittenAdapter | None:
     """Return the adapter of a folder that has a manifest, too; None of any other, which is not opened."""
     opened, root = (None, Path(folder)) if isinstance(folder, str | os.PathLike) else (folder, folder.root)
     path = root / manifest_format.FILE_NAME
@@ -65,12 +65,12 @@ def _written(folder: Reference, adapters: Sequence[Reference]) -> Written | None
     if opened is None and is_mlx(listed):
         manifest = read_manifest(path)
         mlx = read_mlx(path.parent, _experts_of(manifest, path.parent, adapters))
-        return Written(made=mlx.adapter, stored=mlx.stored, manifest=manifest)
+        return WrittenAdapter(made=mlx.adapter, stored=mlx.stored, manifest=manifest)
     if opened is None and ADAPTER.recognise(listed) is not None:
         opened = ADAPTER.open(listed)
     if not isinstance(opened, AdapterDir):
         return None
-    return Written(made=opened, stored=opened.weights, manifest=read_manifest(path))
+    return WrittenAdapter(made=opened, stored=opened.weights, manifest=read_manifest(path))
 
 
 def _experts_of(manifest: Manifest, root: Path, adapters: Sequence[Reference]) -> TensorTable:

@@ -40,7 +40,7 @@ class NameChange(Struct, frozen=True, kw_only=True):
 Change: TypeAlias = FieldChange | NameChange
 
 
-class FileChange(Struct, frozen=True, kw_only=True):
+class FileDiff(Struct, frozen=True, kw_only=True):
     """A rewrite of the beginning of one file, which is `size` bytes long before: `new` replaces `old`.
 
     `diff` is a unified diff of the file; of a weights file, of the names in its header. `codes` are the rules whose
@@ -55,7 +55,7 @@ class FileChange(Struct, frozen=True, kw_only=True):
     codes: tuple[str, ...]
 
 
-def file_changes(changes: Iterable[tuple[str, Change]]) -> tuple[FileChange, ...]:
+def file_changes(changes: Iterable[tuple[str, Change]]) -> tuple[FileDiff, ...]:
     """Return the changes by file, each given with the code of its rule. Raises `CorruptFile` for what cannot be read.
 
     Names that do not fit into the header that is there, or that the file has already, are left as they are: then every
@@ -68,7 +68,7 @@ def file_changes(changes: Iterable[tuple[str, Change]]) -> tuple[FileChange, ...
     return tuple(change for change in made if change is not None and change.old != change.new)
 
 
-def _changed(path: Path, entries: Sequence[tuple[str, Change]]) -> FileChange | None:
+def _changed(path: Path, entries: Sequence[tuple[str, Change]]) -> FileDiff | None:
     codes = tuple(dict.fromkeys(code for code, _ in entries))
     fields: list[FieldChange] = []
     names: dict[str, str] = {}
@@ -83,7 +83,7 @@ def _changed(path: Path, entries: Sequence[tuple[str, Change]]) -> FileChange | 
     return _renamed(path, names, codes) if names else _edited(path, fields, codes)
 
 
-def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -> FileChange:
+def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -> FileDiff:
     """Return the JSON file with other fields, written as it is written now."""
     old = read_all(path, limit=MAX_JSON_BYTES)
     text = old.decode()
@@ -96,7 +96,7 @@ def _edited(path: Path, fields: Sequence[FieldChange], codes: tuple[str, ...]) -
         inside[last] = field.value
     new = _as_written(table, text, like=before)
     lines = _diff(path, text.splitlines(), new.splitlines())
-    return FileChange(path=path, size=len(old), old=old, new=new.encode(), diff=lines, codes=codes)
+    return FileDiff(path=path, size=len(old), old=old, new=new.encode(), diff=lines, codes=codes)
 
 
 def _as_written(table: Mapping[str, Any], text: str, *, like: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _as_written(table: Mapping[str, Any], text: str, *, like: Mapping[str, Any])
     return json.dumps(written, **style) + end
 
 
-def _renamed(path: Path, names: Mapping[str, str], codes: tuple[str, ...]) -> FileChange | None:
+def _renamed(path: Path, names: Mapping[str, str], codes: tuple[str, ...]) -> FileDiff | None:
     """Return the weights file with other names in a header of the same length, None where they do not fit into it."""
     with open_regular(path) as fd:
         length = int.from_bytes(read_at(path, fd, 0, _LENGTH_BYTES), "little")
@@ -125,7 +125,7 @@ def _renamed(path: Path, names: Mapping[str, str], codes: tuple[str, ...]) -> Fi
         return None
     lines = _diff(path, list(header), list(renamed))
     new = old[:_LENGTH_BYTES] + text.ljust(length)
-    return FileChange(path=path, size=scanned.stamp.size, old=old, new=new, diff=lines, codes=codes)
+    return FileDiff(path=path, size=scanned.stamp.size, old=old, new=new, diff=lines, codes=codes)
 
 
 def _diff(path: Path, old: list[str], new: list[str]) -> tuple[str, ...]:

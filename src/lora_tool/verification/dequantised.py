@@ -36,7 +36,7 @@ from lora_tool.formats.quantised.strips import Strips
 from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]
-Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
+ReadBytes = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
 ReadRanges = Callable[[StoredTensor, Sequence[tuple[int, int]], int], NDArray[np.uint8]]
 """Gives the bytes of ranges of rows, of so many bytes each, one after the other."""
 
@@ -45,7 +45,9 @@ _NO_POWER = 255
 """The power of two that is NaN."""
 
 
-def dequantised_again(encoding: Encoding, first: int, last: int, read: Read, strips: Strips | None = None) -> Array:
+def dequantised_again(
+    encoding: Encoding, first: int, last: int, read: ReadBytes, strips: Strips | None = None
+) -> Array:
     """Return rows `first` to `last` of the dequantised weight, [rows, columns], in the type of its values.
 
     Who wants one block of rows after the other gives the same `strips` each time.
@@ -90,13 +92,13 @@ def _single(values: Array) -> Array:
     return values.astype(np.float32).astype(np.float64)
 
 
-def _elements(tensor: StoredTensor, at: Array, size: int, read: Read) -> Array:
+def _elements(tensor: StoredTensor, at: Array, size: int, read: ReadBytes) -> Array:
     """Return the elements of `size` bytes at these places as unsigned integers; the bytes from the first to the last are read once."""
     low, high = int(at.min()), int(at.max()) + 1
     return np.asarray(read(tensor, low * size, (high - low) * size).view(f"<u{size}")[at - low])
 
 
-def _floats(tensor: StoredTensor, at: Array, read: Read) -> Array:
+def _floats(tensor: StoredTensor, at: Array, read: ReadBytes) -> Array:
     """Return the numbers at these places, float64."""
     return _as_floats(tensor, _elements(tensor, at, tensor.dtype.bits // 8, read))
 
@@ -113,7 +115,7 @@ def _as_floats(tensor: StoredTensor, bits: Array) -> Array:
     return bits.view(f"<f{size}").astype(np.float64)
 
 
-def floats_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
+def floats_of(tensor: StoredTensor, first: int, last: int, read: ReadBytes) -> Array:
     """Return elements `first` to `last` of a tensor of scales, float64."""
     size = tensor.dtype.bits // 8
     return _as_floats(tensor, read(tensor, first * size, (last - first) * size).view(f"<u{size}"))
@@ -168,12 +170,14 @@ def _tiled(encoding: Tiled, ranges: Sequence[tuple[int, int]], read: ReadRanges)
     return np.asarray(codes)
 
 
-def _each(read: Read, tensor: StoredTensor, ranges: Sequence[tuple[int, int]], row_bytes: int) -> NDArray[np.uint8]:
+def _each(
+    read: ReadBytes, tensor: StoredTensor, ranges: Sequence[tuple[int, int]], row_bytes: int
+) -> NDArray[np.uint8]:
     """Return the bytes of ranges of rows, one after the other."""
     return np.concatenate([read(tensor, first * row_bytes, (last - first) * row_bytes) for first, last in ranges])
 
 
-def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: Read) -> Array:
+def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: ReadBytes) -> Array:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
     matrix, row = np.divmod(rows, height)
@@ -185,14 +189,14 @@ def _offset(encoding: OffsetIntegers, rows: Array, columns: Array, read: Read) -
     return np.asarray((codes - zeros) * _floats(encoding.scales, place, read))
 
 
-def _bnb4(encoding: Bnb4, at: Array, read: Read) -> Array:
+def _bnb4(encoding: Bnb4, at: Array, read: ReadBytes) -> Array:
     byte = _elements(encoding.codes, at // 2, 1, read)
     codes = np.where(at % 2 == 0, byte // 16, byte % 16)
     levels = _floats(encoding.levels, codes, read) if codes.size else codes
     return levels * _bnb_scales(encoding.scales, at // encoding.block, read)
 
 
-def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: Read) -> Array:
+def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: ReadBytes) -> Array:
     if isinstance(scales, StoredTensor):
         return _floats(scales, blocks, read)
     levels = _floats(scales.levels, _elements(scales.codes, blocks, 1, read), read)
@@ -200,7 +204,7 @@ def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: Read) 
     return _single(nested + float(np.float32(scales.offset)))
 
 
-def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -> Array:
+def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: ReadBytes) -> Array:
     bits, words = encoding.bits, encoding.codes.shape[-1]
     codes = from_stream(encoding.codes, rows * words, columns, 1, bits, read)
     one = math.prod(encoding.scales.shape) == 1
@@ -219,7 +223,7 @@ def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -
     return (codes - zeros) * _floats(encoding.scales, place, read)
 
 
-def from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
+def from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: ReadBytes) -> Array:
     """Return the codes of this number in streams of words that begin at `begin`, each `stride` after the one before."""
     first = number * bits
     code = np.zeros(np.broadcast(begin, number).shape, np.int64)
@@ -235,7 +239,7 @@ class _Turned(Struct, frozen=True):
 
     encoding: Encoding
     strips: Strips
-    read: Read
+    read: ReadBytes
 
     def elements(self, tensor: StoredTensor, width: int, size: int, place: tuple[Array, Array], each: int = 1) -> Array:
         """Return elements of `size` bytes, unsigned, at a row and a column of rows of `width` elements.
@@ -274,7 +278,7 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, columnwise: _Turned) -> Arr
     return codes * _with_overall(encoding, scales, columnwise.read)
 
 
-def _fp4_below(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
+def _fp4_below(encoding: Fp4, rows: Array, columns: Array, read: ReadBytes) -> Array:
     width = encoding.spec.shape[-1]
     byte = _elements(encoding.codes, rows // 2 * width + columns, 1, read)
     codes = small_floats(np.where(rows % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
@@ -282,7 +286,7 @@ def _fp4_below(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
     return np.asarray(codes * _with_overall(encoding, scales, read))
 
 
-def _with_overall(encoding: Fp4, scales: Array, read: Read) -> Array:
+def _with_overall(encoding: Fp4, scales: Array, read: ReadBytes) -> Array:
     """Return scales with the one that all of them have, rounded to float32."""
     if encoding.overall is None:
         return scales

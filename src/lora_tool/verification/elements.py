@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lora_tool.formats.quantised.encodings import Encoding
     from lora_tool.formats.quantised.strips import Strips
     from lora_tool.formats.stored import Decode
-    from lora_tool.verification.dequantised import Read
+    from lora_tool.verification.dequantised import ReadBytes
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -169,7 +169,7 @@ class Files(OpenFiles):
         room: Room = self._local.room
         return room
 
-    def _decode(self, encoding: Encoding, first: int, last: int, read: Read) -> Array:
+    def _decode(self, encoding: Encoding, first: int, last: int, read: ReadBytes) -> Array:
         """Return rows of what quantised weights stand for."""
         from lora_tool.formats.quantised.strips import Strips  # only for quantised weights
         from lora_tool.verification.dequantised import dequantised_again

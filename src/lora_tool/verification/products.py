@@ -33,7 +33,7 @@ _FROM_THE_BEST = 1e-6
 _ROWS = 4096
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class FactorDifference(Struct, frozen=True, kw_only=True):
     """How far what was written is from the sum, and how far it had to be."""
 
     norm: float
@@ -132,7 +132,7 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
     return evidence_of_factors(written, reason, None if found is None else share)
 
 
-def difference(factors: Factors, written: Term, files: Files, *, exact: bool) -> Difference:
+def difference(factors: Factors, written: Term, files: Files, *, exact: bool) -> FactorDifference:
     """Return how far `written` is from the sum, and how near it could be; at its own rank, or, `exact`, at any.
 
     Raises `CannotTellError` where the sum is of no numbers.
@@ -156,7 +156,7 @@ def difference(factors: Factors, written: Term, files: Files, *, exact: bool) ->
         apart = float(max(np.linalg.norm(made - of_b), np.linalg.norm(made - of_a)))
     b, a = float(np.linalg.norm(own_b)), float(np.linalg.norm(own_a))
     stored = abs(written.scale) * (_rounding(written.b, b) * a + _rounding(written.a, a) * b)
-    return Difference(
+    return FactorDifference(
         norm=float(np.linalg.norm(values)),
         found=float(np.linalg.norm((left * signed) @ right.T)),
         best=float(np.linalg.norm(rest)),

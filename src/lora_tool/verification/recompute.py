@@ -36,7 +36,7 @@ from lora_tool.verification.elements import FLOATS, Array, Files, decode, some_r
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import Rows, row_blocks, rows_and_columns, split
 
-Kept = TypeVar("Kept")
+_Kept = TypeVar("_Kept")
 Products = Callable[[Array, Array], Array]
 
 _NORM_WEIGHTS = 1 << 20
@@ -256,12 +256,12 @@ class Recomputer:
         chosen = own if rows is None else np.concatenate([own[first:last] for first, last in rows])
         return decode(np.ascontiguousarray(chosen).reshape(-1), term.b.dtype, _DOUBLE).reshape(-1, term.rank)
 
-    def _kept(self, place: str, owner: object, what: int, make: Callable[[], Kept]) -> Kept:
+    def _kept(self, place: str, owner: object, what: int, make: Callable[[], _Kept]) -> _Kept:
         """Return what `make` gives for the owner, made again where the place holds something else."""
         held = self._held.get(place)
         if held is None or held[0] is not owner or held[1] != what:
             self._held[place] = held = (owner, what, make())
-        kept: Kept = held[2]
+        kept: _Kept = held[2]
         return kept
 
     def _lora(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import RoundedAs
 
-Array = NDArray[Any]
-Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
+_Array = NDArray[Any]
+_Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
 _PER_SCALE, _PER_OUTER = 64, 256
 _PART = 1 << 20
 
 
-def rounded_again(encoding: RoundedAs, at: Array, read: Read) -> Array:
+def rounded_again(encoding: RoundedAs, at: _Array, read: _Read) -> _Array:
     """Return the rounded values at these places of the flattened weight, one after the other, float64."""
     low, high = int(at.min()), int(at.max()) + 1
     first = low // (_PER_SCALE * _PER_OUTER) * _PER_OUTER if encoding.nested else low // _PER_SCALE
@@ -44,7 +44,7 @@ def rounded_again(encoding: RoundedAs, at: Array, read: Read) -> Array:
     return np.asarray(found[at - first * _PER_SCALE])
 
 
-def _values(tensor: StoredTensor, begin: int, end: int, read: Read) -> Array:
+def _values(tensor: StoredTensor, begin: int, end: int, read: _Read) -> _Array:
     size = tensor.dtype.bits // 8
     raw = read(tensor, begin * size, (end - begin) * size)
     if tensor.dtype is DType.BF16:
@@ -52,12 +52,12 @@ def _values(tensor: StoredTensor, begin: int, end: int, read: Read) -> Array:
     return raw.view(f"<f{size}").astype("<f4")
 
 
-def _scales(values: Array) -> Array:
+def _scales(values: _Array) -> _Array:
     """Return the largest size of each block."""
     return np.maximum.reduceat(np.abs(values), np.arange(0, len(values), _PER_SCALE))
 
 
-def _below(scaled: Array, levels: Array) -> Array:
+def _below(scaled: _Array, levels: _Array) -> _Array:
     """Return for each value how many midpoints between neighbouring levels are smaller."""
     codes = np.zeros(scaled.shape, np.intp)
     for one, other in itertools.pairwise(levels):
@@ -65,7 +65,7 @@ def _below(scaled: Array, levels: Array) -> Array:
     return codes
 
 
-def _mean(encoding: RoundedAs, read: Read) -> np.float32:
+def _mean(encoding: RoundedAs, read: _Read) -> np.float32:
     if encoding.means.verified is None:
         size, total = encoding.spec.numel, 0.0
         for begin in range(0, size, _PART):
@@ -76,7 +76,7 @@ def _mean(encoding: RoundedAs, read: Read) -> np.float32:
     return np.float32(encoding.means.verified)
 
 
-def _eight_bits(scales: Array, mean: np.float32) -> Array:
+def _eight_bits(scales: _Array, mean: np.float32) -> _Array:
     """Return scales rounded to the levels of eight bits, less their mean, by the largest of 256."""
     moved = (scales - mean).astype(np.float32)
     levels = _dynamic_levels()
@@ -88,7 +88,7 @@ def _eight_bits(scales: Array, mean: np.float32) -> Array:
     return np.asarray(moved + mean)
 
 
-def _dynamic_levels() -> Array:
+def _dynamic_levels() -> _Array:
     """Return 127 sizes, the middles of 1, 2, 4 … 64 equal parts of 0.1 to 1, a tenth as large for each fewer; ±, 0 and 1."""
     found = [0.0, 1.0]
     low = np.float32(0.1)

@@ -27,10 +27,10 @@ from lora_tool.formats.quantised.encodings import (
     Tiled,
 )
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.verification.dequantised import Array, Read, dequantised_again
+from lora_tool.verification.dequantised import Array, ReadBytes, dequantised_again
 
-Bytes = NDArray[np.uint8]
-Decode = Callable[[Encoding, int, int, Read], Array]
+_Bytes = NDArray[np.uint8]
+Decode = Callable[[Encoding, int, int, ReadBytes], Array]
 """Returns rows of a weight, in the form of `dequantised_again`; the encoding that it is called with does not count."""
 
 _ONE = {DType.F32: 0x3F800000, DType.BF16: 0x3F80, DType.F16: 0x3C00, DType.F8_E4M3: 0x38}
@@ -78,13 +78,13 @@ def _levels_of(encoding: Bnb4) -> Decode:
     return _reading(encoding, _ones(scales))
 
 
-_Changes = Mapping[str, Callable[[Bytes], Bytes]]
+_Changes = Mapping[str, Callable[[_Bytes], _Bytes]]
 """Tensor on disk → what makes of its bytes what they are taken for."""
 
 
 def _reading(encoding: Encoding, changes: _Changes) -> Decode:
-    def decode(_encoding: Encoding, first: int, last: int, read: Read) -> Array:
-        def taken(tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
+    def decode(_encoding: Encoding, first: int, last: int, read: ReadBytes) -> Array:
+        def taken(tensor: StoredTensor, start: int, nbytes: int) -> _Bytes:
             raw = read(tensor, start, nbytes)
             change = changes.get(tensor.name)
             return raw if change is None else change(raw)
@@ -98,10 +98,10 @@ def _ones(*scales: StoredTensor) -> _Changes:
     return {each.name: _all(each.dtype, _ONE.get(each.dtype, 127)) for each in scales}
 
 
-def _all(dtype: DType, bits: int) -> Callable[[Bytes], Bytes]:
+def _all(dtype: DType, bits: int) -> Callable[[_Bytes], _Bytes]:
     size = dtype.bits // 8
     return lambda raw: np.full(raw.size // size, bits, f"<u{size}").view(np.uint8)
 
 
-def _none(raw: Bytes) -> Bytes:
+def _none(raw: _Bytes) -> _Bytes:
     return np.zeros_like(raw)

@@ -8,14 +8,14 @@ from msgspec import Struct
 
 from lora_tool.core.report.model import Report
 from lora_tool.plans.base.task import Task
-from lora_tool.rules.changes import FileChange
+from lora_tool.rules.changes import FileDiff
 from lora_tool.workflows.fixes import planned_changes
 
 
 class Fixes(Struct, frozen=True, kw_only=True):
     """The changes that answer findings, and where each file is kept as it was."""
 
-    changes: tuple[FileChange, ...]
+    changes: tuple[FileDiff, ...]
     kept: tuple[Path, ...] = ()
     """One for each change, where they were written."""
 

@@ -23,7 +23,7 @@ from lora_tool.core.report import Finding, Report, Severity
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.models.ends import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
-from lora_tool.rules.changes import Change, FieldChange, FileChange, NameChange, file_changes, may_change
+from lora_tool.rules.changes import Change, FieldChange, FileDiff, NameChange, file_changes, may_change
 from lora_tool.rules.model.lt3_vocabulary import embedding_rows
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.verification.validating import validate
@@ -34,7 +34,7 @@ _GENERIC = "LABEL_"
 """How transformers begins the names of labels that nobody named."""
 
 
-def planned_changes(report: Report, *, task: str | None = None) -> tuple[FileChange, ...]:
+def planned_changes(report: Report, *, task: str | None = None) -> tuple[FileDiff, ...]:
     """Return what would be written to answer those findings of the report that can be fixed mechanically.
 
     `task` is what the user asked for: "reward" decides what a head is that its name leaves open. Nothing is written.

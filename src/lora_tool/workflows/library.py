@@ -25,16 +25,18 @@ from lora_tool.workflows import verify as verifying
 from lora_tool.workflows.caller import Caller, Done, whole
 from lora_tool.workflows.written import Written
 
-Chosen = TypeVar("Chosen", bound=Options)
-First = TypeVar("First")
-Second = TypeVar("Second")
-Result = TypeVar("Result")
+_Chosen = TypeVar("_Chosen", bound=Options)
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+_Result = TypeVar("_Result")
 
 
 @overload
-def _quiet(function: Callable[[First, Second, Chosen], Result]) -> Callable[[First, Second, Chosen], Result]: ...
+def _quiet(
+    function: Callable[[_First, _Second, _Chosen], _Result],
+) -> Callable[[_First, _Second, _Chosen], _Result]: ...
 @overload
-def _quiet(function: Callable[[First, Chosen], Result]) -> Callable[[First, Chosen], Result]: ...
+def _quiet(function: Callable[[_First, _Chosen], _Result]) -> Callable[[_First, _Chosen], _Result]: ...
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +51,9 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @overload
-def _writing(function: Callable[[First, Second, Chosen], Done]) -> Callable[[First, Second, Chosen], Written]: ...
+def _writing(function: Callable[[_First, _Second, _Chosen], Done]) -> Callable[[_First, _Second, _Chosen], Written]: ...
 @overload
-def _writing(function: Callable[[First, Chosen], Done]) -> Callable[[First, Chosen], Written]: ...
+def _writing(function: Callable[[_First, _Chosen], Done]) -> Callable[[_First, _Chosen], Written]: ...
 
 
 def _writing(function: Callable[..., Done]) -> Callable[..., Written]:

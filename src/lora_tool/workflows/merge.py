@@ -56,7 +56,7 @@ from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
 from lora_tool.workflows.written import Planned
 
-Options = TypeVar("Options", bound=MergeOptions)
+_Options = TypeVar("_Options", bound=MergeOptions)
 
 
 class FoundInputs(Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ def merge_inputs(
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
 
 
-def with_opened_base(options: Options, near: Path | None = None) -> Options:
+def with_opened_base(options: _Options, near: Path | None = None) -> _Options:
     """Return the options of several merges with the base that they name opened, once for all of them.
 
     A relative path is looked for in the working directory and in `near`. Raises `CheckpointError` for what cannot be found or read.

@@ -157,11 +157,11 @@ def _varies(tensor: StoredTensor) -> bool:
 # The shapes of tensors whose files hold only their elements: FSDP1's local state dicts.
 
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 _VECTOR = re.compile(r"(bias|norm\w*\.weight|layernorm\w*\.weight|ln_\w+\.weight)\Z", re.IGNORECASE)
 
 
-def flat_shapes(numels: Mapping[str, int], *, hidden: int | None) -> dict[str, Shape]:
+def flat_shapes(numels: Mapping[str, int], *, hidden: int | None) -> dict[str, _Shape]:
     """Return the shapes of those tensors for which they are known, from how many elements each has.
 
     `hidden` is the model's hidden size, from which those of heads and embeddings saved whole follow. Where the base's
@@ -172,7 +172,7 @@ def flat_shapes(numels: Mapping[str, int], *, hidden: int | None) -> dict[str, S
     for name, key in parsed.items():
         if key.leaf == "weight" or key.part in (Part.EMBEDDING_A, Part.EMBEDDING_B):
             by_part[key.module, key.part, key.adapter_name] = name
-    shapes: dict[str, Shape] = {}
+    shapes: dict[str, _Shape] = {}
     for name, key in parsed.items():
         if _is_vector(key):
             shapes[name] = (numels[name],)
@@ -200,7 +200,7 @@ def _is_vector(key: AdapterKey) -> bool:
 def _has_rows(
     key: AdapterKey,
     rows: int,
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, _Shape],
     by_part: Mapping[tuple[str, Part, str | None], str],
 ) -> bool:
     """Return whether the lora_B that belongs to a magnitude is a matrix of so many rows."""
@@ -219,7 +219,7 @@ def _is_wide(key: AdapterKey) -> bool:
     return key.leaf is not None and key.leaf.endswith("weight") and (is_new_head(key.module) or is_end(key.module))
 
 
-def _of_pair(above: str, below: str, base: str, numels: Mapping[str, int]) -> dict[str, Shape]:
+def _of_pair(above: str, below: str, base: str, numels: Mapping[str, int]) -> dict[str, _Shape]:
     """Return the shapes [r, in], [out, r] and [out, in], nothing where no whole r explains the numbers."""
     if not numels[base]:
         return {}

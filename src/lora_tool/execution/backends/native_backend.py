@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
-from lora_tool.execution.backends.passing import FileRows, Memory, Target, passed_on, rows_in_file, write_array
+from lora_tool.execution.backends.passing import FileRows, Memory, WriteTarget, passed_on, rows_in_file, write_array
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable
-from lora_tool.native.library import TYPES, Level, Term, kernel
+from lora_tool.native.library import TYPES, KernelLevel, KernelTerm, kernel
 from lora_tool.native.rows import PlainRows
 from lora_tool.plans.core.factor_ops import FactorOp
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
@@ -80,7 +80,7 @@ class NativeBackend(NumpyBackend):
         """Write rows from `first` on from file to file, and return how many."""
         op, last = unit.op, self._last_of_call(unit, first, memory)
         terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
-        target = Target(
+        target = WriteTarget(
             descriptor=out,
             begin=unit.at + first * unit.row_bytes,
             dtype=unit.out.dtype,
@@ -93,7 +93,7 @@ class NativeBackend(NumpyBackend):
         """Return up to where rows from `first` on are one call: no more than take some hundredths of a second."""
         op, columns = unit.op, math.prod(unit.out.shape[1:])
         depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
-        together = _STEPS[self._kernel.level is Level.SCALAR] // (1 + depth) // max(columns, _LEAST_COLUMNS)
+        together = _STEPS[self._kernel.level is KernelLevel.SCALAR] // (1 + depth) // max(columns, _LEAST_COLUMNS)
         return min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
 
     def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
@@ -156,7 +156,7 @@ class NativeBackend(NumpyBackend):
         """Return how many rows hold so many weights, in whole tiles: packed factors begin at these."""
         return -(-weights // max(1, width * self._kernel.rows)) * self._kernel.rows
 
-    def _change_and_sample(self, rows: Rows, out: Array, dtype: DType, terms: tuple[Term, ...]) -> bool:
+    def _change_and_sample(self, rows: Rows, out: Array, dtype: DType, terms: tuple[KernelTerm, ...]) -> bool:
         """Write rows of W + Δ by way of float32, and keep what rounding left of Δ; False where one is not finite."""
         some = slice(0, len(out))
         before = self._room.of("before", out.shape, kernels.STORAGE[rows.dtype])
@@ -225,7 +225,7 @@ class NativeBackend(NumpyBackend):
         part = rows.part(unit.first, self._last_of_call(unit, unit.first, memory))
         scales = np.empty(rows.coded.scales.shape, np.float32)
         before, meant = (np.empty((min(kept, count), grid.width), np.float32) for _ in range(2))
-        target = Target(
+        target = WriteTarget(
             descriptor=out,
             begin=unit.begin,
             dtype=unit.out.dtype,
@@ -260,7 +260,7 @@ class NativeBackend(NumpyBackend):
             return rows.stored.view(storage)
         return self._room.of("result", (count, math.prod(unit.op.source.shape[1:])), storage)
 
-    def _terms(self, op: LowRank, first: int, last: int, together: int | None = None) -> tuple[Term, ...]:
+    def _terms(self, op: LowRank, first: int, last: int, together: int | None = None) -> tuple[KernelTerm, ...]:
         """Return the terms of rows `first` to `last`, their factors packed, those of so many rows `together`."""
         made = []
         for at, term in enumerate(op.terms):
@@ -269,7 +269,7 @@ class NativeBackend(NumpyBackend):
             rows = self._read.columns_of_a(term, inner).T if op.transposed else self._read.b(term, inner, "factor")
             left = self._packed(f"left {at}", rows, self._kernel.rows, together)
             right = self._right_packed(at, op, term)
-            made.append(Term(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))
+            made.append(KernelTerm(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))
         return tuple(made)
 
     def _right_packed(self, at: int, op: LowRank, term: LoraTerm) -> Array:

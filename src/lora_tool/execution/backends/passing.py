@@ -14,7 +14,7 @@ from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import WRITE_BYTES, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.native.library import TYPES, Codes, Kernel, Storing
-from lora_tool.native.rows import Array, Terms
+from lora_tool.native.rows import NativeArray, Terms
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.coded import Scaled
@@ -90,11 +90,11 @@ class Memory(Struct, frozen=True, kw_only=True):
     """Memory of a block of rows as they are read, and as they are written: the same where both are of one size."""
 
     rows: int
-    read: Array
-    made: Array
+    read: NativeArray
+    made: NativeArray
 
 
-class Target(Struct, frozen=True, kw_only=True):
+class WriteTarget(Struct, frozen=True, kw_only=True):
     """A descriptor, where in its file the rows begin that are written, their type, and how many bytes at once."""
 
     descriptor: int
@@ -105,7 +105,7 @@ class Target(Struct, frozen=True, kw_only=True):
     """How codes are stored again: of the type of those that are read."""
 
 
-def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memory: Memory, terms: Terms) -> int:
+def passed_on(kernel: Kernel, rows: FileRows, source: int, target: WriteTarget, memory: Memory, terms: Terms) -> int:
     """Write the rows, read from the descriptor `source`, plus the deltas of the terms; return how many could be.
 
     Fewer than all are written where the system refuses, or a result is not finite.
@@ -139,7 +139,7 @@ def passed_on(kernel: Kernel, rows: FileRows, source: int, target: Target, memor
     return kernel.pass_on(ctypes.addressof(passage), terms)
 
 
-def write_array(kernel: Kernel, array: Array, out: int, offset: int) -> None:
+def write_array(kernel: Kernel, array: NativeArray, out: int, offset: int) -> None:
     """Write an array, whose elements lie one after the other, to the descriptor `out` at `offset`.
 
     All in one call, which needs the interpreter lock once, not for every few bytes. Raises as `write_exactly`.

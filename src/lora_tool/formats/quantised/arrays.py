@@ -16,7 +16,7 @@ from lora_tool.core.tensors import DType, StoredTensor
 Array = NDArray[Any]
 F32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-Read = Callable[[StoredTensor, int, int], Bytes]
+ReadRows = Callable[[StoredTensor, int, int], Bytes]
 """Gives a tensor's bytes, so many from a byte."""
 
 STORED: dict[DType, np.dtype[Any]] = {
@@ -36,19 +36,19 @@ INT8_STEP = np.float32(1 / 127)
 """What one step of bitsandbytes' int8 codes stands for, as a share of the largest size in the row."""
 
 
-def rows_of(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
+def rows_of(tensor: StoredTensor, first: int, last: int, read: ReadRows) -> Array:
     """Return rows of a tensor, of all its matrices one after the other, [rows, columns]; a vector's are its elements."""
     shape = tensor.shape if len(tensor.shape) >= MATRIX else (math.prod(tensor.shape), 1)
     row = shape[-1] * tensor.dtype.bits // 8
     return read(tensor, first * row, (last - first) * row).view(STORED[tensor.dtype]).reshape(last - first, -1)
 
 
-def bytes_of(tensor: StoredTensor, width: int, first: int, last: int, read: Read) -> Bytes:
+def bytes_of(tensor: StoredTensor, width: int, first: int, last: int, read: ReadRows) -> Bytes:
     """Return rows of so many bytes, whatever shape the tensor is given on disk."""
     return read(tensor, first * width, (last - first) * width).reshape(last - first, width)
 
 
-def numbers(tensor: StoredTensor, first: int, last: int, read: Read) -> F32:
+def numbers(tensor: StoredTensor, first: int, last: int, read: ReadRows) -> F32:
     """Return elements of a flat tensor of numbers, or of a level table."""
     size = tensor.dtype.bits // 8
     return widened(read(tensor, first * size, (last - first) * size), tensor.dtype)

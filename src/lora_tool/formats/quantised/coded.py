@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from lora_tool.core.choices import TextEnum
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, Read, bytes_of, e4m3, numbers, widened
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, MATRIX, Bytes, ReadRows, bytes_of, e4m3, numbers, widened
 from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, Fp4, NestedScales, PackedIntegers, Tiled
 
 _ONE = np.float32(1)
@@ -69,7 +69,7 @@ class Scaled(Struct, frozen=True, kw_only=True):
             yield slice(max(top, 0), min(top + self.tall, len(self.codes))), self.scales[at : at + 1]
 
 
-def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled, ...] | None:
+def coded(encoding: Encoding, first: int, last: int, read: ReadRows) -> tuple[Scaled, ...] | None:
     """Return rows `first` to `last` of the decoded weight, one part after the other.
 
     The rows of a stack of matrices are those of all. None where codes lie in another order, or need other arithmetic.
@@ -92,7 +92,7 @@ def coded(encoding: Encoding, first: int, last: int, read: Read) -> tuple[Scaled
             return None
 
 
-def _tiled(encoding: Tiled, first: int, last: int, read: Read) -> Iterator[Scaled]:
+def _tiled(encoding: Tiled, first: int, last: int, read: ReadRows) -> Iterator[Scaled]:
     """Yield the rows of each matrix."""
     height, width = encoding.spec.shape[-2:]
     rows, columns = encoding.tile
@@ -114,7 +114,7 @@ def _tiled(encoding: Tiled, first: int, last: int, read: Read) -> Iterator[Scale
         first += bottom - top
 
 
-def _bnb4(encoding: Bnb4, first: int, last: int, read: Read) -> Scaled:
+def _bnb4(encoding: Bnb4, first: int, last: int, read: ReadRows) -> Scaled:
     width = encoding.spec.shape[-1]
     each = width // encoding.block
     return Scaled(
@@ -126,13 +126,13 @@ def _bnb4(encoding: Bnb4, first: int, last: int, read: Read) -> Scaled:
     )
 
 
-def levels_of(encoding: Bnb4, read: Read) -> Table:
+def levels_of(encoding: Bnb4, read: ReadRows) -> Table:
     """Return the two levels of each byte, that of the high half first."""
     levels = numbers(encoding.levels, 0, 16, read)
     return Table(code=Code.HALVES, numbers=np.stack([np.repeat(levels, 16), np.tile(levels, 16)], axis=1))
 
 
-def bnb_scales(scales: StoredTensor | NestedScales, blocks: range, read: Read) -> F32:
+def bnb_scales(scales: StoredTensor | NestedScales, blocks: range, read: ReadRows) -> F32:
     """Return the scales of neighbouring blocks."""
     if isinstance(scales, StoredTensor):
         return numbers(scales, blocks.start, blocks.stop, read)
@@ -144,7 +144,7 @@ def bnb_scales(scales: StoredTensor | NestedScales, blocks: range, read: Read) -
     return np.asarray(found + np.float32(scales.offset))
 
 
-def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> tuple[Scaled] | None:
+def _packed(encoding: PackedIntegers, first: int, last: int, read: ReadRows) -> tuple[Scaled] | None:
     one = encoding.scales.spec.numel == 1
     scales = numbers(encoding.scales, 0, 1, read)[None] if one else scales_of_rows(encoding.scales, first, last, read)
     if encoding.group % 2 and scales.shape[1] > 1:
@@ -169,7 +169,7 @@ def signed(codes: Bytes) -> Bytes:
     return np.bitwise_xor(codes, np.uint8(128))
 
 
-def scales_of_rows(tensor: StoredTensor, first: int, last: int, read: Read) -> F32:
+def scales_of_rows(tensor: StoredTensor, first: int, last: int, read: ReadRows) -> F32:
     """Return rows of scales, [rows, groups]; one scale for all is that of each row."""
     if math.prod(tensor.shape) == 1:
         return np.repeat(numbers(tensor, 0, 1, read)[:, None], last - first, axis=0)
@@ -177,14 +177,14 @@ def scales_of_rows(tensor: StoredTensor, first: int, last: int, read: Read) -> F
     return numbers(tensor, first * groups, last * groups, read).reshape(last - first, groups)
 
 
-def _fp4(encoding: Fp4, first: int, last: int, read: Read) -> Scaled:
+def _fp4(encoding: Fp4, first: int, last: int, read: ReadRows) -> Scaled:
     width = encoding.spec.shape[-1]
     scales = fp4_scales(encoding, width // encoding.group, first, last, read)
     codes = bytes_of(encoding.codes, width // 2, first, last, read)
     return Scaled(codes=codes, table=e2m1(), scales=scales, group=encoding.group, columns=width)
 
 
-def fp4_scales(encoding: Fp4, across: int, first: int, last: int, read: Read) -> F32:
+def fp4_scales(encoding: Fp4, across: int, first: int, last: int, read: ReadRows) -> F32:
     """Return rows of scales, [rows, across], times their common factor."""
     scales = widened(bytes_of(encoding.scales, across, first, last, read), encoding.scales.dtype)
     if encoding.overall is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Read, bytes_of, numbers, rows_of, widened
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, ReadRows, bytes_of, numbers, rows_of, widened
 from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows
 from lora_tool.formats.quantised.encodings import (
     ORDER,
@@ -63,7 +63,7 @@ def decoded(
     encoding: Encoding,
     first: int,
     last: int,
-    read: Read,
+    read: ReadRows,
     arithmetic: Arithmetic = _IN_NUMPY,
     strips: Strips | None = None,
 ) -> Array:
@@ -85,7 +85,7 @@ def decoded(
 
 
 def _otherwise(
-    encoding: Encoding, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips | None
+    encoding: Encoding, first: int, last: int, read: ReadRows, arithmetic: Arithmetic, strips: Strips | None
 ) -> F32:
     """Return rows of the encodings that `coded` does not cover."""
     strips = strips or Strips(keeps=False)
@@ -106,13 +106,13 @@ def _otherwise(
             return assert_never(encoding)
 
 
-def _integers(encoding: PackedIntegers | OffsetIntegers, first: int, last: int, read: Read) -> F32:
+def _integers(encoding: PackedIntegers | OffsetIntegers, first: int, last: int, read: ReadRows) -> F32:
     if isinstance(encoding, PackedIntegers):
         return _packed(encoding, first, last, read)
     return _offset(encoding, first, last, read)
 
 
-def _offset(encoding: OffsetIntegers, first: int, last: int, read: Read) -> F32:
+def _offset(encoding: OffsetIntegers, first: int, last: int, read: ReadRows) -> F32:
     height, width = encoding.spec.shape[-2:]
     down, across = encoding.tile
     matrices, rows = np.divmod(np.arange(first, last), height)
@@ -127,7 +127,7 @@ def _offset(encoding: OffsetIntegers, first: int, last: int, read: Read) -> F32:
     return np.asarray((codes - zeros[:, group]) * scales[:, group])
 
 
-def _bnb4(encoding: Bnb4, first: int, last: int, read: Read, arithmetic: Arithmetic) -> F32:
+def _bnb4(encoding: Bnb4, first: int, last: int, read: ReadRows, arithmetic: Arithmetic) -> F32:
     """Return rows that blocks cross."""
     width, block = encoding.spec.shape[-1], encoding.block
     begin, end = first * width, last * width
@@ -141,7 +141,7 @@ def _bnb4(encoding: Bnb4, first: int, last: int, read: Read, arithmetic: Arithme
     return values[0, begin - start :].reshape(last - first, width)
 
 
-def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> F32:
+def _packed(encoding: PackedIntegers, first: int, last: int, read: ReadRows) -> F32:
     """Return rows of codes of any width, with zeros or without."""
     width = encoding.spec.shape[-1]
     scales = scales_of_rows(encoding.scales, first, last, read)
@@ -153,14 +153,14 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read) -> F32:
     return np.multiply(codes, _of_inputs(encoding, scales, read), out=codes)
 
 
-def _of_inputs(encoding: PackedIntegers, of_groups: F32, read: Read) -> F32:
+def _of_inputs(encoding: PackedIntegers, of_groups: F32, read: ReadRows) -> F32:
     """Return each group's value of each row, repeated for the inputs of the group."""
     if encoding.groups is None:
         return of_groups if of_groups.shape[1] == 1 else np.repeat(of_groups, encoding.group, axis=1)
     return np.asarray(of_groups[:, _groups(encoding, read)])
 
 
-def _groups(encoding: PackedIntegers, read: Read) -> Array:
+def _groups(encoding: PackedIntegers, read: ReadRows) -> Array:
     """Return the group of each input."""
     width = encoding.spec.shape[-1]
     if encoding.groups is not None:
@@ -170,7 +170,7 @@ def _groups(encoding: PackedIntegers, read: Read) -> Array:
     return np.arange(width) // encoding.group
 
 
-def _zeros(zeros: StoredTensor, bits: int, first: int, last: int, groups: int, read: Read) -> F32:
+def _zeros(zeros: StoredTensor, bits: int, first: int, last: int, groups: int, read: ReadRows) -> F32:
     if zeros.dtype is DType.I8:
         return scales_of_rows(zeros, first, last, read)
     # the stream of each column begins anew: 32 rows of it are whole words
@@ -194,13 +194,13 @@ def _unpacked(words: Array, bits: int, count: int) -> Array:
     return np.asarray(stream.reshape(len(words), count, bits) @ weights)
 
 
-def _fp4(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
+def _fp4(encoding: Fp4, first: int, last: int, read: ReadRows, arithmetic: Arithmetic, strips: Strips) -> F32:
     if encoding.below:
         return _fp4_below(encoding, first, last, read)
     return _fp4_transposed(encoding, first, last, read, arithmetic, strips)
 
 
-def _fp4_below(encoding: Fp4, first: int, last: int, read: Read) -> F32:
+def _fp4_below(encoding: Fp4, first: int, last: int, read: ReadRows) -> F32:
     """Return rows that lie two to a row of bytes, and share a row of scales in groups."""
     width, group = encoding.spec.shape[-1], encoding.group
     raw = bytes_of(encoding.codes, width, first // 2, -(-last // 2), read)
@@ -210,7 +210,9 @@ def _fp4_below(encoding: Fp4, first: int, last: int, read: Read) -> F32:
     return np.asarray(values[: last - first] * spread[: last - first])
 
 
-def _fp4_transposed(encoding: Fp4, first: int, last: int, read: Read, arithmetic: Arithmetic, strips: Strips) -> F32:
+def _fp4_transposed(
+    encoding: Fp4, first: int, last: int, read: ReadRows, arithmetic: Arithmetic, strips: Strips
+) -> F32:
     """Return rows of matrices that are stored transposed."""
     inside, outputs = encoding.spec.shape[-2:]
     made = []
@@ -224,7 +226,7 @@ def _fp4_transposed(encoding: Fp4, first: int, last: int, read: Read, arithmetic
 
 
 def _fp4_columns(
-    encoding: Fp4, rows: tuple[int, int], columns: slice, read: Read, arithmetic: Arithmetic, strips: Strips
+    encoding: Fp4, rows: tuple[int, int], columns: slice, read: ReadRows, arithmetic: Arithmetic, strips: Strips
 ) -> F32:
     """Return columns of the matrix on disk that is these rows of all, as rows."""
     inside, group = encoding.spec.shape[-2], encoding.group
@@ -252,7 +254,7 @@ def _in(places: slice, each: int) -> slice:
     return slice(places.start // each, -(-places.stop // each))
 
 
-def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read, strips: Strips) -> F32:
+def _columns(encoding: ColumnIntegers, first: int, last: int, read: ReadRows, strips: Strips) -> F32:
     """Return columns of the matrix on disk as rows."""
     outputs, inside = encoding.spec.shape
     bits, rows = encoding.bits, slice(first, last)

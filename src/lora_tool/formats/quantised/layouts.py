@@ -24,7 +24,7 @@ from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 _Layout = Callable[[str, StoredTensor], Encoding]
 _MX, _NV = 32, 16
 _OF_SIX_BITS = _MX * 6 // 8
@@ -180,7 +180,7 @@ class _Layouts(Parts):
         self._tiles, self._bits = sizes(table)
         self._always = always(table)
         self._table = table
-        self._known_tiles: dict[tuple[Shape, Shape, DType], tuple[int, int]] = {}
+        self._known_tiles: dict[tuple[_Shape, _Shape, DType], tuple[int, int]] = {}
 
     def found(self) -> Iterator[Encoding]:
         """Yield every quantised weight. Raises `LayoutError`."""
@@ -259,7 +259,7 @@ class _Layouts(Parts):
         *lead, rows, columns = codes.shape
         tiles = self._tiles | ({(1, _MX)} if scales.dtype in POWERS else frozenset())
         grids = {(*lead, -(-rows // down), -(-columns // across)): (down, across) for down, across in sorted(tiles)}
-        others: dict[Shape, tuple[int, int]] = {
+        others: dict[_Shape, tuple[int, int]] = {
             (*lead, 1, 1): (rows, columns),
             tuple(lead): (rows, columns),
             (*lead, rows, 1): (1, columns),

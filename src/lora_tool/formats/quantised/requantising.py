@@ -17,7 +17,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
-from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, Read, bytes_of, wide
+from lora_tool.formats.quantised.arrays import F32, INT8_STEP, STORED, Array, Bytes, ReadRows, bytes_of, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.encodings import BnbInt8, PackedIntegers
 from lora_tool.formats.quantised.grids import (
@@ -55,7 +55,7 @@ class Scales(Struct, frozen=True):
     zeros: Array | None = None
 
 
-def settled(encoding: Requantisable, of: tuple[int, int], low: F32, high: F32, read: Read) -> Scales:
+def settled(encoding: Requantisable, of: tuple[int, int], low: F32, high: F32, read: ReadRows) -> Scales:
     """Return these rows of scales as the values between `low` and `high` need them: the base's where they fit."""
     stored, zeros = stored_scales(encoding, *of, read), stored_zeros(encoding, *of, read)
     if zeros is None:
@@ -63,7 +63,7 @@ def settled(encoding: Requantisable, of: tuple[int, int], low: F32, high: F32, r
     return Scales(*moved(encoding, stored, zeros, low, high))
 
 
-def stored_scales(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
+def stored_scales(encoding: Requantisable, first: int, last: int, read: ReadRows) -> Array:
     """Return the rows `first` to `last` of scales as they are stored, [rows, across]."""
     tensor, across = scales_of(encoding), grid_of(encoding).across
     row = across * tensor.dtype.bits // 8
@@ -170,7 +170,7 @@ def bytes_of_codes(encoding: Requantisable, codes: Array) -> Bytes:
     return stored
 
 
-def codes_of_rows(encoding: Requantisable, first: int, last: int, read: Read) -> Array:
+def codes_of_rows(encoding: Requantisable, first: int, last: int, read: ReadRows) -> Array:
     """Return rows of the codes that are stored, [rows, columns]."""
     grid, stored = grid_of(encoding), encoding.codes
     row = stored.nbytes // grid.rows

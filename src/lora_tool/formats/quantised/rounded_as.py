@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.quantised.arrays import F32, STORED, Read
+from lora_tool.formats.quantised.arrays import F32, STORED, ReadRows
 from lora_tool.formats.quantised.encodings import RoundedAs
 
 _OUTER = 256
@@ -26,7 +26,7 @@ _LEAST = np.float32(1e-38)
 _CELLS = 1 << 11
 
 
-def rounded_as(encoding: RoundedAs, first: int, last: int, read: Read) -> F32:
+def rounded_as(encoding: RoundedAs, first: int, last: int, read: ReadRows) -> F32:
     """Return rows `first` to `last` of the rounded weight, float32, [rows, columns]."""
     width = encoding.spec.shape[-1]
     begin, end = first * width, last * width
@@ -38,7 +38,7 @@ def rounded_as(encoding: RoundedAs, first: int, last: int, read: Read) -> F32:
     return made[begin - aligned : end - aligned].reshape(last - first, width)
 
 
-def _stored(encoding: RoundedAs, scales: F32, read: Read) -> F32:
+def _stored(encoding: RoundedAs, scales: F32, read: ReadRows) -> F32:
     """Return the scales as they are after they were rounded themselves, where they are."""
     if not encoding.nested:
         return scales
@@ -47,14 +47,14 @@ def _stored(encoding: RoundedAs, scales: F32, read: Read) -> F32:
     return np.asarray(_as_float32(levels)[codes] * np.repeat(outer, _OUTER)[: len(codes)] + mean)
 
 
-def _plain(encoding: RoundedAs, begin: int, end: int, read: Read) -> F32:
+def _plain(encoding: RoundedAs, begin: int, end: int, read: ReadRows) -> F32:
     """Return elements of the plain weight, flat."""
     tensor = encoding.codes
     size = tensor.dtype.bits // 8
     return read(tensor, begin * size, (end - begin) * size).view(STORED[tensor.dtype]).astype(np.float32)
 
 
-def _mean(encoding: RoundedAs, read: Read) -> np.float32:
+def _mean(encoding: RoundedAs, read: ReadRows) -> np.float32:
     """Return the mean of the scales of all blocks: the whole weight is read once, a part at a time."""
     if encoding.means.decoded is None:
         size = encoding.spec.numel

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 
 from lora_tool.core.tensors import StoredTensor
-from lora_tool.formats.quantised.arrays import Bytes, Read, bytes_of
+from lora_tool.formats.quantised.arrays import Bytes, ReadRows, bytes_of
 
 _TENSORS = 4
 """Of one weight: codes, scales, zeros and groups."""
@@ -25,7 +25,7 @@ class Strips(threading.local):
         self._held: dict[str, tuple[StoredTensor, tuple[int, int], slice, Bytes]] = {}
 
     def columns(
-        self, tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, ahead: slice, read: Read
+        self, tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, ahead: slice, read: ReadRows
     ) -> Bytes:
         """Return bytes `columns` of rows of `width` bytes; `ahead`, which they are among, is read and kept.
 
@@ -45,13 +45,13 @@ class Strips(threading.local):
             held = self._held[tensor.name] = tensor, rows, ahead, columns_of(tensor, width, rows, ahead, read)
         return held[3][:, columns.start - held[2].start : columns.stop - held[2].start]
 
-    def whole(self, tensor: StoredTensor, read: Read) -> Bytes:
+    def whole(self, tensor: StoredTensor, read: ReadRows) -> Bytes:
         """Return all bytes of a tensor."""
         every = slice(0, tensor.nbytes)
         return self.columns(tensor, tensor.nbytes, (0, 1), every, every, read).reshape(-1)
 
 
-def columns_of(tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, read: Read) -> Bytes:
+def columns_of(tensor: StoredTensor, width: int, rows: tuple[int, int], columns: slice, read: ReadRows) -> Bytes:
     """Return these bytes of rows of `width` bytes: nothing else is read."""
     first, last = rows
     if columns == slice(0, width):

@@ -12,14 +12,14 @@ from __future__ import annotations
 import numpy as np
 
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, Bytes, Read, wide
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, Bytes, ReadRows, wide
 from lora_tool.formats.quantised.coded import signed
 from lora_tool.formats.quantised.grids import WORD, Requantisable, grid_of, limits, scales_of, zeros_of
 
 _HALF = np.float32(0.5)
 
 
-def stored_zeros(encoding: Requantisable, first: int, last: int, read: Read) -> Array | None:
+def stored_zeros(encoding: Requantisable, first: int, last: int, read: ReadRows) -> Array | None:
     """Return the zero points of rows `first` to `last` of scales, [rows, across], int8; None where there are none."""
     tensor, across = zeros_of(encoding), grid_of(encoding).across
     if tensor is None:

@@ -14,11 +14,11 @@ from lora_tool.models.ends import head_of, is_end
 from lora_tool.models.model_tensors import ModelTensors
 
 if TYPE_CHECKING:
-    from lora_tool.models.mapping.model import ModelFacts, Shape
+    from lora_tool.models.mapping.model import ModelFacts, ShapeOnDisk
     from lora_tool.models.mapping.weight_mapping import WeightMapping
 
 
-def class_tensors(config: ModelConfig, disk: Mapping[str, Shape]) -> ModelTensors | str:
+def class_tensors(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTensors | str:
     """Return what the config's class has and the tensors of a checkpoint, as transformers would load them.
 
     A sentence says why it cannot tell: it is not installed, or does not know the class.
@@ -36,7 +36,7 @@ def class_tensors(config: ModelConfig, disk: Mapping[str, Shape]) -> ModelTensor
         return str(error)
 
 
-def _compared(config: ModelConfig, disk: Mapping[str, Shape]) -> ModelTensors | str:
+def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTensors | str:
     from lora_tool.models.mapping import meta  # torch and transformers, which take seconds to import
     from lora_tool.models.mapping.weight_mapping import WeightMapping
 
@@ -55,7 +55,7 @@ def _compared(config: ModelConfig, disk: Mapping[str, Shape]) -> ModelTensors | 
 
 
 def _of_mapping(
-    mapping: WeightMapping, ignored: tuple[tuple[str, ...], tuple[str, ...]], disk: Mapping[str, Shape]
+    mapping: WeightMapping, ignored: tuple[tuple[str, ...], tuple[str, ...]], disk: Mapping[str, ShapeOnDisk]
 ) -> ModelTensors:
     facts = mapping.facts
     lacking, strange = ignored

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from lora_tool.core.errors import MissingDependency
-from lora_tool.models.mapping.model import RowMapping, RowSlice, Shape, row_count
+from lora_tool.models.mapping.model import RowMapping, RowSlice, ShapeOnDisk, row_count
 from lora_tool.models.mapping.order import in_natural_order
 from lora_tool.models.mapping.rows import numbered, pieces_of
 
@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise MissingDependency("transformers>=5.23", extra="merge") from error
 
-Shapes = Mapping[str, Shape]
+_Shapes = Mapping[str, ShapeOnDisk]
 Rename = Callable[[str], tuple[str, str | None]]
 """A name → its new name, and the pattern of the converter that made it."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
@@ -79,7 +79,7 @@ class Conversion:
             found = rename_source_key(disk_name, [], [], base_model_prefix=prefix, meta_state_dict=self._memory)
         return found
 
-    def load(self, disk: Shapes) -> tuple[dict[str, RowMapping], tuple[str, ...]]:
+    def load(self, disk: _Shapes) -> tuple[dict[str, RowMapping], tuple[str, ...]]:
         """Return how every parameter is made of tensors on disk, and the tensors that belong to none."""
         by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         groups: dict[str, _Group] = {}
@@ -94,7 +94,7 @@ class Conversion:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
         return self._made(groups.values(), disk, lambda name: name), tuple(unexpected)
 
-    def save(self, memory: Shapes) -> dict[str, RowMapping]:
+    def save(self, memory: _Shapes) -> dict[str, RowMapping]:
         """Return how every tensor of the saved folder is made of parameters. Loading decided which rules are used."""
         used = [rule.reverse_transform() for rule in reversed(self._rules) if rule.was_used()]
         renamings = [rule for rule in used if isinstance(rule, WeightRenaming)]
@@ -111,7 +111,7 @@ class Conversion:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
         return self._made(groups.values(), memory, lambda name: rename(name)[0])
 
-    def _made(self, groups: Iterable[_Group], shapes: Shapes, rename: Callable[[str], str]) -> dict[str, RowMapping]:
+    def _made(self, groups: Iterable[_Group], shapes: _Shapes, rename: Callable[[str], str]) -> dict[str, RowMapping]:
         """Return what the groups' tensors become, under the names that `rename` gives them."""
         made: dict[str, RowMapping] = {}
         known: dict[Any, _Form] = {}
@@ -126,7 +126,7 @@ class Conversion:
                 made |= {rename(name): one for name, one in self._by_form(group, shapes, known).items()}
         return made
 
-    def _keeps_its_shape(self, group: _Group, shapes: Shapes) -> bool:
+    def _keeps_its_shape(self, group: _Group, shapes: _Shapes) -> bool:
         """Return whether the rule transposes what is not as in memory, and this is."""
         operations = list(group.rule.operations) if group.rule else []
         lone = operations[0] if len(operations) == 1 == len(group.names) else None
@@ -135,7 +135,7 @@ class Conversion:
         held = self._memory.get(group.target)
         return held is not None and tuple(held.shape) == tuple(shapes[group.names[0]])
 
-    def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, RowMapping]:
+    def _by_form(self, group: _Group, shapes: _Shapes, known: dict[Any, _Form]) -> dict[str, RowMapping]:
         """Return what the group's tensors become; once for all layers that differ in their numbers alone.
 
         Not where a rule looks at a number: converting gets a layer's name, and may look at the layer's other
@@ -157,16 +157,16 @@ class Conversion:
         return known[form].named(layer, group.names)
 
     @cached_property
-    def _siblings(self) -> dict[str, tuple[tuple[str, Shape], ...]]:
+    def _siblings(self) -> dict[str, tuple[tuple[str, ShapeOnDisk], ...]]:
         """Path of a layer → names and shapes of its parameters, without the path."""
-        under: dict[str, list[tuple[str, Shape]]] = {}
+        under: dict[str, list[tuple[str, ShapeOnDisk]]] = {}
         for name, tensor in self._memory.items():
             number = _NUMBER.search(name)
             if number is not None:
                 under.setdefault(name[: number.end()], []).append((name[number.end() :], tuple(tensor.shape)))
         return {path: tuple(names) for path, names in under.items()}
 
-    def _converted(self, group: _Group, shapes: Shapes) -> dict[str, RowMapping]:
+    def _converted(self, group: _Group, shapes: _Shapes) -> dict[str, RowMapping]:
         """Return what the rule makes of the group's tensors, under the names that it gives them."""
         held = {name: shapes[name] for name in group.names}
         rule = deepcopy(group.rule)
@@ -219,7 +219,7 @@ def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
     return renamed
 
 
-def _swaps_the_last(rule: WeightConverter, shape: Shape) -> bool:
+def _swaps_the_last(rule: WeightConverter, shape: ShapeOnDisk) -> bool:
     """Return whether the rule does nothing but swap the last two dimensions."""
     operations = list(rule.operations)
     lone = operations[0] if len(operations) == 1 else None
@@ -285,6 +285,6 @@ class _Group:
         return tuple(name for _, name in self.members)
 
 
-def _real(shapes: Shapes) -> dict[str, torch.Tensor]:
+def _real(shapes: _Shapes) -> dict[str, torch.Tensor]:
     """Return tensors without values, of the whole shapes: transposing changes the last dimension."""
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

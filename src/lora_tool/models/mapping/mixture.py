@@ -12,7 +12,7 @@ from msgspec import Struct
 from lora_tool.core.errors import require_packages
 from lora_tool.core.tensors import DType
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.models.mapping.model import ModelFacts, RowMapping, RowSlice, Shape, row_count
+from lora_tool.models.mapping.model import ModelFacts, RowMapping, RowSlice, ShapeOnDisk, row_count
 from lora_tool.models.mapping.order import in_natural_order
 from lora_tool.models.mixtures import CORRECTION, EMBEDDINGS, EXPERTS, LAYERS, OUTPUT, ROUTER, STACKS, mixtures_of
 
@@ -30,7 +30,7 @@ class MixtureMapping(Struct, frozen=True, kw_only=True):
     """The type that the model is loaded in."""
     facts: ModelFacts
     parameters: Mapping[str, RowMapping]
-    parts: Mapping[str, Mapping[str, Shape]]
+    parts: Mapping[str, Mapping[str, ShapeOnDisk]]
     """Parameter → the tensors on disk that are its rows, in their order: of a stack the experts' matrices."""
     unexpected: tuple[str, ...]
     """The tensors of layers beyond the config's, which transformers leaves out."""
@@ -42,7 +42,7 @@ class MixtureMapping(Struct, frozen=True, kw_only=True):
         """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
         return self.facts.tied
 
-    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, ShapeOnDisk]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
         require_packages(("torch", "transformers"), extra="merge")
         from lora_tool.models.mapping import meta
@@ -64,7 +64,7 @@ class MixtureMapping(Struct, frozen=True, kw_only=True):
         """Return whether `save_pretrained` writes the rows of a parameter by itself, which it does with all."""
         return parameter in self.facts.shapes
 
-    def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
+    def written(self, memory: Mapping[str, ShapeOnDisk]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         made: dict[str, RowMapping] = {}
         for name in in_natural_order(memory):
@@ -77,7 +77,7 @@ class MixtureMapping(Struct, frozen=True, kw_only=True):
         return made
 
 
-def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType) -> MixtureMapping | None:
+def mixture_mapping(config: ModelConfig, disk: Mapping[str, ShapeOnDisk], dtype: DType) -> MixtureMapping | None:
     """Return where the parameters of the causal LM that `config` names lie among the tensors `disk`.
 
     `dtype` is the type that the model is loaded in. None where transformers must be asked: for a class that no table
@@ -107,7 +107,7 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, Shape], dtype: DType
     return None
 
 
-def _count_of_experts(memory: Mapping[str, Shape]) -> int:
+def _count_of_experts(memory: Mapping[str, ShapeOnDisk]) -> int:
     """Return the number of experts in all layers, which a config may claim to be any."""
     return sum(shape[0] for name, shape in memory.items() if _is_stack(name))
 
@@ -117,7 +117,7 @@ def _is_stack(name: str) -> bool:
     return leaf in STACKS and path.endswith(f".{EXPERTS}")
 
 
-def _parts_of(name: str, shape: Shape) -> dict[str, Shape]:
+def _parts_of(name: str, shape: ShapeOnDisk) -> dict[str, ShapeOnDisk]:
     """Return the tensors on disk that a parameter is made of, in the order of its rows."""
     if not _is_stack(name):
         return {name: shape}
@@ -128,7 +128,7 @@ def _parts_of(name: str, shape: Shape) -> dict[str, Shape]:
     return {f"{path}.{expert}.{matrix}.weight": each for expert in range(experts) for matrix in matrices}
 
 
-def _of_rows(shape: Shape, parts: Mapping[str, Shape]) -> RowMapping:
+def _of_rows(shape: ShapeOnDisk, parts: Mapping[str, ShapeOnDisk]) -> RowMapping:
     pieces = tuple(RowSlice(name=name, start=0, rows=row_count(part)) for name, part in parts.items())
     return RowMapping(shape=shape, pieces=pieces, sources=tuple(parts))
 
@@ -139,7 +139,7 @@ def _tied(config: ModelConfig) -> dict[str, str] | None:
     return ({f"{OUTPUT}.weight": f"{EMBEDDINGS}.weight"} if ties else {}) if isinstance(ties, bool) else None
 
 
-def _are_there(of_class: Mapping[str, Shape], disk: Mapping[str, Shape], tied: Mapping[str, str]) -> bool:
+def _are_there(of_class: Mapping[str, ShapeOnDisk], disk: Mapping[str, ShapeOnDisk], tied: Mapping[str, str]) -> bool:
     """Return whether the tensors of the class are on disk with their shapes; one that is tied may be absent."""
     return all(disk.get(name) == shape or (name in tied and name not in disk) for name, shape in of_class.items())
 
@@ -149,7 +149,7 @@ def _is_beyond(name: str, config: ModelConfig) -> bool:
     return layer is not None and int(layer[1]) >= (config.num_hidden_layers or 0)
 
 
-def _facts(class_name: str, memory: Mapping[str, Shape], tied: Mapping[str, str], dtype: DType) -> ModelFacts:
+def _facts(class_name: str, memory: Mapping[str, ShapeOnDisk], tied: Mapping[str, str], dtype: DType) -> ModelFacts:
     paths = {name.rpartition(".")[0] for name in memory}
     corrections = frozenset(name for name in memory if name.endswith(f".{CORRECTION}"))
     return ModelFacts(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-Shape = tuple[int, ...]
+ShapeOnDisk = tuple[int, ...]
 
 
 class RowSlice(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class RowMapping(Struct, frozen=True, kw_only=True):
     that the conversion read to make it.
     """
 
-    shape: Shape
+    shape: ShapeOnDisk
     pieces: tuple[RowSlice, ...] | None
     sources: tuple[str, ...]
     transposed: bool = False
@@ -41,7 +41,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """What planning a merge needs to know of a transformers class, built for one config without weights."""
 
     class_name: str
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, ShapeOnDisk]
     """Every parameter and saved buffer, in the model's order. A label dimension is `LABELS`."""
     buffers: frozenset[str]
     modules: frozenset[str]
@@ -118,10 +118,10 @@ class NamesOnDisk(Protocol):
     def is_written_as_in_memory(self, parameter: str) -> bool:
         """Return whether `save_pretrained` writes the rows of a parameter by itself, however it was stored."""
 
-    def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
+    def written(self, memory: Mapping[str, ShapeOnDisk]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
 
-    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, ShapeOnDisk]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning."""
 
 
@@ -129,7 +129,7 @@ LABELS = 7919
 """A number of labels that no other dimension has, by which the head is found."""
 
 
-def row_count(shape: Shape) -> int:
+def row_count(shape: ShapeOnDisk) -> int:
     """Return how many rows a tensor of this shape has: all matrices' together, or a vector's elements."""
     count = 1
     for size in shape[:-1] if len(shape) > 1 else shape:

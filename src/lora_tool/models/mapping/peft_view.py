@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lora_tool.core.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
-from lora_tool.models.mapping.model import Shape
+from lora_tool.models.mapping.model import ShapeOnDisk
 
 try:
     import peft
@@ -24,7 +24,7 @@ except ImportError as error:  # pragma: no cover - the test environment has it
     raise MissingDependency("peft>=0.21", extra="merge") from error
 
 
-def dropped_by_peft(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+def dropped_by_peft(model: PreTrainedModel, folder: Path, tensors: Mapping[str, ShapeOnDisk]) -> tuple[str, ...]:
     """Return the LoRA tensors for which `PeftModel.from_pretrained` would have no place, as PEFT would call them.
 
     `tensors` are the adapter's, by their names in the file without an adapter's name. `model` gets the layers of LoRA.

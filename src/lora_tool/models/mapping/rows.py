@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from lora_tool.models.mapping.model import RowSlice, Shape, row_count
+from lora_tool.models.mapping.model import RowSlice, ShapeOnDisk, row_count
 
 
-def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+def numbered(shapes: Mapping[str, ShapeOnDisk]) -> dict[str, torch.Tensor]:
     """Return for each name a tensor of row numbers, [..., 1], or [n] for a vector; numbers do not repeat."""
     tables = {}
     first = 0
@@ -28,7 +28,7 @@ def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
     return tables
 
 
-def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[RowSlice, ...]:
+def pieces_of(table: torch.Tensor, shapes: Mapping[str, ShapeOnDisk]) -> tuple[RowSlice, ...]:
     """Return which rows of the numbered tensors `shapes` the rows of `table` are, neighbours joined."""
     numbers = table.reshape(-1).numpy()  # thousands of small tables: numpy's calls cost a tenth of torch's
     if not len(numbers):

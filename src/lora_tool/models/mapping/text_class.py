@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.models.mapping.model import ModelFacts, RowMapping, Shape
+from lora_tool.models.mapping.model import ModelFacts, RowMapping, ShapeOnDisk
 from lora_tool.models.mapping.weight_mapping import WeightMapping
 
 
@@ -48,7 +48,7 @@ class WholeInTextNames(WeightMapping):
         """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
         return self._renamed_pairs(self._whole.tied_by_config)
 
-    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, ShapeOnDisk]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop on the text class, with a warning."""
         return self._text.left_out_by_peft(folder, tensors)
 
@@ -60,7 +60,7 @@ class WholeInTextNames(WeightMapping):
         """Return whether `save_pretrained` of the whole model writes the rows of a parameter by itself."""
         return self._whole.is_written_as_in_memory(self._originals[parameter])
 
-    def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
+    def written(self, memory: Mapping[str, ShapeOnDisk]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` of the whole model writes for these parameters."""
         originals = {self._originals[name]: shape for name, shape in memory.items()}
         back = dict(zip(originals, memory, strict=True))

@@ -14,7 +14,7 @@ from lora_tool.core.tensors import DType
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.mapping import meta
 from lora_tool.models.mapping.conversion import Conversion
-from lora_tool.models.mapping.model import LABELS, ModelFacts, RowMapping, Shape
+from lora_tool.models.mapping.model import LABELS, ModelFacts, RowMapping, ShapeOnDisk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ class WeightMapping:
     outside: frozenset[str] = frozenset()
     """Parameters that the class which adapters are trained on does not have."""
 
-    def __init__(self, config: ModelConfig, class_name: str, disk: Mapping[str, Shape], dtype: DType) -> None:
+    def __init__(self, config: ModelConfig, class_name: str, disk: Mapping[str, ShapeOnDisk], dtype: DType) -> None:
         self._config, self._loaded_as = config, meta.DTYPES.get(dtype, meta.DTYPES[DType.F32])
         self._any_labels = True
         try:
@@ -39,7 +39,7 @@ class WeightMapping:
         else:
             self._read_by_its_number(class_name, disk)
 
-    def _read_by_its_number(self, class_name: str, disk: Mapping[str, Shape]) -> None:
+    def _read_by_its_number(self, class_name: str, disk: Mapping[str, ShapeOnDisk]) -> None:
         """Read again with the config's own number of labels where the head is of other layers then, and the base's."""
         strangers = self.unexpected
         lacking = {name.partition(".")[0] for name in self.missing if LABELS in self.facts.shapes[name]}
@@ -51,7 +51,7 @@ class WeightMapping:
             self._any_labels = True
             self._read(class_name, disk)
 
-    def _read(self, class_name: str, disk: Mapping[str, Shape]) -> None:
+    def _read(self, class_name: str, disk: Mapping[str, ShapeOnDisk]) -> None:
         model = self._built(class_name)
         self._conversion = Conversion(model)
         self.facts: ModelFacts = meta.facts_of(model, self._loaded_as)
@@ -78,7 +78,7 @@ class WeightMapping:
         left = others.all_tied_weights_keys
         return {name: of for name, of in self.facts.tied.items() if left.get(name) != of}
 
-    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, ShapeOnDisk]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
         from lora_tool.models.mapping.peft_view import dropped_by_peft  # PEFT's import is slow and seldom needed
 
@@ -114,6 +114,6 @@ class WeightMapping:
         made = self._conversion.save({parameter: self.facts.shapes[parameter]})
         return all(each.pieces is not None for each in made.values())
 
-    def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
+    def written(self, memory: Mapping[str, ShapeOnDisk]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         return self._conversion.save(memory)

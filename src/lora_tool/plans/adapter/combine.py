@@ -184,7 +184,7 @@ def _term(layer: LoraLayer) -> LoraTerm:
     return LoraTerm(a=layer.a, b=layer.b, scaling=layer.scaling)
 
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 class Adapted(Struct, frozen=True, kw_only=True):
@@ -287,8 +287,8 @@ def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
     return part.without(repeated, "an earlier adapter holds it with the same values") if repeated else part
 
 
-def _summed(tables: Iterator[Mapping[str, tuple[Value, ...]]]) -> dict[str, tuple[Value, ...]]:
-    joined: dict[str, tuple[Value, ...]] = {}
+def _summed(tables: Iterator[Mapping[str, tuple[_Value, ...]]]) -> dict[str, tuple[_Value, ...]]:
+    joined: dict[str, tuple[_Value, ...]] = {}
     for table in tables:
         for module, terms in table.items():
             joined[module] = (*joined.get(module, ()), *terms)

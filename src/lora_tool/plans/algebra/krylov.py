@@ -22,7 +22,7 @@ from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.stored_numbers import row_blocks
 from lora_tool.plans.algebra.ranks import enough
 
-Array = npt.NDArray[Any]
+_Array = npt.NDArray[Any]
 
 _PASSES = 3
 _MORE = 8
@@ -34,11 +34,11 @@ _EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: 
 """Bits below a type's exponent, the exponent's mask, and e: an ulp is 2^(exponent - e)."""
 
 
-class LowRank(Struct, frozen=True, kw_only=True):
+class TopSingular(Struct, frozen=True, kw_only=True):
     """A difference D as `b`·`a`, [out, r] and [r, in], and the size of the rest."""
 
-    b: Array
-    a: Array
+    b: _Array
+    a: _Array
     norm: float
     """‖D‖."""
     residual: float
@@ -67,7 +67,7 @@ def kept_share(norm: float, noise: float, energy: float) -> float:
     return min(1.0, max(0.0, energy) / signal) if signal > 0 else 1.0
 
 
-def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float | None = None) -> LowRank:
+def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float | None = None) -> TopSingular:
     """Return the nearest product of `rank` at most to tensor - base; with `keep` the least rank that keeps that share.
 
     Both are matrices of one shape and of float types, read in blocks of rows, four times. Raises `UnsupportedAdapter`
@@ -78,14 +78,14 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
 
 
 def nearest_to(
-    blocks: Callable[[], Iterator[Array]],
+    blocks: Callable[[], Iterator[_Array]],
     shape: Sequence[int],
     name: str,
     *,
     noise: float = 0.0,
     rank: int,
     keep: float | None = None,
-) -> LowRank:
+) -> TopSingular:
     """Return the nearest product of `rank` at most to the matrix whose rows `blocks` yields in float32, four times.
 
     `name` stands for it in messages; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
@@ -110,7 +110,7 @@ def nearest_to(
     for rows in _rows_of(basis):
         a[:, rows] = (basis[rows] @ (directions[:, :chosen] * sizes)).T
     left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
-    return LowRank(
+    return TopSingular(
         b=b,
         a=a,
         norm=math.sqrt(norm),
@@ -129,8 +129,8 @@ def memory_of(shape: Sequence[int], rank: int) -> int:
 
 
 def _basis_and_norm(
-    blocks: Callable[[], Iterator[Array]], shape: Sequence[int], name: str, count: int
-) -> tuple[Array, float]:
+    blocks: Callable[[], Iterator[_Array]], shape: Sequence[int], name: str, count: int
+) -> tuple[_Array, float]:
     """Return an orthonormal basis of three passes from `count` random vectors, and ‖D‖². Raises as `nearest_to`."""
     width = shape[1]
     chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
@@ -156,7 +156,7 @@ def _basis_and_norm(
     return _orthonormal(kept), norm
 
 
-def _orthonormal(columns: Array) -> Array:
+def _orthonormal(columns: _Array) -> _Array:
     """Return an orthonormal basis of the span of columns of length 1, in place: a QR takes four times their memory.
 
     By eigenvalues of their Gram matrix, twice: the first time leaves rounding errors in short directions.
@@ -171,18 +171,18 @@ def _orthonormal(columns: Array) -> Array:
     return columns
 
 
-def _rows_of(matrix: Array) -> Iterator[slice]:
+def _rows_of(matrix: _Array) -> Iterator[slice]:
     """Yield slices of its rows, each small enough to compute with at once."""
     step = max(1, _BLOCK // max(1, matrix.shape[1]))
     return (slice(at, at + step) for at in range(0, len(matrix), step))
 
 
-def _enough(squares: Array, norm: float) -> int | None:
+def _enough(squares: _Array, norm: float) -> int | None:
     at = int(np.searchsorted(np.cumsum(squares), enough() * norm))
     return at + 1 if at < len(squares) else None
 
 
-def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
+def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[_Array]:
     """Yield rows of tensor - base in float32, which holds the difference of two 16-bit numbers that are near."""
     step = max(1, _BLOCK // max(1, tensor.shape[1]))
     for ours, theirs in zip(row_blocks(tensor, step), row_blocks(base, step), strict=True):
@@ -190,7 +190,7 @@ def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
             yield single(ours, tensor.dtype) - single(theirs, base.dtype)
 
 
-def single(stored: Array, dtype: DType) -> Array:
+def single(stored: _Array, dtype: DType) -> _Array:
     """Return stored elements as float32."""
     if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)

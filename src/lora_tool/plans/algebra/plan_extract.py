@@ -67,7 +67,7 @@ class Extracted(Struct, frozen=True, kw_only=True):
         }
 
 
-Made = tuple[Extracted, tuple[StoredTensor, StoredTensor]]
+_Made = tuple[Extracted, tuple[StoredTensor, StoredTensor]]
 """A module's figures, and its A and B."""
 
 
@@ -173,13 +173,13 @@ def _require_names(base: ModelDir, found: Differing) -> None:
         )
 
 
-def _factors(tuned: ModelDir, base: ModelDir, found: Differing, requested: Ranks, spool: Spool) -> Iterator[Made]:
+def _factors(tuned: ModelDir, base: ModelDir, found: Differing, requested: Ranks, spool: Spool) -> Iterator[_Made]:
     """Yield each module's figures and factors, computed by one worker per core, as far as memory goes."""
     from threadpoolctl import threadpool_limits  # numpy, only where values are read
 
     from lora_tool.plans.algebra.krylov import memory_of, nearest
 
-    def one(module: str) -> Made:
+    def one(module: str) -> _Made:
         ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
         ranks = _LARGEST if requested.rank is None else (requested.rank,)
         for largest in ranks:
@@ -212,7 +212,7 @@ def _factors(tuned: ModelDir, base: ModelDir, found: Differing, requested: Ranks
         yield from workers.map(one, found.low_rank)
 
 
-def _unchanged(made: Sequence[Made], base: ModelDir, found: Differing, spool: Spool) -> Iterator[Made]:
+def _unchanged(made: Sequence[_Made], base: ModelDir, found: Differing, spool: Spool) -> Iterator[_Made]:
     """Yield the experts that did not change, but that PEFT stacks with those that did: B is zero, A another expert's, if any."""
     if not found.stacked:
         return

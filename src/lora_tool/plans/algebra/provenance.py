@@ -117,7 +117,7 @@ class ExtractInputs(Struct, frozen=True, kw_only=True):
         return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
 
 
-class Written(Struct, frozen=True, kw_only=True):
+class WrittenAdapter(Struct, frozen=True, kw_only=True):
     """An adapter that has a manifest."""
 
     made: AdapterDir
@@ -126,7 +126,7 @@ class Written(Struct, frozen=True, kw_only=True):
     manifest: Manifest
 
 
-def sum_inputs(written: Written, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
+def sum_inputs(written: WrittenAdapter, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
     """Return the adapters that the manifest says were added up, or `adapters`.
 
     Raises `NotACheckpoint` for an input that does not exist any more, or where another number of adapters is given.
@@ -153,7 +153,7 @@ def sum_inputs(written: Written, adapters: Sequence[Reference], base: Reference 
     )
 
 
-def extract_inputs(written: Written, base: Reference | None) -> ExtractInputs:
+def extract_inputs(written: WrittenAdapter, base: Reference | None) -> ExtractInputs:
     """Return the models that the manifest says the adapter is the difference of, or `base` for the second.
 
     Raises `NotACheckpoint` for a model that does not exist any more.

@@ -12,7 +12,7 @@ from lora_tool.checkpoints.sources import Reference, opened_model
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.formats.manifest import Manifest, fingerprint
 from lora_tool.formats.weights import Weights
-from lora_tool.plans.algebra.provenance import Written, recorded_input, recorded_model
+from lora_tool.plans.algebra.provenance import WrittenAdapter, recorded_input, recorded_model
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.convert.peft_names import Convertible, convertible
 from lora_tool.plans.convert.plan_convert import plan_convert
@@ -52,7 +52,7 @@ class ConvertInputs(Struct, frozen=True, kw_only=True):
         )
 
 
-def convert_inputs(written: Written, adapters: Sequence[Reference], base: Reference | None) -> ConvertInputs:
+def convert_inputs(written: WrittenAdapter, adapters: Sequence[Reference], base: Reference | None) -> ConvertInputs:
     """Return the adapter that the manifest says was converted, or the one of `adapters`.
 
     Raises `NotACheckpoint` for an input that does not exist any more, and as `convertible`.

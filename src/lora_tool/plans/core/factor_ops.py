@@ -19,7 +19,7 @@ from lora_tool.plans.core.operation import InputNames, Operation, Sums, input_of
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from lora_tool.plans.core.operation import Read, Values
+    from lora_tool.plans.core.operation import ReadValues, Values
 
 
 class SmallMatrix(Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class Beside(_FactorOperation, frozen=True, kw_only=True):
         order = {"leading": self.leading, "in_turn": True} if self.in_turn else {}
         return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, "zeros": self.zeros, **order}
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         import numpy as np  # only the formula needs it
 
         made = np.zeros(self.shape)
@@ -228,7 +228,7 @@ class Mix(_FactorOperation, frozen=True, kw_only=True):
         matrix = {"matrix": self.matrix.describe(), "below": self.below}
         return {"op": type(self).__name__, "file": self.source.path.name, "parts": parts, **matrix}
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         import numpy as np  # only the formula needs it
 
         whole = np.concatenate([read(part) for part in self.parts], axis=0 if self.below else 1)

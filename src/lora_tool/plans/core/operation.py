@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Values: TypeAlias = NDArray[np.float64]
-    Read: TypeAlias = Callable[[StoredTensor], Values]
+    ReadValues: TypeAlias = Callable[[StoredTensor], Values]
     """Gives a stored tensor's values."""
 
 InputNames = Mapping[Path, str]
@@ -65,7 +65,7 @@ class Operation(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord):
         """Return it as JSON data, as the plan and the manifest's ledger have it. See `Plan.input_names`."""
 
     @abstractmethod
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         """Return the output's values by the formula that defines the operation, whole, in float64.
 
         `read` gives an input's values. Slow, and independent of the code that writes and verifies: both are tested

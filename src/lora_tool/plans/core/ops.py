@@ -21,7 +21,7 @@ from lora_tool.plans.core.requantise import Requantise
 from lora_tool.plans.core.terms import BiasTerm, LoraTerm
 
 if TYPE_CHECKING:
-    from lora_tool.plans.core.operation import Read, Values
+    from lora_tool.plans.core.operation import ReadValues, Values
 
 _STACK = 3
 """Dimensions of a parameter that holds one matrix per expert."""
@@ -75,7 +75,7 @@ class _Kept(_RowOperation, frozen=True, kw_only=True):
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         return _described(self, self.source, input_names)
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         return read(self.source)
 
 
@@ -171,7 +171,7 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
         init = {"init": self.init} if self.init else {}
         return _described(self, self.source, input_names, transposed=self.transposed, terms=terms, **init)
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         shape = self.source.shape
         if len(shape) == _STACK:
             return Assemble(parts=self.cut(0, shape[0] * shape[1])).reference(read).reshape(shape)
@@ -234,7 +234,7 @@ class DoraDelta(_RowOperation, frozen=True, kw_only=True):
         factors = {"transposed": self.transposed, "terms": terms, "magnitude": self.magnitude.name}
         return _described(self, self.source, input_names, **factors)
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         moved = read(self.source) + self.term.reference(read, self.source, transposed=self.transposed)
         outputs = moved.T if self.transposed else moved
         norms = (outputs**2).sum(axis=1) ** 0.5
@@ -273,7 +273,7 @@ class ReplaceRows(_RowOperation, frozen=True, kw_only=True):
         rows = {"rows": self.rows.name, **input_of(self.rows, input_names)}
         return {**_described(self, self.source, input_names), **rows, "indices": list(self.indices)}
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         values = read(self.source).copy()
         for row, trained in zip(self.indices, read(self.rows), strict=True):
             values[row] = trained
@@ -299,7 +299,7 @@ class BiasDelta(_RowOperation, frozen=True, kw_only=True):
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         return _described(self, self.source, input_names, terms=[term.describe(input_names) for term in self.terms])
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         values = read(self.source)
         for term in self.terms:
             values = values + term.scaling * read(term.bias)
@@ -336,7 +336,7 @@ class Assemble(Operation, frozen=True, kw_only=True):
         parts = [{"rows": part.shape[0], **part.describe(input_names)} for part in self.parts]
         return _described(self, self.source, input_names, parts=parts)
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         import numpy as np  # only the formula needs it
 
         return np.concatenate([part.reference(read) for part in self.parts])

@@ -12,9 +12,9 @@ from lora_tool.formats.quantised.grids import INT8_MOST, WORD, Requantisable, gr
 from lora_tool.plans.core.operation import InputNames, Operation
 
 if TYPE_CHECKING:
-    from lora_tool.plans.core.operation import Read, Values
+    from lora_tool.plans.core.operation import ReadValues, Values
 
-Made = TypeVar("Made", bound=Operation)
+_Made = TypeVar("_Made", bound=Operation)
 
 
 @enum.unique
@@ -33,13 +33,13 @@ def stored_parts(encoding: Requantisable) -> dict[QuantisedPart, StoredTensor]:
     return found if zeros is None else found | {QuantisedPart.ZEROS: zeros}
 
 
-class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
+class Requantise(Operation, Generic[_Made], frozen=True, kw_only=True):
     """What `made` makes, stored as the base's weight is: see `formats.quantised.requantising`.
 
     Codes, scales and zero points are tensors of their own; whoever writes one of them computes the numbers of whole tiles.
     """
 
-    made: Made
+    made: _Made
     encoding: Requantisable
     part: QuantisedPart
 
@@ -77,7 +77,7 @@ class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
             "made": made["op"],
         }
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         """Return codes, scales or zero points as they are before they are rounded to their type."""
         import numpy as np  # only the formula needs it
 
@@ -108,7 +108,7 @@ class Requantise(Operation, Generic[Made], frozen=True, kw_only=True):
             case QuantisedPart.ZEROS:
                 return zeros
 
-    def _zeros(self, read: Read) -> Values:
+    def _zeros(self, read: ReadValues) -> Values:
         """Return the zero point of each tile, 0 where the format has none."""
         import numpy as np
 

@@ -12,7 +12,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plans.core.operation import InputNames, input_of
 
 if TYPE_CHECKING:
-    from lora_tool.plans.core.operation import Read, Values
+    from lora_tool.plans.core.operation import ReadValues, Values
 
 
 class LoraTerm(Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class LoraTerm(Struct, frozen=True, kw_only=True):
             found["first"] = self.first
         return {**found, **input_of(self.a, input_names)}
 
-    def reference(self, read: Read, source: StoredTensor, *, transposed: bool) -> Values:
+    def reference(self, read: ReadValues, source: StoredTensor, *, transposed: bool) -> Values:
         """Return the rows of scaling·(B·A), as W is stored, that belong to the rows of `source`."""
         own = slice(self.expert * self.rank, (self.expert + 1) * self.rank)
         spread = slice(self.expert, None, self.experts)

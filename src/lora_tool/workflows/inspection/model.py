@@ -22,7 +22,7 @@ _SHOWN = 8
 """Tensors that are named before the rest is counted."""
 
 
-class Spread(Struct, frozen=True, kw_only=True):
+class ValueSpread(Struct, frozen=True, kw_only=True):
     """Smallest, middle and largest of some values. NaN and infinities stay what they are, at the end."""
 
     least: float
@@ -33,9 +33,9 @@ class Spread(Struct, frozen=True, kw_only=True):
 class Norms(Struct, frozen=True, kw_only=True):
     """Frobenius norms over the modules of one group; ΔW is scaling·B·A, for DoRA before its magnitudes."""
 
-    a: Spread
-    b: Spread
-    delta: Spread | None
+    a: ValueSpread
+    b: ValueSpread
+    delta: ValueSpread | None
     """None where the scaling is not known, because the config cannot be read."""
 
 

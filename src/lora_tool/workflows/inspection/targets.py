@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from lora_tool.adapters.view import LoraLayer
 from lora_tool.core.keys import split_layer
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.workflows.inspection.model import Measured, Module, Norms, Spread, Target
+from lora_tool.workflows.inspection.model import Measured, Module, Norms, Target, ValueSpread
 
 if TYPE_CHECKING:
     from lora_tool.workflows.inspection.spectra import Spectrum
@@ -167,8 +167,8 @@ def _norms(values: list[Measured]) -> Norms | None:
     )
 
 
-def spread(values: list[float]) -> Spread:
+def spread(values: list[float]) -> ValueSpread:
     """Return least, median and most of at least one value; NaN counts as larger than everything."""
     ordered = sorted(values, key=lambda value: (value != value, value))  # noqa: PLR0124 - NaN is not itself
     middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return Spread(least=ordered[0], median=sum(middle) / 2, most=ordered[-1])
+    return ValueSpread(least=ordered[0], median=sum(middle) / 2, most=ordered[-1])
