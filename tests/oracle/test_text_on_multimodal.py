@@ -245,7 +245,8 @@ def test_names_alone_tell_the_text_class(model_type: str, tmp_path: Path) -> Non
 def judged_as_in_memory(base: Path, adapter: Path) -> None:
     report = judge(adapter, base=base)
     assert not codes(report)
-    assert not {skipped.code for skipped in report.skipped if skipped.code.startswith("LT5")}
+    no_table = {"LT515"}  # of a model type without a table of its tensors
+    assert {skipped.code for skipped in report.skipped if skipped.code.startswith("LT5")} <= no_table
 
 
 @pytest.mark.parametrize("feature", FEATURES)
