@@ -3,7 +3,7 @@
     python tests/oracle/deepspeed_saves.py OUT [NAME…]
 
 `OUT/NAME` holds the checkpoint and `truth.safetensors`: float32 masters, or weights where there are none, gathered live.
-AutoTP cuts a Qwen2 of odd sizes in two, with two ranks of ZeRO for each half. A policy with a value head is of LLaMA-Factory's and
+A policy with a value head is of LLaMA-Factory's and
 TRL's form: the head lies outside of the PEFT model, and the norms are trained with it, as LongLoRA does.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -68,51 +67,6 @@ def keep(out: Path, truth: Mapping[str, Any]) -> None:
 
     if dist.get_rank() == 0:
         save_file({name: tensor.contiguous() for name, tensor in truth.items()}, out / "truth.safetensors")
-
-
-def autotp(stage: int) -> Maker:
-    """A whole Qwen2, cut by AutoTP: q, k, v, gate, up and lm_head by rows, o and down by columns."""
-
-    def make(out: Path) -> None:
-        import deepspeed
-        import torch
-        import torch.distributed as dist
-        import transformers as hf
-
-        torch.manual_seed(3)
-        config = hf.Qwen2Config(
-            vocab_size=67,
-            hidden_size=20,
-            intermediate_size=26,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=6,
-        )
-        module = deepspeed.tp_model_init(hf.Qwen2ForCausalLM(config), tp_size=2, dtype=torch.bfloat16)
-        options = {
-            "zero_optimization": {"stage": stage},
-            "tensor_parallel": {"autotp_size": 2},
-            "bf16": {"enabled": True},
-        }
-
-        def batch(step: int) -> Callable[[Module], Any]:
-            rows = torch.randint(
-                3, 60, (2, 6), generator=torch.Generator().manual_seed(10 * (dist.get_rank() // 2) + step)
-            )
-            return lambda engine: engine(input_ids=rows, labels=rows).loss
-
-        engine = trained(out, module, map(batch, range(2)), options, list(module.parameters()))
-        first, second = gathered(masters(engine))[:2]
-        by_columns = re.compile(r"(o_proj|down_proj)\.weight")
-        whole = re.compile(r"embed_tokens|norm")
-        truth = {}
-        for name, tensor in first.items():
-            parts = [tensor] if whole.search(name) else [tensor, second[name]]
-            truth[name] = torch.cat(parts, dim=1 if by_columns.search(name) else 0)
-        keep(out, truth)
-
-    return make
 
 
 def value_head(stage: int) -> Maker:
@@ -195,7 +149,6 @@ def round_robin(stage: int) -> Maker:
 KINDS: dict[str, Maker] = {
     "round-robin-stage2": round_robin(2),
     "value-head-stage3": value_head(3),
-    "autotp-stage2": autotp(2),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
@@ -46,101 +45,17 @@ def test_every_tensor_has_the_bits_of_the_training(kind: str, made: Path, tmp_pa
     assert found_in(made / kind) == {}
 
 
-def test_a_universal_checkpoint_of_slices_has_them_joined(made: Path, tmp_path: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": str(made / TP / TAG), "output_folder": str(tmp_path / "run" / f"{TAG}_universal")}
-    ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=True))
-    out = execute(plan_consolidate(tmp_path / "run", what="state"), tmp_path / "out")
-    found, truth = load_file(out / "model.safetensors"), load_file(made / TP / "truth.safetensors")
-    assert found.keys() == truth.keys()
-    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def _swapped(one: Path, other: Path) -> None:
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
-
-
 def _changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     table = torch.load(path, weights_only=False)
     change(table)
     torch.save(table, path)
 
 
-def _optim(run: Path, rank: int, slice_: int) -> Path:
-    return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_{slice_:02d}_optim_states.pt"
-
-
-def _model(run: Path, slice_: int) -> Path:
-    return run / TAG / f"mp_rank_{slice_:02d}_model_states.pt"
-
-
-def _drop_slice(run: Path) -> None:
-    for path in (run / TAG).glob("*mp_rank_01*"):
-        path.unlink()
-
-
-TP = "autotp-stage2"
-FAULTS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a slice is missing": ("LT401", _drop_slice),
-    "a slice's model file is missing": ("LT401", lambda run: _model(run, 1).unlink()),
-    "a slice's masters are missing": ("LT401", lambda run: _optim(run, 1, 1).unlink()),
-    "a slice is truncated": ("LT402", lambda run: _cut(_optim(run, 1, 1))),
-    "slices are swapped": ("LT404", lambda run: _swapped(_optim(run, 0, 0), _optim(run, 0, 1))),
-    "a slice is copied": ("LT404", lambda run: shutil.copy(_model(run, 0), _model(run, 1))),
-    "a slice of another step": (
-        "LT406",
-        lambda run: _changed(_model(run, 1), lambda table: table.update(global_steps=9)),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found_and_refused(fault: str, made: Path, tmp_path: Path) -> None:
-    code, injure = FAULTS[fault]
-    run = Path(shutil.copytree(made / TP, tmp_path / "run"))
-    injure(run)
-    assert code in found_in(run)
-    with pytest.raises(FindingsFound, match=code):
-        execute(plan_consolidate(run, what="state"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def _without_map(table: dict[str, Any]) -> None:
-    table.pop("universal_checkpoint_info")
-
-
-def _scaled(table: dict[str, Any]) -> None:
-    cuts = table["universal_checkpoint_info"]["affine_map"]["params"]
-    for piece in (piece for of in cuts[r"^model\.norm\.weight$"]["ranks"].values() for piece in of["pieces"]):
-        piece["scale"] = 0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (_without_map, "does not record how its parameters were cut"),
-        (_scaled, r"`model\.norm\.weight` cannot be put together from its slices: AutoTP stores it divided"),
-    ],
-)
-def test_a_cut_that_is_not_known_is_refused(change: Any, why: str, made: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(made / TP, tmp_path / "run"))
-    for slice_ in range(2):
-        _changed(_model(run, slice_), change)
-    with pytest.raises(UnsupportedCheckpoint, match=why):
-        plan_consolidate(run, what="state")
-
-
 def test_experts_under_autoep_are_refused(made: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(made / "round-robin-stage2", tmp_path / "run"))
-    _changed(_model(run, 0), lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}]))
+    _changed(
+        run / TAG / "mp_rank_00_model_states.pt", lambda table: table.update(ds_autoep_layers=[{"moe_layer_id": 0}])
+    )
     with pytest.raises(UnsupportedCheckpoint, match="AutoEP replaced its mixtures"):
         plan_consolidate(run, what="state")
 

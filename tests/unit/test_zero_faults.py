@@ -305,7 +305,9 @@ def test_masters_lost_and_model_files_kept(stage2: Path, stage3: Path) -> None:
 
 
 REFUSED = {
-    "mp_rank_01_model_states.pt": "two runs",
+    "mp_rank_01_model_states.pt": "tensor parallelism",
+    "zero_pp_rank_0_mp_rank_01_model_states.pt": "tensor parallelism",
+    "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt": "tensor parallelism",
     "layer_03-model_00-model_states.pt": "pipeline parallelism",
     "layer_00-model_states.pt": "pipeline parallelism",
     "expert_3_mp_rank_00_model_states.pt": "DeepSpeed-MoE",
@@ -323,14 +325,16 @@ def test_layouts_that_are_refused_by_name(stage3: Path, name: str) -> None:
     (stage3 / name).touch()
     with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]):
         plan(stage3)
-    with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]):
+    with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]) as refused:
         validate(open_sharded(stage3.parent))
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"mp_world_size": 2}, "mp_world_size is 2"),
+        ({"mp_world_size": 2}, "mp_world_size is 2: tensor parallelism"),
+        ({"checkpoint_parallel_dimensions": {"tp_degree": 2}}, "is 2: tensor parallelism"),
         ({"checkpoint_parallel_dimensions": {"pp_degree": 2}}, "pp_degree is 2: .* pipeline parallelism"),
         ({"num_experts": [4, 4]}, "DeepSpeed-MoE"),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, Tile, TiledSpan, TransposedSpan, contiguous
@@ -29,40 +29,6 @@ class Piece(NamedTuple):
     offsets: Shape
     sizes: Shape
     span: Span
-
-
-def pieces_along(offsets: Shape, sizes: Shape, spans: Iterable[Span], element: int) -> Iterator[Piece]:
-    """Yield the pieces of a rectangle at `offsets`; the spans, one after the other, hold its elements of `element` bytes.
-
-    A span that ends within a row makes a separate piece of its share of that row.
-    """
-    start = 0
-    for span in spans:
-        count, held = span.nbytes // element, 0
-        for inner, taken in _boxes(sizes, start, start + count):
-            numel = math.prod(taken)
-            place = tuple(at + more for at, more in zip(offsets, inner, strict=True))
-            yield Piece(place, taken, span.part(held * element, numel * element))
-            held += numel
-        start += count
-
-
-def _boxes(sizes: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the rectangles, each by its beginning and its sizes, that elements `start` to `stop` of a tensor make."""
-    if not sizes:
-        yield (), ()
-        return
-    row = math.prod(sizes[1:])
-    while start < stop:
-        at, inside = divmod(start, row)
-        rows = (stop - start) // row
-        if inside or not rows:
-            end = min(stop, (at + 1) * row)
-            yield from (((at, *begin), (1, *taken)) for begin, taken in _boxes(sizes[1:], inside, end - at * row))
-        else:
-            end = start + rows * row
-            yield (at, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
-        start = end
 
 
 class _Part(NamedTuple):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from lora_tool.core.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import require_inside
@@ -32,8 +31,8 @@ from lora_tool.formats.zero_files import (
 States = TypeVar("States")
 
 _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
-_OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
-_MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
+_OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_00_optim_states\.pt\Z")
+_MODEL = re.compile(rf"(?:{_RANK})?mp_rank_00_model_states\.pt\Z")
 _NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to two checkpoints"
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
@@ -47,6 +46,11 @@ _REFUSED = (
         "was trained with pipeline parallelism, and its layers have numbers instead of the model's names",
         BY_ITS_PROGRAM,
     ),
+    (
+        r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_(?!00_)\d{2,}_(?:model|optim)_states\.pt\Z",
+        "was trained with tensor parallelism (AutoTP), and lora-tool does not join the slices of its parameters",
+        BY_ITS_PROGRAM,
+    ),
     (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", GATHER),
 )
 """Pattern of a file's name, the checkpoint described in words, and the remedy."""
@@ -57,8 +61,6 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
 
     folder: Path
     name: str
-    slice_: int
-    """Which rank of tensor parallelism its files are of."""
     stage: int
     """The `ZeroStage`, or another number that a file has; 0 where no file shows that ZeRO was on (the weights are then
     whole in `module`).
@@ -85,8 +87,8 @@ class ZeroTag(Struct, frozen=True, kw_only=True):
         return self.model[min(self.model)] if self.model else None
 
 
-def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
-    """Return the structure of the rank files in `folder`, the tag `name`: one for each rank of tensor parallelism.
+def read_tag(folder: Path, name: str) -> ZeroTag:
+    """Return the structure of the rank files in `folder`, the tag `name`.
 
     Unreadable files are in `problems`. Raises `UnsupportedCheckpoint` for layouts that are refused by name, and
     `NotACheckpoint` without rank files.
@@ -94,43 +96,11 @@ def read_slices(folder: Path, name: str) -> tuple[ZeroTag, ...]:
     names = sorted(entry.name for entry in folder.iterdir())
     universal = is_universal(folder, names)
     _require_supported(folder, [name for name in names if name != FOLDER] if universal else names)
-    slices = {int(match["mp"]) for pattern in (_MODEL, _OPTIM) for match in map(pattern.match, names) if match}
-    if not slices:
-        raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
-    found = tuple(_read_slice(folder, name, at, names, universal=universal) for at in sorted(slices))
-    return (_of_whole_masters(found[0]),) if universal else found
-
-
-def _of_whole_masters(tag: ZeroTag) -> ZeroTag:
-    """Return a universal checkpoint with the shapes of its masters, which ds_to_universal.py has joined."""
-    first = tag.first
-    if first is None or first.slices == 1:
-        return tag
-    trained = first.trained_shapes
-    cut = next(
-        (name for name, how in first.cuts.items() if name not in trained and set(how.slices.values()) != {how.shape}),
-        None,
-    )
-    if cut is not None:
-        message = f"{tag.folder}: `{cut}` was frozen and is cut into slices, but a universal checkpoint joins only the slices of trained parameters"
-        raise UnsupportedCheckpoint(message, hint="use the tag that it was converted from")
-    whole = tuple(
-        {name: first.cuts[name].shape if name in first.cuts else shape for name, shape in shapes.items()}
-        for shapes in first.param_shapes
-    )
-    return replace(
-        tag, model={rank: replace(states, slices=1, param_shapes=whole) for rank, states in tag.model.items()}
-    )
-
-
-def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, universal: bool) -> ZeroTag:
     # stages 1 and 2 write one model file, and no rank in its name
-    models_of, optims_of = (
-        [match for match in map(pattern.match, names) if match and int(match["mp"]) == at]
-        for pattern in (_MODEL, _OPTIM)
-    )
-    model = [(int(match["rank"] or 0), match[0]) for match in models_of]
-    optim = [(int(match["rank"]), match[0]) for match in optims_of]
+    model = [(int(match["rank"] or 0), match[0]) for match in map(_MODEL.match, names) if match]
+    optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
+    if not model and not optim:
+        raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
     problems: list[Problem] = []
     models = _read_files(folder, model, model_states, problems)
     optims = _read_files(folder, optim, optim_states, problems)
@@ -144,7 +114,6 @@ def _read_slice(folder: Path, name: str, at: int, names: Sequence[str], *, unive
     return ZeroTag(
         folder=folder,
         name=name,
-        slice_=at,
         stage=stage,
         world_size=counts.most_common(1)[0][0] if counts else max(stated or 1, ranks),
         model=models,

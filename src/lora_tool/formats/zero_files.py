@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from lora_tool.core import keys
 from lora_tool.core.errors import CorruptFile, Defect, UnsupportedCheckpoint
 from lora_tool.core.tensors import MAX_BYTES, is_tensor_name
-from lora_tool.formats.affine_maps import Cut, read_cuts
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.state_dicts import require_read
@@ -32,7 +31,6 @@ Default = TypeVar("Default")
 _MAX_RANKS = 1_000_000
 GATHER = "load it with the DeepSpeed that wrote it, and save the gathered model: engine.save_16bit_model(FOLDER)"
 BY_ITS_PROGRAM = "load it with the program that trained it, and save the whole model from there"
-USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
 
 
 class ZeroStage(enum.IntEnum):
@@ -77,10 +75,6 @@ class ModelStates(ZeroFile, frozen=True, kw_only=True):
     """Tied parameters: other name → the name it is stored under. Filled on rank 0 only."""
     global_steps: int | None
     version: str | None
-    slices: int
-    """How many ranks of tensor parallelism share the parameters: 1 without it."""
-    cuts: Mapping[str, Cut]
-    """How each parameter lies on them, as far as that is understood."""
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,7 +98,7 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
     if before is not None:
         return replace(before, file=replace(file, value=None), rank=rank)
     table = file.value
-    cuts = read_cuts(table.get("universal_checkpoint_info"))
+    _require_whole_parameters(file)
     if table.get("ds_autoep_layers"):
         message = "AutoEP replaced its mixtures of experts, and its names for the experts are not the model's"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=GATHER)
@@ -144,31 +138,21 @@ def model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mode
         global_steps=_get(table, "global_steps", int, None),
         world_size=_count_of_ranks(table.get("dp_world_size")),
         version=_get(table, "ds_version", str, None),
-        slices=_tensor_parallel(file, cuts),
-        cuts=cuts or {},
         config=as_json(config),
     )
 
 
-def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
-    """Return how many ranks share each parameter.
-
-    Raises `UnsupportedCheckpoint` where nothing says which part each rank has.
-    """
+def _require_whole_parameters(file: TorchFile) -> None:
+    """Raise `UnsupportedCheckpoint` where pipeline or tensor parallelism divided the parameters."""
     # the key is there since 0.19.5
-    parallel = file.value.get("checkpoint_parallel_dimensions")
-    degrees = {"tp_degree": 1, "pp_degree": 1, **(parallel if isinstance(parallel, dict) else {})}
-    if type(file.value.get("mp_world_size")) is int:
-        degrees["mp_world_size"] = file.value["mp_world_size"]
-    of_pipeline = degrees["pp_degree"]
-    if type(of_pipeline) is int and of_pipeline > 1:
-        message = f"pp_degree is {of_pipeline}: the checkpoint was trained with pipeline parallelism"
+    degrees = _get(file.value, "checkpoint_parallel_dimensions", dict, {})
+    if _get(degrees, "pp_degree", int, 1) > 1:
+        message = f"pp_degree is {degrees['pp_degree']}: the checkpoint was trained with pipeline parallelism"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=BY_ITS_PROGRAM)
-    degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
-    if degree > 1 and cuts is None:
-        message = f"mp_world_size is {degree}: tensor parallelism, and the file does not record how its parameters were cut (no affine map)"
-        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
-    return degree
+    degree = max(_get(file.value, "mp_world_size", int, 1), _get(degrees, "tp_degree", int, 1))
+    if degree > 1:
+        message = f"mp_world_size is {degree}: tensor parallelism, and lora-tool does not join its slices of parameters"
+        raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=BY_ITS_PROGRAM)
 
 
 def _require_one_group(file: TorchFile, config: Mapping[str, Any], ranks: int | None) -> None:

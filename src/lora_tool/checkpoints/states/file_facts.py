@@ -18,8 +18,6 @@ class NumberedFiles(Struct, frozen=True, kw_only=True):
     """What one and more than one are called: "optimizer file"."""
     of: str = "rank"
     """The thing that the numbers count."""
-    within: str = ""
-    """Which part of the save they belong to, as the end of a sentence."""
     numbers: Sequence[int]
     there: Collection[int]
     """Those that exist, readable or not."""

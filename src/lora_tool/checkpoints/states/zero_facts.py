@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 
 from lora_tool.checkpoints.states.file_facts import AbsentFile, Amount, FileFacts, NumberedFiles
@@ -17,46 +17,29 @@ from lora_tool.formats.universal import FILE, FOLDER, Master
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.formats.zero_files import ModelStates, ZeroStage
 
-_MOST_SLICES = 1 << 16
-"""More than any run has; a broken file may say anything."""
 _BEGINNING = 4096
-_SLICE = "tensor-parallel rank"
 
 
-def numbered_files(tags: Sequence[ZeroTag]) -> Iterator[NumberedFiles]:
-    """Yield the files of each rank, and those of each rank of tensor parallelism."""
-    slices = min(_slices(tags), _MOST_SLICES)
-    there = {tag.slice_ for tag in tags}
-    yield NumberedFiles(
-        folder=tags[0].folder,
-        one="set of files",
-        several="sets of files",
-        of=_SLICE,
-        numbers=range(slices),
-        there=there,
-    )
-    for tag in tags:
-        ranks = range(tag.world_size)
-        within = f" of {_SLICE} {tag.slice_}" if slices > 1 else ""
-        if tag.stage and tag.masters is None:
-            yield NumberedFiles(
-                folder=tag.folder,
-                one="optimizer file",
-                several="optimizer files",
-                within=within,
-                numbers=ranks,
-                there=tag.optim_files.keys(),
-            )
+def numbered_files(tag: ZeroTag) -> Iterator[NumberedFiles]:
+    """Yield the files of each rank."""
+    ranks = range(tag.world_size)
+    if tag.stage and tag.masters is None:
         yield NumberedFiles(
             folder=tag.folder,
-            one="model file",
-            several="model files",
-            within=within,
-            numbers=ranks if tag.stage == ZeroStage.WEIGHTS else range(1),
-            there=tag.model_files.keys(),
-            # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
-            spare=0 in tag.model_files and tag.first is not None and not tag.first.frozen,
+            one="optimizer file",
+            several="optimizer files",
+            numbers=ranks,
+            there=tag.optim_files.keys(),
         )
+    yield NumberedFiles(
+        folder=tag.folder,
+        one="model file",
+        several="model files",
+        numbers=ranks if tag.stage == ZeroStage.WEIGHTS else range(1),
+        there=tag.model_files.keys(),
+        # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
+        spare=0 in tag.model_files and tag.first is not None and not tag.first.frozen,
+    )
 
 
 def absent_masters(tag: ZeroTag) -> Iterator[AbsentFile]:
@@ -70,41 +53,35 @@ def absent_masters(tag: ZeroTag) -> Iterator[AbsentFile]:
             yield AbsentFile(zero / name / FILE, "but the parameter was trained")
 
 
-def file_facts(tags: Sequence[ZeroTag]) -> Iterator[FileFacts]:
+def file_facts(tag: ZeroTag) -> Iterator[FileFacts]:
     """Yield each file's facts about itself and the run."""
-    slices = _slices(tags)
-    for tag in tags:
-        if tag.slice_ >= slices and tag.first:
-            pattern = tag.folder / f"*mp_rank_{tag.slice_:02d}*"
-            yield FileFacts(path=pattern, unit=_SLICE, rank=tag.slice_, all_ranks=slices)
-        for model in tag.model.values():
-            yield FileFacts(
-                path=model.path,
-                group="model",
-                archive=model.file.root,
-                ranks=model.world_size if tag.stage and tag.optim else None,
-                all_ranks=tag.world_size,
-                step=model.global_steps,
-                counts="global steps",
-                config=model.config,
-                # under tensor parallelism each has shapes of its own
-                names=_layout(model) if len(tags) == 1 else None,
-            )
-        for optim in tag.optim.values():
-            yield FileFacts(
-                path=optim.path,
-                group="optimizer",
-                archive=optim.file.root,
-                rank=optim.rank,
-                ranks=optim.world_size if tag.stage else None,
-                all_ranks=tag.world_size,
-                step=optim.step,
-                counts="optimizer steps",
-                config=optim.config,
-            )
-        for master in (tag.masters or {}).values():
-            folder = master.file.path.parent
-            yield FileFacts(path=folder, unit="parameter", group="master", step=master.step, counts="optimizer steps")
+    for model in tag.model.values():
+        yield FileFacts(
+            path=model.path,
+            group="model",
+            archive=model.file.root,
+            ranks=model.world_size if tag.stage and tag.optim else None,
+            all_ranks=tag.world_size,
+            step=model.global_steps,
+            counts="global steps",
+            config=model.config,
+            names=_layout(model),
+        )
+    for optim in tag.optim.values():
+        yield FileFacts(
+            path=optim.path,
+            group="optimizer",
+            archive=optim.file.root,
+            rank=optim.rank,
+            ranks=optim.world_size if tag.stage else None,
+            all_ranks=tag.world_size,
+            step=optim.step,
+            counts="optimizer steps",
+            config=optim.config,
+        )
+    for master in (tag.masters or {}).values():
+        folder = master.file.path.parent
+        yield FileFacts(path=folder, unit="parameter", group="master", step=master.step, counts="optimizer steps")
 
 
 def contents(tag: ZeroTag) -> Iterator[tuple[Path, Hashable]]:
@@ -176,11 +153,6 @@ def _of_groups(tag: ZeroTag) -> Iterator[Amount]:
             over=leftover(group.shapes, sizes, tag.stage) or 0,
             needed_for=f" for its {len(group.shapes)} parameters",
         )
-
-
-def _slices(tags: Sequence[ZeroTag]) -> int:
-    first = next((tag.first for tag in tags if tag.first), None)
-    return first.slices if first else 1
 
 
 def _layout(states: ModelStates) -> Hashable:

@@ -67,7 +67,7 @@ def _lost_numbers(state: TrainingState) -> Iterator[Fault]:
             rest = "; the other ranks hold all of its content" if files.spare else ""
             yield Fault(
                 path=str(files.folder),
-                message=f"the {one if len(lost) == 1 else several} missing ({all_}){files.within}{rest}",
+                message=f"the {one if len(lost) == 1 else several} missing ({all_}){rest}",
                 hint=COPY,
                 severity=Severity.WARNING if files.spare else None,
             )
