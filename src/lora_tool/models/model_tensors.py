@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     if row is None or _why_no_row(config) is not None or why_unsure(config) is not None:
         return None
     known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
-    found = _Compared(row, row["classes"].get(known), config, names)
-    return found.result(known) if found.fits else None
+    return _Compared(row, known, config, names).result()
 
 
 def has_tensors(model_type: str, names: Collection[str]) -> bool:
@@ -90,12 +90,7 @@ def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
     if row is None or class_name not in row["classes"]:
         return None
     own = row["classes"][class_name]
-    names = (
-        *row["always"],
-        *own["always"],
-        *own["others"],
-        *(n for each in (row, own) for g in each["groups"] for n in g),
-    )
+    names = {*row["always"], *own["always"], *own["others"]}.union(*row["groups"], *own["groups"])
     return frozenset(name for name in names if not name.startswith("@"))
 
 
@@ -169,11 +164,12 @@ def _why_no_row(config: ModelConfig) -> str | None:
 
 @cache
 def _row(model_type: str) -> Mapping[str, Any] | None:
-    beginning = f'{{"model_type":"{model_type}",'
     with TABLE.open(encoding="utf-8") as lines:
-        line = next((line for line in lines if line.startswith(beginning)), None)
-    row: Mapping[str, Any] | None = None if line is None else json.loads(line)
-    return row
+        for line in lines:
+            if line.startswith(f'{{"model_type":"{model_type}",'):
+                row: Mapping[str, Any] = json.loads(line)
+                return row
+    return None
 
 
 def lists_layers(config: Mapping[str, Any]) -> bool:
@@ -195,30 +191,31 @@ class _Compared:
     """The names of a checkpoint as the table has them, and what of its class they are."""
 
     def __init__(
-        self, row: Mapping[str, Any], own: Mapping[str, Any] | None, config: ModelConfig, names: Collection[str]
+        self, row: Mapping[str, Any], class_name: str | None, config: ModelConfig, names: Collection[str]
     ) -> None:
         self._row = row
-        self._stacks = tuple(row["stacks"])
-        self._own = own or _any_class(row)
+        self._class = class_name
+        self._own = _any_class(row) if class_name is None else row["classes"][class_name]
         self._sizes = Sizes(row, config)
         self._lengths = {stack: self._sizes.value(length) for stack, length in row["stacks"].items()}
-        self._strict = own is not None
-        self._prefix = self._prefix_of(names)
-        self._bare = not any(name.startswith(self._prefix) for name in names)
-        self._held = {self._in_table(name): name for name in names}
-        self._placed = {name: self._template(name) for name in self._held}
-        self._always = [*row["always"], *self._own["always"]]
         self._tied = self._own["tied"] if self._sizes.tied is not False else self._own["tied_anyway"]
-        self._layers: dict[str, set[int]] = defaultdict(set)
-        for path, layer in self._placed.values():
+        self._groups = [*row["groups"], *self._own["groups"]]
+        prefixes = {entry["prefix"] for entry in row["classes"].values()} if class_name is None else ()
+        tried = [f"{prefix}." for prefix in (prefixes or (self._own["prefix"],))]
+        self._prefix = max(tried, key=lambda prefix: sum(name.startswith(prefix) for name in names), default="")
+        """What the checkpoint puts before the base model's names."""
+        self._bare = not any(name.startswith(self._prefix) for name in names)
+        self._held: dict[str, str] = {}
+        """Name in the table's words → name in the checkpoint."""
+        self._placed: dict[str, tuple[str, int | None]] = {}
+        """The same names → path in the table and number of the layer."""
+        self._layers: dict[str, set[int]] = {stack: set() for stack in row["stacks"]}
+        for on_disk in names:
+            name = self._in_table(on_disk)
+            path, layer = self._placed[name] = self._template(name)
+            self._held[name] = on_disk
             if layer is not None:
                 self._layers[path.partition(".*.")[0]].add(layer)
-
-    def _prefix_of(self, names: Collection[str]) -> str:
-        """Return what the checkpoint puts before the base model's names."""
-        prefixes = {entry["prefix"] for entry in self._row["classes"].values()} if not self._strict else ()
-        tried = [f"{prefix}." for prefix in (prefixes or (self._own["prefix"],))]
-        return max(tried, key=lambda prefix: sum(name.startswith(prefix) for name in names), default="")
 
     def _in_table(self, name: str) -> str:
         rest, _, leaf = name.rpartition(".")
@@ -226,109 +223,98 @@ class _Compared:
             name = f"{rest}.{_LEGACY[leaf]}"
         if name.startswith(self._prefix):
             return f"@{name.removeprefix(self._prefix)}"
-        known = self._template(name)[0] in self._row["tensors"]
-        return f"@{name}" if self._bare and not known else name
+        return f"@{name}" if self._bare and self._template(name)[0] not in self._row["tensors"] else name
 
     def _template(self, name: str) -> tuple[str, int | None]:
-        for stack in self._stacks:
+        for stack in self._lengths:
             if name.startswith(stack) and name[len(stack) : len(stack) + 1] == ".":
                 number, dot, rest = name[len(stack) + 1 :].partition(".")
                 if dot and number.isdecimal() and len(number) < 6:  # noqa: PLR2004 - no model has so many layers
                     return f"{stack}.*.{rest}", int(number)
         return name, None
 
-    @property
-    def fits(self) -> bool:
-        """Whether the checkpoint has at least half of what its model always has."""
-        held = {path for path, _ in self._placed.values()}
-        return 2 * len(held & set(self._row["always"])) >= len(self._row["always"]) and bool(held)
-
-    def result(self, class_name: str | None) -> ModelTensors:
-        beyond = {name for name, (path, layer) in self._placed.items() if not self._is_in_stack(path, layer)}
-        mine = {*self._always, *self._own["others"], *(n for g in self._groups for n in g)}
-        lists = {split_layer(path)[1] for path in self._row["tensors"] if split_layer(path)[0] is not None}
-        strange = [
-            name
-            for name in self._held
-            if name in beyond or not (self._placed[name][0] in mine or split_layer(self._placed[name][0])[1] in lists)
-        ]
-        strange = [name for name in strange if not self._is_ignored(name)] if self._strict else []
-        known = {name for name in strange if self._placed[name][0] in self._row["tensors"] and name not in beyond}
+    def result(self) -> ModelTensors | None:
+        """Return the comparison; None where the checkpoint has less than half of what its model always has."""
+        always = self._row["always"]
+        paths = {path for path, _ in self._placed.values()}
+        if not paths or 2 * len(paths.intersection(always)) < len(always):
+            return None
+        unexpected, of_others = self._strange() if self._class else ((), ())
+        shapes, left_out = self._shapes(paths)
         doubtful = self._sizes.doubtful
         return ModelTensors(
-            class_name=class_name,
-            missing=tuple(self._on_disk(name) for name in dict.fromkeys(self._missing())),
-            unexpected=() if doubtful else tuple(self._held[name] for name in strange if name not in known),
-            of_other_classes=tuple(self._held[name] for name in strange if name in known),
-            shapes={} if doubtful else dict(self._shapes()),
-            left_out=() if doubtful else tuple(self._left_out()),
+            class_name=self._class,
+            missing=self._missing(),
+            unexpected=() if doubtful else tuple(unexpected),
+            of_other_classes=tuple(of_others),
+            shapes={} if doubtful else shapes,
+            left_out=() if doubtful else tuple(left_out),
         )
 
-    @property
-    def _groups(self) -> list[list[str]]:
-        return [*self._row["groups"], *self._own["groups"]]
+    def _strange(self) -> tuple[list[str], list[str]]:
+        """Return the names that no class of the type has, and those that another class of it has."""
+        tensors = self._row["tensors"]
+        mine = {*self._row["always"], *self._own["always"], *self._own["others"]}.union(*self._groups)
+        lists = {rest for layer, rest in map(split_layer, tensors) if layer is not None}
+        unexpected, of_others = [], []
+        for name, on_disk in self._held.items():
+            path, layer = self._placed[name]
+            length = None if layer is None else self._lengths[path.partition(".*.")[0]]
+            is_beyond = layer is not None and length is not None and layer >= length
+            if not is_beyond and (path in mine or split_layer(path)[1] in lists):
+                continue
+            if is_computed(on_disk) or any(re.search(pattern, on_disk) for pattern in self._own["ignored"]):
+                continue
+            (of_others if path in tensors and not is_beyond else unexpected).append(on_disk)
+        return unexpected, of_others
 
-    def _is_in_stack(self, path: str, layer: int | None) -> bool:
-        length = self._lengths[path.partition(".*.")[0]] if layer is not None else None
-        return layer is None or length is None or layer < length
-
-    def _is_ignored(self, name: str) -> bool:
-        on_disk = self._held[name]
-        return is_computed(on_disk) or any(re.search(pattern, on_disk) for pattern in self._own["ignored"])
-
-    def _missing(self) -> Iterator[str]:
-        """Yield the names, in the table's words, that the class has under this config and the checkpoint lacks."""
-        for path in self._always:
-            yield from self._lost(path).values()
+    def _missing(self) -> tuple[str, ...]:
+        """Return the names that the class has under this config and the checkpoint lacks."""
+        found: list[str] = []
+        for path in (*self._row["always"], *self._own["always"]):
+            found += [name for _, name, is_lost in self._instances(path) if is_lost]
         for group in self._groups:
-            there = Counter(layer for path in group for layer in self._instances(path))
-            lost: dict[int | None, list[str]] = defaultdict(list)
+            by_layer: dict[int | None, list[tuple[str, bool]]] = defaultdict(list)
             for path in group:
-                for layer, name in self._lost(path).items():
-                    lost[layer].append(name)
-            for layer, count in there.items():
-                if len(lost[layer]) < count:
-                    yield from lost[layer]
+                for layer, name, is_lost in self._instances(path):
+                    by_layer[layer].append((name, is_lost))
+            for members in by_layer.values():
+                lost = [name for name, is_lost in members if is_lost]
+                found += lost if len(lost) < len(members) else ()
         for path in self._row["alike"]:
-            names = self._lost(path).values()
-            if 2 * len(names) <= len(self._instances(path)):
-                yield from names
+            instances = self._instances(path)
+            lost = [name for _, name, is_lost in instances if is_lost]
+            found += lost if 2 * len(lost) <= len(instances) else ()
+        before = "" if self._bare else self._prefix
+        return tuple(before + name[1:] if name.startswith("@") else name for name in dict.fromkeys(found))
 
-    def _instances(self, path: str) -> Mapping[int | None, str]:
-        """Return layer → the name that a path of the table has there."""
+    def _instances(self, path: str) -> list[tuple[int | None, str, bool]]:
+        """Return the layers that have a path of the table, each with the name there, and whether that is lost: the
+        checkpoint has neither the name nor one that is tied to it.
+        """
+        of = self._tied.get(path, path)
+        same = {path, of, *(other for other, its in self._tied.items() if its == of)}
         stack, star, rest = path.partition(".*.")
         if not star:
-            return {None: path}
-        length = self._lengths[stack]
-        held = self._layers[stack]
-        layers = sorted(held) if length is None else range(min(length, _MOST_LAYERS))
+            return [(None, path, same.isdisjoint(self._held))]
+        length, held = self._lengths[stack], self._layers[stack]
         # of a layer that is lost as a whole LT310 tells
-        return {layer: f"{stack}.{layer}.{rest}" for layer in layers if layer in held or not held}
+        layers = sorted(held) if length is None else range(min(length, _MOST_LAYERS))
+        return [
+            (
+                layer,
+                f"{stack}.{layer}.{rest}",
+                not any(each.replace(".*.", f".{layer}.") in self._held for each in same),
+            )
+            for layer in layers
+            if layer in held or not held
+        ]
 
-    def _lost(self, path: str) -> Mapping[int | None, str]:
-        """Return those of a path's names that the checkpoint has neither by themselves nor by what they are tied to."""
-        of = self._tied.get(path, path)
-        tied = {of, *(other for other, its in self._tied.items() if its == of)} - {path}
-        return {
-            layer: name
-            for layer, name in self._instances(path).items()
-            if name not in self._held and not any(each.replace(".*.", f".{layer}.") in self._held for each in tied)
-        }
-
-    def _on_disk(self, name: str) -> str:
-        if not name.startswith("@"):
-            return name
-        return name[1:] if self._bare else self._prefix + name[1:]
-
-    def _left_out(self) -> list[str]:
-        dims = [self._row["tensors"].get(path) or () for path in {path for path, _ in self._placed.values()}]
-        lengths = [self._row["stacks"][stack] for stack in self._layers if stack in self._row["stacks"]]
-        return self._sizes.left_out([*lengths, *(each for of in dims for each in of)])
-
-    def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-        dims = {path: self._row["tensors"].get(path) for path, _ in self._placed.values()}
-        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items() if of is not None}
-        for name, on_disk in self._held.items():
-            path = self._placed[name][0]
-            if path in shapes:
-                yield on_disk, shapes[path]
+    def _shapes(self, paths: Collection[str]) -> tuple[dict[str, tuple[int | None, ...]], list[str]]:
+        """Return the shapes of the checkpoint's tensors, and the fields without a number that decide them."""
+        tensors = self._row["tensors"]
+        dims = {path: tensors[path] for path in paths if tensors.get(path) is not None}
+        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items()}
+        sizes = self._sizes.left_out([*self._row["stacks"].values(), *chain.from_iterable(dims.values())])
+        placed = ((on_disk, self._placed[name][0]) for name, on_disk in self._held.items())
+        return {on_disk: shapes[path] for on_disk, path in placed if path in shapes}, sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any
 
 from lora_tool.formats.model_config import ModelConfig
@@ -93,12 +92,17 @@ class Sizes:
         total = 0
         for term in expression.split("+"):
             above, *below = term.split("/")
-            factors = [self._field(name, deep=deep) for name in above.split("*")]
-            divisors = [self._field(name, deep=deep) for name in below]
-            known = [each for each in (*factors, *divisors) if each is not None]
-            if len(known) < len(factors) + len(divisors) or 0 in known[len(factors) :]:
+            size = divisor = 1
+            for name in above.split("*"):
+                factor = self._field(name, deep=deep)
+                if factor is None:
+                    return None
+                size *= factor
+            for name in below:
+                divisor *= self._field(name, deep=deep) or 0
+            if not divisor:
                 return None
-            total += prod(known[: len(factors)]) // prod(known[len(factors) :])
+            total += size // divisor
         return total
 
     def left_out(self, expressions: Iterable[str | int | None]) -> list[str]:
