@@ -207,7 +207,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_tensor_without_rows() -> None:
-    whole = Chunk(offsets=(0, 0), sizes=(5, 4), filename="__0_0.distcp", at=0, nbytes=9, fqn="a")
+    whole = Chunk(offsets=(0, 0), sizes=(5, 4), filename="__0_0.distcp", at=0, nbytes=9)
     assert (
         uncovered(DcpTensor(dtype=DType.F32, shape=(0, 4), chunks=(whole,)))
         == "its parts have elements, but the tensor is empty"

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -209,6 +209,16 @@ def test_chunks_that_an_extension_changed_are_refused_by_name(extension: str, hi
     ) as refused:
         plan_consolidate(tmp_path / "run", what="state")
     assert re.search(hint, str(refused.value.hint))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_chunks_in_safetensors_are_refused(tmp_path: Path) -> None:
+    """Torch writes them on request, and loads none."""
+    writer = FileSystemWriter(tmp_path / "run", serialization_format=SerializationFormat.SAFETENSORS)
+    save({"model": {"a.weight": torch.ones(4, 4)}, "run": "first"}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedCheckpoint, match=r"__0_0\.distcp: its tensors are in safetensors") as refused:
+        plan_consolidate(tmp_path / "run", what="state")
+    assert "SerializationFormat.TORCH_SAVE" in str(refused.value.hint)
 
 
 def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:

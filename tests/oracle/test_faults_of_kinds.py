@@ -35,7 +35,6 @@ fsdp1-ranks      LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT4
 fsdp1-local      LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404        LT404,LT407              none  LT411  LT412        LT413
 fsdp1-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
 fsdp2-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
-dcp-safetensors  LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  none   LT412        LT413
 tensor-parallel  LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
 both             LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
 megatron         LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
@@ -80,7 +79,6 @@ KINDS = {
     "fsdp1-local": Kind(name="fsdp1-local", pieces="pytorch_*.bin", foreign="fsdp1-ranks"),
     "fsdp1-dcp": Kind(name="fsdp1-dcp", pieces=DISTCP, foreign="fsdp2-dcp-bf16"),
     "fsdp2-dcp": Kind(name="fsdp2-dcp-bf16", pieces=DISTCP, foreign="fsdp1-dcp"),
-    "dcp-safetensors": Kind(name="dcp-of-safetensors", pieces=DISTCP, foreign="fsdp1-dcp"),
     "tensor-parallel": Kind(name="dcp-tp", pieces=DISTCP, foreign="dcp-fsdp-tp-bf16"),
     "both": Kind(name="dcp-fsdp-tp-bf16", pieces=DISTCP, foreign="dcp-tp"),
     "megatron": Kind(name="megatron-lora", pieces=DISTCP, foreign="megatron-moe"),

@@ -113,15 +113,6 @@ def dcp_alone(out: Path, folder: Path) -> None:
     dcp(folder, {"model": sharded(adapted(out), mesh_of(RANKS)).state_dict()}, use_collectives=False)
 
 
-def dcp_of_safetensors(out: Path, folder: Path) -> None:
-    """Torch's own writer of distributed checkpoints with the other of its two formats, beside a pickled object."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
-    save({"model": sharded(adapted(out), mesh_of(RANKS)).state_dict(), "run": "first"}, storage_writer=writer)
-
-
 def dcp_fsdp_tp(out: Path, folder: Path) -> None:
     """FSDP2 over tensor parallelism: rows of rows, and rows of columns; flat names, as torchtitan has them."""
     mesh = mesh_of(2, 2)
@@ -253,7 +244,6 @@ KINDS: dict[str, Maker] = {
     "dcp-tp": dcp_tp,
     "dcp-fsdp-tp-bf16": dcp_fsdp_tp,
     "dcp-without-collectives": dcp_alone,
-    "dcp-of-safetensors": dcp_of_safetensors,
     "fsdp2-dcp-bf16": accelerate_fsdp2("bfloat16", SHARDED, adapter_only=True),
     "fsdp2-full": accelerate_fsdp2("float32", FULL, adapter_only=True),
     "fsdp2-full-model-bf16": accelerate_fsdp2("bfloat16", FULL),

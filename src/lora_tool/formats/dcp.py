@@ -3,8 +3,7 @@
 No tensor is read, and torch is not needed.
 
 Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
-MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other, or one
-of safetensors).
+MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).
 `.metadata` is a bare pickle of those classes, which torch loads with `pickle.load`; here they are inert stubs.
 """
 
@@ -23,9 +22,8 @@ from lora_tool.core.display import some
 from lora_tool.core.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 from lora_tool.formats import pieces
-from lora_tool.formats.dcp_safetensors import Archive, read_archive
 from lora_tool.formats.distributed_tensors import KNOWN
-from lora_tool.formats.files import read_all
+from lora_tool.formats.files import open_regular, read_all, read_at, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
@@ -48,8 +46,6 @@ class Chunk(Struct, frozen=True, kw_only=True):
     filename: str
     at: int
     nbytes: int
-    fqn: str
-    """What `.metadata` calls the tensor."""
 
 
 class DcpTensor(Struct, frozen=True, kw_only=True):
@@ -61,10 +57,10 @@ class DcpTensor(Struct, frozen=True, kw_only=True):
 
 
 class StoredChunk(NamedTuple):
-    """The bytes of one chunk, and the zip record that they are in; a plain span where no CRC32 covers them."""
+    """The bytes of one chunk, and the zip record that they are in."""
 
     stored: StoredTensor
-    record: Record | Span
+    record: Record
 
 
 Pieces = Mapping[str, tuple[StoredChunk, ...]]
@@ -103,8 +99,8 @@ def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
 
     Of several modules `module` is the wanted one.
 
-    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and
-    compressed chunks.
+    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1), and
+    for chunks that are compressed or in safetensors.
     """
     found = _merged(folder, [_read_metadata(folder, name, module) for name in _metadata_names(folder)])
     held, problems = _read_pieces(found)
@@ -300,7 +296,7 @@ def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, .
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):
         raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")
-    return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes, fqn=fqn)
+    return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
 
 
 def uncovered(tensor: DcpTensor) -> str | None:
@@ -316,14 +312,14 @@ def _placed(chunk: Chunk, span: Span) -> Piece:
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     held: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing, files = set(found.missing), _Files(found.folder)
+    missing, memory = set(found.missing), PickleMemory()
     for name, tensor in found.tensors.items():
         read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
             try:
-                read.append(files.piece(name, tensor, chunk))
+                read.append(_read_piece(found.folder, name, tensor, chunk, memory))
             except CorruptFile as error:
                 problems[chunk.filename] = error.problem
                 break
@@ -332,30 +328,30 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return held, tuple(problems.values())
 
 
-class _Files:
-    """The `.distcp` files of a folder, each of one format."""
+def _read_piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory) -> StoredChunk:
+    """Return the bytes of a chunk of the tensor `name`. Raises `CorruptFile`, `UnsupportedCheckpoint`."""
+    path = folder / chunk.filename
+    require_inside(folder, path)
+    try:
+        file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=memory)
+    except CorruptFile:
+        _require_torch_save(path, chunk)
+        raise
+    lazy = file.value
+    if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
+        message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
+        raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
+    return StoredChunk(file.stored(lazy, name), file.record(lazy))
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._memory = PickleMemory()
-        self._archives: dict[str, Archive | None] = {}
 
-    def piece(self, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
-        """Return the bytes of a chunk of the tensor `name`. Raises `CorruptFile`."""
-        if chunk.filename not in self._archives:
-            self._archives[chunk.filename] = read_archive(self._folder, chunk.filename, chunk.at)
-        wanted = TensorSpec(name=name, dtype=tensor.dtype, shape=chunk.sizes)
-        archive = self._archives[chunk.filename]
-        if archive is not None:
-            stored = archive.tensor(chunk.fqn, chunk.offsets, wanted)
-            return StoredChunk(stored, stored.spans[0])
-        path = self._folder / chunk.filename
-        file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes, memory=self._memory)
-        lazy = file.value
-        if not isinstance(lazy, LazyTensor) or lazy.shape != wanted.shape or lazy.dtype is not wanted.dtype:
-            message = f"does not hold {wanted.dtype} {list(wanted.shape)} at byte {chunk.at:,}"
-            raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
-        return StoredChunk(file.stored(lazy, name), file.record(lazy))
+def _require_torch_save(path: Path, chunk: Chunk) -> None:
+    """Raise `UnsupportedCheckpoint` for torch's other format of `.distcp` files, which torch itself cannot load."""
+    with open_regular(path) as fd:
+        beginning = read_at(path, fd, chunk.at, 10)
+    if beginning[8:] == b'{"':  # behind the length of a safetensors header
+        message = "its tensors are in safetensors (SerializationFormat.SAFETENSORS), which torch cannot load either"
+        hint = "save it again with SerializationFormat.TORCH_SAVE, FileSystemWriter's default, with the program that trained it"
+        raise UnsupportedCheckpoint(f"{path}: {message}", hint=hint)
 
 
 def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:

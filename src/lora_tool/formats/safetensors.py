@@ -44,37 +44,35 @@ class WeightsFile(Struct, frozen=True, kw_only=True):
         return self.stamp.path
 
 
-def scan_file(path: Path, *, start: int = 0) -> WeightsFile:
+def scan_file(path: Path) -> WeightsFile:
     """Return the header of `path` with all its defects; tensors whose entry makes no sense are left out.
 
-    The format begins at byte `start` and ends with the file. Only the header is read. Raises `CorruptFile` only where
-    `path` is not a readable regular file.
+    Only the header is read. Raises `CorruptFile` only where `path` is not a readable regular file.
     """
     with open_regular(path) as fd:
         stamp = FileStamp.from_stat(path, os.fstat(fd))
         try:
-            header, data_start = _read_header(fd, stamp, start)
+            header, data_start = _read_header(fd, stamp)
         except CorruptFile as error:
             return WeightsFile(stamp=stamp, problems=(error.problem,))
     return _interpret(header, stamp=stamp, data_start=data_start)
 
 
-def _read_header(fd: int, stamp: FileStamp, start: int) -> tuple[dict[str, Any], int]:
+def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     corrupt = partial(CorruptFile.of, stamp.path)
-    size = stamp.size - start
-    if size < _LENGTH_BYTES:
+    if stamp.size < _LENGTH_BYTES:
         raise corrupt(Defect.TRUNCATED, f"is {stamp.size} bytes: too short for a safetensors file")
-    beginning = read_at(stamp.path, fd, start, 16)
+    beginning = read_at(stamp.path, fd, 0, 16)
     instead = instead_of_weights(beginning)
     if instead is not None:
         raise corrupt(Defect.BAD_HEADER, instead)
     length = int.from_bytes(beginning[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise corrupt(Defect.BAD_HEADER, f"header claims {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}")
-    if length > size - _LENGTH_BYTES:
-        held = size - _LENGTH_BYTES
+    held = stamp.size - _LENGTH_BYTES
+    if length > held:
         raise corrupt(Defect.TRUNCATED, f"header claims {length:,} bytes, the file holds {held:,} after it: truncated?")
-    text = read_at(stamp.path, fd, start + _LENGTH_BYTES, length)
+    text = read_at(stamp.path, fd, _LENGTH_BYTES, length)
     if not text.startswith(b"{"):
         raise corrupt(Defect.BAD_HEADER, "header does not start with `{`: not a safetensors file")
     try:
@@ -85,7 +83,7 @@ def _read_header(fd: int, stamp: FileStamp, start: int) -> tuple[dict[str, Any],
         raise
     if not isinstance(header, dict):
         raise corrupt(Defect.BAD_HEADER, "header is not a JSON object")
-    return header, start + _LENGTH_BYTES + length
+    return header, _LENGTH_BYTES + length
 
 
 def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> WeightsFile:

@@ -122,14 +122,12 @@ def copied_files(pieces: Pieces) -> Iterator[tuple[Path, Path]]:
     """Yield files all of whose pieces another file has, too, at the same places, with that file; constants do not count.
 
     The other may have more of them: in files of one layout the first rank's also has, at its end, the tensors that are
-    not cut. Files of safetensors record the places of their pieces, and are not compared.
+    not cut.
     """
     held: dict[Path, dict[_Content, StoredTensor]] = defaultdict(dict)
     having: dict[_Content, list[Path]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
-            if not isinstance(piece.record, Record):
-                continue
             content = name, piece.stored.spans[0].offset, piece.record.crc
             held[piece.record.path][content] = piece.stored
             having[content].append(piece.record.path)
