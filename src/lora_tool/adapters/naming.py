@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from lora_tool.core.keys import PREFIX, AdapterKey
+from lora_tool.core.keys import LINEAR_FACTORS, PREFIX, AdapterKey
 from lora_tool.models.ends import is_new_module
 
 LORA_MODEL = "model."
@@ -29,7 +29,7 @@ def drift(key: AdapterKey) -> str | None:
         return f"has `{key.wrapper}.` in it, which torch.compile, FSDP or checkpointing put there"
     if PREFIX in key.module:
         return f"has `{PREFIX}` twice"
-    if key.lacks_leaf:
+    if key.part in LINEAR_FACTORS and key.leaf == "weight" and not key.text.endswith(".weight"):
         return "does not end with `.weight`"
     return "has `module.` in it, which DistributedDataParallel put there" if key.module.startswith("module.") else None
 

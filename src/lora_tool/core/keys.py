@@ -45,9 +45,9 @@ _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 """A number inside a path: of a layer or an expert."""
-_FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
+LINEAR_FACTORS = frozenset({Part.LORA_A, Part.LORA_B})
 _AROUND = re.compile(rf"(?:\.{Part.BASE_LAYER.value})+(?=\.(?!{Part.BASE_LAYER.value}(?:\.|\Z)))")
-_WITH_LEAF = _FACTORS | {Part.MAGNITUDE}
+_WITH_LEAF = LINEAR_FACTORS | {Part.MAGNITUDE}
 _PART = re.compile(
     r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
     r"|(?:token_adapter\.)?trainable_tokens_delta|modules_to_save|original_module)"
@@ -73,11 +73,6 @@ class AdapterKey(Struct, frozen=True, kw_only=True):
     prefixed: bool = True
     wrapper: str | None = None
     """The first of the `WRAPPERS` in the name."""
-
-    @property
-    def lacks_leaf(self) -> bool:
-        """Whether the name ends where PEFT's goes on with ``.weight``."""
-        return self.part in _FACTORS and self.leaf == "weight" and not self.text.endswith(".weight")
 
     @property
     def tensor(self) -> str:
@@ -159,7 +154,7 @@ def _split(inner: str) -> tuple[str, Part, str | None, str | None]:
 
 def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
     """Split what follows the part into adapter name and leaf: ``default.weight``, ``weight``, ``default`` or none."""
-    alone = "weight" if part in _FACTORS else None
+    alone = "weight" if part in LINEAR_FACTORS else None
     if rest is None:
         return None, alone
     if part is Part.ORIGINAL_MODULE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from msgspec import Struct, field
 from lora_tool.core.choices import Choice
 from lora_tool.core.errors import Problem
 from lora_tool.core.keys import is_under
-from lora_tool.formats.fields import Fields, is_number, is_object, shown
+from lora_tool.formats.fields import Fields, is_number, is_object, is_strings, shown
 from lora_tool.formats.files import read_object
-from lora_tool.formats.lora_config import ON_BY_OBJECT, note_refused
 from lora_tool.formats.patterns import Patterns, compiled, ignores_numbers, is_path
 
 FILE_NAME = "adapter_config.json"
@@ -68,6 +67,8 @@ FIELD_USES: Mapping[str, FieldUse] = {
     **dict.fromkeys(_REFUSED.split(), FieldUse.REFUSED),
 }
 """Each of LoraConfig's fields. The configs of special inits are inert because `init_lora_weights` decides."""
+_ON_BY_OBJECT = ("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config")
+"""Fields whose feature any object enables; an empty object gives the feature's defaults."""
 
 INITS_THAT_KEEP_THE_BASE = frozenset({"true", "false", "gaussian", "eva", "orthogonal"})
 """`init_lora_weights` values after which the base weights are still those on disk (peft 0.21, `LoraLayer`)."""
@@ -78,7 +79,6 @@ INITS_OF_A_MATRIX = ("pissa", "olora")
 """How those begin that make the factors of the base's matrix, and never more columns than it has."""
 _INITS = INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED | {"loftq", "lora_ga", "corda", "mica"}
 _INITS_IN_ANY_CASE = frozenset({"gaussian", "olora", "mica"})
-
 
 TOKENS_ALONE = "TRAINABLE_TOKENS"
 """The `peft_type` of an adapter that trained rows of embeddings and nothing else."""
@@ -138,11 +138,11 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def target_names(self) -> frozenset[str]:
-        return _names(self.target_modules)
+        return frozenset(self.target_modules if isinstance(self.target_modules, tuple) else ())
 
     @cached_property
     def excluded_names(self) -> frozenset[str]:
-        return _names(self.exclude_modules)
+        return frozenset(self.exclude_modules if isinstance(self.exclude_modules, tuple) else ())
 
     @cached_property
     def _ranks(self) -> Patterns:
@@ -231,10 +231,6 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
         return match is not None and int(match["idx"]) in self.layers_to_transform
 
 
-def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
-    return frozenset(value) if isinstance(value, tuple) else frozenset()
-
-
 def _matches(selector: tuple[str, ...] | str | None, names: frozenset[str], module: str) -> bool:
     """Return whether a field selects the module: by its pattern, or by its listed `names`."""
     if isinstance(selector, str):
@@ -258,7 +254,8 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         return AdapterConfig(path=path, peft_type=other, task_type=task_type, base_model=base)
     tokens_only = raw.get("peft_type") == TOKENS_ALONE
     known = {*FIELD_USES, _LAYOUT} | (TOKENS_FIELDS if tokens_only else set())
-    note_refused(fields)
+    version = raw.get("peft_version")
+    _note_refused(fields)
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
@@ -287,17 +284,35 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
         trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
-        peft_version=_displayed(raw, "peft_version", lambda value: isinstance(value, str)),
-        refused=tuple(name for name in _REFUSED.split() if _is_on(name, raw.get(name))),
+        # only displayed: another type is not a fault
+        peft_version=version if isinstance(version, str) else None,
+        refused=tuple(
+            name
+            for name in _REFUSED.split()
+            if (isinstance(raw.get(name), dict) if name in _ON_BY_OBJECT else raw.get(name))
+        ),
         unknown=tuple(name for name in raw if name not in known),
         problems=tuple(fields.problems),
     )
 
 
-def _displayed(raw: Mapping[str, Any], name: str, fits: Callable[[object], bool]) -> Any:  # noqa: ANN401 - see `fits`
-    """Return a field that is only displayed, None where it has another type: that is not a fault."""
-    value = raw.get(name)
-    return value if fits(value) else None
+def _note_refused(fields: Fields) -> None:
+    """Note what PEFT refuses: values that should be objects, and some pairs of fields (`LoraConfig.__post_init__`)."""
+    for name in (*_ON_BY_OBJECT, "eva_config", "corda_config", "lora_ga_config"):
+        fields.typed(name, "object", is_object)
+    raw, pattern = fields.table, fields.table.get("layers_pattern")
+    if isinstance(raw.get("target_modules"), str):
+        for name in ("layers_to_transform", "layers_pattern"):
+            if raw.get(name) is not None:
+                fields.note(name, "PEFT refuses it beside a `target_modules` that is one string")
+    elif raw.get("layers_to_transform") is None and pattern and (isinstance(pattern, str) or is_strings(pattern)):
+        fields.note("layers_pattern", "PEFT refuses it without `layers_to_transform`")
+    if raw.get("lora_bias") is True and raw.get("use_dora") is True:
+        fields.note("lora_bias", "PEFT refuses it beside `use_dora`")
+    if raw.get("lora_bias") is True and raw.get("init_lora_weights", True) not in (True, False):
+        fields.note("lora_bias", "PEFT refuses it beside an `init_lora_weights` that is neither true nor false")
+    if raw.get("init_lora_weights") == "loftq" and not raw.get("loftq_config"):
+        fields.note("init_lora_weights", "PEFT refuses loftq without `loftq_config`")
 
 
 def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None:
@@ -363,11 +378,6 @@ def _dropout(fields: Fields) -> float | None:
 
     value = fields.typed("lora_dropout", "number of at most 1", fits, null=False)
     return value if is_number(value) else None
-
-
-def _is_on(name: str, value: object) -> bool:
-    """Return whether PEFT takes the value of a refused field for the feature to be on."""
-    return isinstance(value, dict) if name in ON_BY_OBJECT else bool(value)
 
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:

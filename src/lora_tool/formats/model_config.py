@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from lora_tool.core.errors import Problem
 from lora_tool.core.tensors import FLOAT_NAMES, DType
-from lora_tool.formats.fields import Fields, shown
+from lora_tool.formats.fields import Fields, is_object, shown
 from lora_tool.formats.files import read_object
 
 FILE_NAME = "config.json"
@@ -136,8 +136,11 @@ def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def _num_labels(fields: Fields) -> int | None:
-    labels = fields.typed("id2label", "object of labels", lambda value: isinstance(value, dict))
-    if labels is not None and not all(map(_is_label, labels.items())):
+    labels = fields.typed("id2label", "object of labels", is_object)
+    # transformers makes the key a number and the label a key
+    if labels is not None and not all(
+        key.isdecimal() and key.isascii() and isinstance(label, str | int) for key, label in labels.items()
+    ):
         fields.expected("id2label", "object of numbers to labels", labels)
         labels = None
     explicit = fields.optional_integer("num_labels")
@@ -152,11 +155,6 @@ def _note_numbers(fields: Fields) -> None:
             fields.expected(name, "number", value)
         elif name.endswith("_config") and isinstance(value, dict):
             _note_numbers(fields.inner(name))
-
-
-def _is_label(entry: tuple[str, object]) -> bool:
-    """Whether transformers takes the entry of `id2label`: it makes the key a number and the label a key."""
-    return entry[0].isdecimal() and entry[0].isascii() and isinstance(entry[1], str | int)
 
 
 def _pad_token_id(fields: Fields, text: Fields) -> int | None:

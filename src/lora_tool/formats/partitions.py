@@ -55,7 +55,7 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     first = tag.first
     if first is None:
         return {}
-    trained = {name: shape for group in groups_of(tag) for name, shape in group.shapes.items()}
+    trained = {name: shape for shapes in groups_of(tag) for name, shape in shapes.items()}
     buffers = {name: first.module[name].shape for name in first.buffer_names if name in first.module}
     found: dict[str, StateEntry] = {}
     for role, shapes in (
@@ -68,19 +68,12 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-class Group(Struct, frozen=True, kw_only=True):
-    """Parameters that lie one after the other in the same flat group of all ranks."""
+def groups_of(tag: ZeroTag) -> Sequence[Mapping[str, tuple[int, ...]]]:
+    """Return the shapes of the trained parameters in the order in which they lie in each flat group of all ranks.
 
-    number: int
-    shapes: Mapping[str, tuple[int, ...]]
-    """Their shapes, in order."""
-
-
-def groups_of(tag: ZeroTag) -> Iterator[Group]:
-    """Yield the flat groups of the trained parameters, none where ZeRO was off."""
-    if tag.first is not None and tag.stage != ZeroStage.DISABLED:
-        for number, shapes in enumerate(tag.first.param_shapes):
-            yield Group(number=number, shapes=shapes)
+    Empty where ZeRO was off.
+    """
+    return () if tag.first is None or tag.stage == ZeroStage.DISABLED else tag.first.param_shapes
 
 
 def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
@@ -129,15 +122,15 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
         named = {name: shape for name, shape in first.trained_shapes.items() if name in wanted}
         return {name: _whole(tag, name, shape) for name, shape in named.items()}
     found: dict[str, StoredTensor] = {}
-    for group in groups_of(tag):
-        ranks = [tag.optim[rank] for rank in range(tag.world_size)]
-        if any(group.number >= len(states.groups) for states in ranks):
+    ranks = [tag.optim[rank] for rank in range(tag.world_size)]
+    for number, shapes in enumerate(groups_of(tag)):
+        if any(number >= len(states.groups) for states in ranks):
             message = f"not every rank has the {len(first.param_shapes)} groups of masters that rank 0 has"
             raise IncompleteCheckpoint(f"{tag.folder}: {message}")
-        if any(name in wanted for name in group.shapes):
-            flats = [states.file.stored(states.groups[group.number], f"group {group.number}") for states in ranks]
+        if any(name in wanted for name in shapes):
+            flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
             cut = _cut_by_parameter if tag.stage == ZeroStage.WEIGHTS else _cut_in_one
-            found |= {name: tensor for name, tensor in cut(group.shapes, flats) if name in wanted}
+            found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
     return found
 
 

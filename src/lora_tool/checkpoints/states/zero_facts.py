@@ -145,13 +145,13 @@ def _of_frozen(tag: ZeroTag) -> Iterator[Amount]:
 
 
 def _of_groups(tag: ZeroTag) -> Iterator[Amount]:
-    for group in groups_of(tag):
-        sizes = [tag.optim[rank].groups[group.number].numel for rank in range(tag.world_size)]
+    for number, shapes in enumerate(groups_of(tag)):
+        sizes = [tag.optim[rank].groups[number].numel for rank in range(tag.world_size)]
         yield Amount(
             path=tag.folder,
-            of=f"group {group.number} of the masters",
-            over=leftover(group.shapes, sizes, tag.stage) or 0,
-            needed_for=f" for its {len(group.shapes)} parameters",
+            of=f"group {number} of the masters",
+            over=leftover(shapes, sizes, tag.stage) or 0,
+            needed_for=f" for its {len(shapes)} parameters",
         )
 
 

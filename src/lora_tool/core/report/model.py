@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 from msgspec import Struct
 
@@ -15,8 +16,6 @@ from lora_tool.core.report.text import SHOWN, findings_lines, ignored_lines, run
 from lora_tool.core.report.words import Checked, Ignored, Page, Skipped, Unread
 
 __all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
-
-T = TypeVar("T")
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -109,18 +108,18 @@ class Report(Struct, frozen=True, kw_only=True):
 def joined(reports: Iterable[Report]) -> Report:
     """Return one report with the contents of all `reports`, in their order and without duplicates."""
     listed = tuple(reports)
+
+    def all_of(name: str) -> Iterator[Any]:
+        return chain.from_iterable(getattr(report, name) for report in listed)
+
     return Report(
-        subjects=tuple(subject for report in listed for subject in report.subjects),
-        findings=_once(finding for report in listed for finding in report.findings),
-        skipped=_once(skipped for report in listed for skipped in report.skipped),
-        runs=tuple(run for report in listed for run in report.runs),
-        unread=tuple(unread for report in listed for unread in report.unread),
-        ignored=_once(ignored for report in listed for ignored in report.ignored),
+        subjects=tuple(all_of("subjects")),
+        findings=tuple(dict.fromkeys(all_of("findings"))),
+        skipped=tuple(dict.fromkeys(all_of("skipped"))),
+        runs=tuple(all_of("runs")),
+        unread=tuple(all_of("unread")),
+        ignored=tuple(dict.fromkeys(all_of("ignored"))),
     )
-
-
-def _once(items: Iterable[T]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(items))
 
 
 def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...]:

@@ -22,7 +22,7 @@ from lora_tool.core.display import counted
 from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.findings import refuse_errors
 from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats import model_config
 from lora_tool.formats.partitions import Role, StateEntry
