@@ -11,9 +11,9 @@ from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.other_formats import refuse_files
 from lora_tool.checkpoints.states.dcp_state import DcpState, dcp_state
-from lora_tool.checkpoints.states.file_facts import AbsentFile
+from lora_tool.checkpoints.states.file_facts import SavedTags
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
-from lora_tool.checkpoints.states.tags import choose_tag, saved_tags
+from lora_tool.checkpoints.states.tags import choose_tag
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.tensors import Span, StoredTensor, TensorSpec, TensorTable, contiguous
 from lora_tool.formats.files import is_folder
@@ -38,7 +38,7 @@ class MegatronState(TrainingState, frozen=True, kw_only=True):
     stored: DcpState
     places: Mapping[str, ModulePlace]
 
-    def absent_files(self) -> Iterator[AbsentFile]:
+    def absent_files(self) -> Iterator[tuple[Path, str]]:
         """See `TrainingState`."""
         return self.stored.absent_files()
 
@@ -88,7 +88,10 @@ def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
         if is_folder(beside := state.folder.absolute().parent / _ADAPTER_OF_RANKS):
             refuse_files(read_folder(beside), adapter=True)
         state = replace(state, title=state.title.replace("FSDP", "Megatron", 1))
-    return replace(state, tags=saved_tags(checkpoint, pointer=POINTER) if tag is None else state.tags)
+    saved = SavedTags(
+        root=checkpoint.root, names=tuple(checkpoint.rank_files), latest=checkpoint.latest, pointer=POINTER
+    )
+    return replace(state, tags=saved if tag is None else state.tags)
 
 
 def adopted_state(stored: TrainingState) -> MegatronState | None:

@@ -18,7 +18,6 @@ import pytest
 
 from lora_tool.checkpoints import Claim, Folder, ShardedDir, ShardedKind, kinds, open_checkpoint, open_sharded
 from lora_tool.checkpoints.added import AddedKind
-from lora_tool.checkpoints.states.file_facts import AbsentFile
 from lora_tool.checkpoints.states.state import TrainingState
 from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core import doors
@@ -50,8 +49,8 @@ class SlicedState(TrainingState, frozen=True, kw_only=True):
     slices: tuple[dict[str, StoredTensor], ...]
     lost: tuple[Path, ...]
 
-    def absent_files(self) -> Iterator[AbsentFile]:
-        return (AbsentFile(path, "and slices.json says that there is one") for path in self.lost)
+    def absent_files(self) -> Iterator[tuple[Path, str]]:
+        return ((path, "and slices.json says that there is one") for path in self.lost)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         return {name: self._joined(name) for name in self.entries if name in wanted}

@@ -9,9 +9,8 @@ from pathlib import Path
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.cut_safetensors import CUT_FILE
 from lora_tool.checkpoints.models import weights_in
-from lora_tool.checkpoints.states.file_facts import KnownRows, NumberedFiles
-from lora_tool.checkpoints.states.model_sizes import size_near
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.file_facts import NumberedFiles
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
 from lora_tool.checkpoints.states.tags import require_tag_here
 from lora_tool.core.display import counted
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
@@ -35,18 +34,18 @@ class CutState(TrainingState, frozen=True, kw_only=True):
             numbers = range(1, max(self.shards) + 1)
             yield NumberedFiles(folder=self.folder, of="shard", numbers=numbers, there=self.shards)
 
-    def known_rows(self) -> Iterator[KnownRows] | None:
+    def known_rows(self) -> Iterator[tuple[str, int, int]] | None:
         """Yield the embeddings and the last norm with their rows by a config nearby; None where a gap is known."""
         return None if self.problems or self._gaps else self._known_rows()
 
-    def _known_rows(self) -> Iterator[KnownRows]:
+    def _known_rows(self) -> Iterator[tuple[str, int, int]]:
         for name in self.model.parts:
             shape = self.model.shape(name)
             is_end = is_input(name.removesuffix(".weight"))
             size = "vocab_size" if is_end else "hidden_size" if _LAST_NORM.search(name) else None
             wanted = size and size_near(size, self.folder)
             if wanted and shape:
-                yield KnownRows(name, shape[0], wanted)
+                yield name, shape[0], wanted
 
     def copies(self) -> Iterator[tuple[Path, Path]]:
         """See `TrainingState`."""

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.fsdp import STEP
-from lora_tool.checkpoints.states.file_facts import AbsentFile, SavedTags
+from lora_tool.checkpoints.states.file_facts import SavedTags
 from lora_tool.checkpoints.states.frozen_heads import is_new_head
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, varies
 from lora_tool.core import keys
 from lora_tool.core.errors import CorruptFile, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.keys import AdapterKey, Part
 from lora_tool.core.tensors import Span, StoredTensor, TensorTable
 from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, lost_metadata, read_dcp, stamps, uncovered
-from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.state_dicts import OTHER_KEYS
 from lora_tool.formats.torch_zip import Record
@@ -39,13 +38,13 @@ class DcpState(TrainingState, frozen=True, kw_only=True):
     others: tuple[Path, ...] = ()
     """Folders next to it with the optimizer's and other training state, but no weights."""
 
-    def absent_files(self) -> Iterator[AbsentFile]:
+    def absent_files(self) -> Iterator[tuple[Path, str]]:
         """See `TrainingState`."""
         folder = self.found.folder
         for name in self.found.missing:
-            yield AbsentFile(folder / name, "and .metadata says that it holds weights")
+            yield folder / name, "and .metadata says that it holds weights"
         for name in lost_metadata(self.found):
-            yield AbsentFile(folder / name, "so that nothing says what its rank saved")
+            yield folder / name, "so that nothing says what its rank saved"
 
     def copies(self) -> Iterator[tuple[Path, Path]]:
         """See `TrainingState`."""
@@ -134,22 +133,13 @@ def copied_files(pieces: Pieces) -> Iterator[tuple[Path, Path]]:
     copies: set[Path] = set()
     for path, inside in sorted(held.items(), key=itemgetter(0), reverse=True):  # of two that are equal the later one
         # one piece that varies is nearly always enough: only copies have the same
-        one = next((content for content, stored in inside.items() if _varies(stored)), None)
+        one = next((content for content, stored in inside.items() if varies(stored)), None)
         for other in having[one] if one else ():
             lacking = (stored for content, stored in inside.items() if content not in held[other])
-            if other != path and other not in copies and not any(map(_varies, lacking)):
+            if other != path and other not in copies and not any(map(varies, lacking)):
                 copies.add(path)
                 yield path, other
                 break
-
-
-def _varies(tensor: StoredTensor) -> bool:
-    """Return whether the first elements differ from each other."""
-    (span,) = tensor.spans
-    with open_regular(span.path) as fd:
-        data = read_at(span.path, fd, span.offset, min(span.nbytes, 4096))
-    size = tensor.dtype.bits // 8
-    return data[size:] != data[:-size]
 
 
 # The shapes of tensors whose files hold only their elements: FSDP1's local state dicts.

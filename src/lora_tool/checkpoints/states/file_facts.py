@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -23,30 +22,6 @@ class NumberedFiles(Struct, frozen=True, kw_only=True):
     """Those that exist, readable or not."""
     spare: bool = False
     """Whether the files that exist hold all that the others held."""
-
-
-class AbsentFile(NamedTuple):
-    """A file or folder that another one names."""
-
-    path: Path
-    consequence: str
-    """As the end of a sentence: "but the parameter was trained"."""
-
-
-class UngatheredFile(NamedTuple):
-    """A file that should hold whole tensors, and holds one rank's parts."""
-
-    path: Path
-    rank: int
-    ranks: int
-
-
-class KnownRows(NamedTuple):
-    """How many rows of a tensor the files hold, and how many the model's config says there are."""
-
-    name: str
-    held: int
-    wanted: int
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):
@@ -76,16 +51,6 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     names: Hashable = None
     """The names in it, in their order."""
     shapes: Hashable = None
-
-
-class Replica(NamedTuple):
-    """Elements of a tensor that two files hold."""
-
-    name: str
-    first: Path
-    other: Path
-    same: bool
-    """Whether both store the same values, by their checksums."""
 
 
 class Amount(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,7 @@
 """Reading the values of a checkpoint: each byte that will be used is read once, in blocks.
 
+Readers return facts as plain data, which the rules LT411 to LT414 judge.
+
 The zip directory holds a CRC32 of every record, which no other tool compares. Padding is leftover memory and is read
 only for the CRC.
 """
@@ -11,11 +13,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from lora_tool.checkpoints.states.value_facts import AllZero, Damaged, NotFinite, ValueFact
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import DType, Span
 from lora_tool.formats.files import open_regular, read_into
@@ -45,6 +46,72 @@ _NO_MATRIX = re.compile(r"bias\Z|norm|scale|gate\Z", re.IGNORECASE)
 """Tensors that may be all zero in a whole model: some norms have weights that are added to 1."""
 _STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
 """Tensors that may be all zero in a rank's part: the learning rate of the first steps of a warm-up is 0."""
+
+
+class Damaged(Struct, frozen=True, kw_only=True, tag=True):
+    """A record whose bytes are not those that were saved."""
+
+    path: Path
+    record: str
+    """Its name in the archive."""
+    crc: int
+    """The CRC32 of its bytes."""
+    saved_crc: int
+    """The one in the archive's directory."""
+
+
+class Unreadable(Struct, frozen=True, kw_only=True, tag=True):
+    """A file that is damaged inside, although its directory is good."""
+
+    path: Path
+    why: str
+
+
+class NotFinite(Struct, frozen=True, kw_only=True, tag=True):
+    """A tensor that holds NaN or infinity."""
+
+    path: Path
+    name: str
+
+
+class AllZero(Struct, frozen=True, kw_only=True, tag=True):
+    """A file whose weights are all zero."""
+
+    path: Path
+    trained: bool
+    """Whether only the trained ones are known to be zero."""
+
+
+class NotRounded(Struct, frozen=True, kw_only=True, tag=True):
+    """A master that does not round to the weight that was saved with it."""
+
+    path: Path
+    name: str
+    copy: Path
+    """The file of the weight."""
+    dtype: DType
+    same_step: bool
+    """Whether both are known to be of one save."""
+    by_zenflow: bool
+    """Whether masters may be behind their weights."""
+
+
+ValueFact = Damaged | Unreadable | NotFinite | AllZero | NotRounded
+
+
+class ValueReader(Protocol):
+    """Reads some of the values: plain data, which can be sent to any machine that sees the same files."""
+
+    @property
+    def name(self) -> str:
+        """The thing that is read, for messages about failures."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it reports."""
+
+    def run(self, advance: Progress) -> list[ValueFact]:
+        """Read the values and return facts about them. `advance` gets the bytes read, and may raise to stop."""
 
 
 class ValuePiece(NamedTuple):
@@ -114,13 +181,10 @@ class _Values:
         self._at = 0
         self._not_finite: dict[str, None] = {}
         self._trained = self._nonzero = False
-        matrices = {piece.name for piece in pieces if piece.dtype.is_float and not self._may_be_zero(piece.name)}
+        floats = {piece.name for piece in pieces if piece.dtype.is_float}
+        matrices = {name for name in floats if not (_NO_MATRIX.search(name) or _STARTS_AT_ZERO.search(name))}
         self._matrices = matrices if len(matrices) > 1 else set()  # one may well be zero
         self._seen = self._written = False
-
-    @staticmethod
-    def _may_be_zero(name: str) -> bool:
-        return _NO_MATRIX.search(name) is not None or _STARTS_AT_ZERO.search(name) is not None
 
     def look_at(self, begin: int, block: bytearray, nbytes: int) -> None:
         """Judge the pieces of tensors in the `nbytes` of the block, from the file's byte `begin`; padding is in none."""

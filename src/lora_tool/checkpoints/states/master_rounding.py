@@ -10,13 +10,12 @@ ZenFlow updates the weights whose gradients are the largest without their master
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.checkpoints.states.value_facts import NotRounded, ValueFact
+from lora_tool.checkpoints.states.file_values import NotRounded, ValueFact
 from lora_tool.core import keys
 from lora_tool.core.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.core.progress import Progress
@@ -40,28 +39,19 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
     by_zenflow: bool = False
     """Whether masters may be behind their copies."""
 
-    @property
-    def name(self) -> str:
-        return "the comparison of the optimizer's masters with the weights"
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+    name: str = "the comparison of the optimizer's masters with the weights"
+    nbytes: int = 0
 
     def run(self, _: Progress) -> list[ValueFact]:
         """Return the trained tensors whose masters do not round to the weights saved with them."""
-        return list(self._differing())
-
-    def _differing(self) -> Iterator[NotRounded]:
-        from lora_tool.checkpoints.states.rounding import rounds_to  # numpy, only where it is needed
-
+        found: list[ValueFact] = []
         for name, copy in self.copies.items():
             master, at = self.masters[name], 0
             for span in master.spans:
                 count, size = min(_SAMPLE, span.nbytes // 4), copy.dtype.bits // 8
                 held = read_part(copy, at * size, count * size)
                 if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
-                    yield NotRounded(
+                    fact = NotRounded(
                         path=span.path,
                         name=name,
                         copy=copy.path,
@@ -69,8 +59,30 @@ class MasterRounding(Struct, frozen=True, kw_only=True):
                         same_step=self.same_step,
                         by_zenflow=self.by_zenflow,
                     )
+                    found.append(fact)
                     break
                 at += span.nbytes // 4
+        return found
+
+
+def rounds_to(masters: bytes, held: bytes, dtype: DType) -> bool:
+    """Return whether `held`, values of `dtype`, are the float32 values `masters`, rounded to nearest even."""
+    import numpy as np  # only where masters have copies
+
+    master = np.frombuffer(masters, "<f4")
+    whole, bits = master.view(np.uint32), np.frombuffer(held, f"<u{dtype.bits // 8}")
+    with np.errstate(all="ignore"):
+        bfloat16 = ((whole + (0x7FFF + ((whole >> 16) & 1))) >> 16).astype(np.uint16)
+        float16 = master.astype(np.float16)
+    if dtype is DType.F32:
+        # also 16-bit weights that were widened when they were saved
+        widened = (bfloat16.astype(np.uint32) << 16, float16.astype(np.float32).view(np.uint32))
+        return any(np.array_equal(each, bits) for each in (whole, *widened))
+    if dtype is DType.BF16:
+        return np.array_equal(bfloat16, bits)
+    if dtype is DType.F16:
+        return np.array_equal(float16.view(np.uint16), bits)
+    return True  # no type that weights are trained in: nothing is proven
 
 
 def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:

@@ -12,18 +12,17 @@ from msgspec.structs import replace
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.fsdp import FULL_FILE, RANK_FILE
-from lora_tool.checkpoints.states import rank_facts
 from lora_tool.checkpoints.states.dcp_state import flat_shapes
-from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, Replica, UngatheredFile
-from lora_tool.checkpoints.states.model_sizes import size_near
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
-from lora_tool.checkpoints.states.tags import choose_tag, is_critic, require_tag_here, saved_tags
+from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, SavedTags
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
+from lora_tool.checkpoints.states.tags import choose_tag, is_critic, require_tag_here
 from lora_tool.checkpoints.verl import MODEL_FILE, POINTER, ranks_of
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorTable
+from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
+from lora_tool.formats.rank_files import RankFolder, assemble_ranks, gap_in, read_rank_files
 from lora_tool.formats.torch_zip import Record
 
 
@@ -44,37 +43,57 @@ class RankState(TrainingState, frozen=True, kw_only=True):
         """See `TrainingState`; under HSDP other ranks may hold all that a missing file held."""
         if not self.alone:
             found = self.found
-            spare = bool(found.files) and not rank_facts.is_flat(found) and not rank_facts.gaps_in(found)
+            spare = bool(found.files) and not self._is_flat and not self._gaps
             yield NumberedFiles(folder=found.folder, numbers=range(self.ranks), there=self.there, spare=spare)
 
-    def ungathered_files(self) -> Iterator[UngatheredFile]:
+    def ungathered_files(self) -> Iterator[tuple[Path, int, int]]:
         """See `TrainingState`."""
         if self._is_ungathered:
             for file in self.found.files.values():
-                yield UngatheredFile(file.path, file.saved_by or 0, self.ranks)
+                yield file.path, file.saved_by or 0, self.ranks
 
     def files(self) -> Iterator[FileFacts]:
-        """See `TrainingState`."""
-        yield from rank_facts.file_facts(self.found, ranks=self.ranks, alone=self.alone)
+        """See `TrainingState`; only names of a file that should hold everything."""
+        for rank, file in self.found.files.items():
+            shapes = tuple((name, tensor.shape) for name, tensor in sorted(file.tensors.items()))
+            yield FileFacts(
+                path=file.path,
+                archive=None if self.alone else file.file.root,
+                rank=None if self.alone else rank,
+                saved_by=None if self.alone else file.saved_by,
+                all_ranks=self.ranks,
+                names=tuple(file.tensors),
+                shapes=None if self._is_flat else shapes,
+            )
         for path, ranks in self.extra:
             yield FileFacts(path=path, ranks=ranks, all_ranks=self.ranks, is_extra=True)
 
     def contents(self) -> Iterator[tuple[Path, Hashable]]:
-        """See `TrainingState`."""
-        return rank_facts.contents(self.found)
+        """See `TrainingState`; where nothing is cut, all ranks may hold the whole."""
+        for file in self.found.files.values():
+            is_cut = any(isinstance(tensor, DistributedTensor) for tensor in file.tensors.values())
+            if is_cut and any(record.nbytes for record in file.file.records.values()):
+                records = tuple((key, record.crc) for key, record in file.file.records.items())
+                yield file.path, (file.file.serialization_id, file.saved_by, records)
 
     def types(self) -> Iterator[tuple[str, Mapping[Path, DType]]]:
         """See `TrainingState`."""
-        return rank_facts.types(self.found)
+        for name, tensor in self.found.tensors.items():
+            yield name, {part.holder.path: part.local.dtype for part in tensor.parts}
 
-    def replicas(self) -> Iterator[Replica]:
-        """See `TrainingState`."""
-        return rank_facts.replicas(self.found)
+    def unequal_replicas(self) -> Iterator[tuple[str, Path, Path]]:
+        """See `TrainingState`; a plain buffer is each rank's own."""
+        for name, tensor in self.found.tensors.items():
+            held = (replica.holder.tensors[name] for _, replica in tensor.replicas)
+            if ".lora_" in name or any(isinstance(each, DistributedTensor) for each in held):
+                for first, other in tensor.replicas:
+                    if first.crc() != other.crc():
+                        yield name, first.holder.path, other.holder.path
 
     def gaps(self) -> Iterator[tuple[Path, str, str]]:
         """See `TrainingState`."""
         if self.lists_all_names and not self._is_ungathered:
-            for name, gap in rank_facts.gaps_in(self.found).items():
+            for name, gap in self._gaps.items():
                 yield self.found.folder, name, gap
 
     @property
@@ -83,8 +102,18 @@ class RankState(TrainingState, frozen=True, kw_only=True):
         return not self.problems and (self.alone or self.there.issuperset(range(self.ranks)))
 
     @property
+    def _gaps(self) -> dict[str, str]:
+        """The tensors that are not whole, each with its gap."""
+        return {name: gap for name, tensor in self.found.tensors.items() if (gap := gap_in(tensor))}
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether the files hold slices of tensors' elements, whose shapes they do not know."""
+        return any(tensor.flat for tensor in self.found.tensors.values())
+
+    @property
     def _is_ungathered(self) -> bool:
-        return self.alone and self.ranks > 1 and bool(rank_facts.gaps_in(self.found))
+        return self.alone and self.ranks > 1 and bool(self._gaps)
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `assemble_ranks`."""
@@ -107,10 +136,12 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     extra = tuple(
         (folder / file, int(match["ranks"])) for file, match in matches.items() if int(match["ranks"]) != ranks
     )
-    steps = [tag for tag in checkpoint.rank_files if not is_critic(tag)]
-    saved = saved_tags(checkpoint, names=steps, pointer=POINTER) if tag is None else None
+    steps = tuple(tag for tag in checkpoint.rank_files if not is_critic(tag))
+    saved = SavedTags(root=checkpoint.root, names=steps, latest=checkpoint.latest, pointer=POINTER)
     title = f"verl checkpoint {folder}, {ranks} ranks"
-    return replace(_state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved)
+    return replace(
+        _state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved if tag is None else None
+    )
 
 
 def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:

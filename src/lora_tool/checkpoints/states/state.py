@@ -12,24 +12,16 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.checkpoints.states.file_facts import (
-    AbsentFile,
-    Amount,
-    FileFacts,
-    KnownRows,
-    NumberedFiles,
-    Replica,
-    SavedTags,
-    UngatheredFile,
-)
-from lora_tool.checkpoints.states.file_values import FileValues, ValuePiece
-from lora_tool.checkpoints.states.value_facts import ValueReader
-from lora_tool.core.errors import Problem
+from lora_tool.checkpoints.states.file_facts import Amount, FileFacts, NumberedFiles, SavedTags
+from lora_tool.checkpoints.states.file_values import FileValues, ValuePiece, ValueReader
+from lora_tool.core.errors import BrokenFile, Problem
 from lora_tool.core.keys import LORA_FACTOR, has_lora_factor
 from lora_tool.core.records import AbstractRecord
 from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorTable
-from lora_tool.formats.files import is_folder
+from lora_tool.formats import model_config
+from lora_tool.formats.files import is_file, is_folder, read_object
 from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.stored import read_part
 from lora_tool.formats.torch_zip import Record
 from lora_tool.models.ends import is_new_module
 from lora_tool.models.model_tensors import base_prefixes
@@ -38,6 +30,8 @@ _EXPORTS = ("lora_adapter", "huggingface")
 """Folders in which verl puts the adapter with its config, up to 2025, and the model's config and tokenizer."""
 
 
+_BEGINNING = 4096
+"""Bytes of a tensor that show whether it is constant."""
 _BASE = re.compile(r"\.base_layer(?=\.)")
 
 
@@ -86,16 +80,19 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         """Yield the files that it should have by their numbers."""
         yield from ()
 
-    def absent_files(self) -> Iterator[AbsentFile]:
-        """Yield the files that others name and that do not exist."""
+    def absent_files(self) -> Iterator[tuple[Path, str]]:
+        """Yield the files that others name and that do not exist, each with the end of a sentence that says so."""
         yield from ()
 
-    def ungathered_files(self) -> Iterator[UngatheredFile]:
-        """Yield the files that should hold whole tensors, and hold one rank's parts."""
+    def ungathered_files(self) -> Iterator[tuple[Path, int, int]]:
+        """Yield the files that should hold whole tensors and hold one rank's parts, with that rank and their number."""
         yield from ()
 
-    def known_rows(self) -> Iterator[KnownRows] | None:
-        """Yield the tensors whose rows the model's config gives; None for kinds whose files have the rank count."""
+    def known_rows(self) -> Iterator[tuple[str, int, int]] | None:
+        """Yield the tensors whose rows the model's config gives: name, rows in the files, rows by the config.
+
+        None for kinds whose files have the rank count.
+        """
         return None
 
     def files(self) -> Iterator[FileFacts]:
@@ -122,8 +119,8 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         """Yield the tensors with parts in several files, with the type that each file has."""
         yield from ()
 
-    def replicas(self) -> Iterator[Replica]:
-        """Yield the parts that several ranks hold, which must be equal."""
+    def unequal_replicas(self) -> Iterator[tuple[str, Path, Path]]:
+        """Yield the tensors of which two files should hold the same values and, by their checksums, do not."""
         yield from ()
 
     def gaps(self) -> Iterator[tuple[Path, str, str]]:
@@ -159,7 +156,18 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
     def value_readers(self, tensors: TensorTable) -> tuple[ValueReader, ...]:
         """Return readers for the values of `tensors`, a subset of its own, that can run at the same time."""
         masters = frozenset(name for name in tensors if self._is_trained(name))
-        return file_readers(tensors, self.records(tensors), masters=masters)
+        records: dict[Path, list[Record | Span]] = defaultdict(list)
+        for record in self.records(tensors):
+            records[record.path].append(record)
+        pieces: dict[Path, list[ValuePiece]] = defaultdict(list)
+        for tensor in tensors.values():
+            for span in tensor.places:
+                piece = ValuePiece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype)
+                pieces[span.path].append(piece)
+        return tuple(
+            FileValues(path=path, records=tuple(records[path]), pieces=tuple(pieces[path]), masters=masters)
+            for path in sorted(records)
+        )
 
     def _is_trained(self, name: str) -> bool:
         role = self.entries[name].role
@@ -183,22 +191,25 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent, *exported)))
 
 
-def file_readers(
-    tensors: TensorTable, records: Collection[Record | Span], *, masters: frozenset[str]
-) -> tuple[FileValues, ...]:
-    """Return the readers of each file's values; `records` hold the tensors, `masters` are the trained ones."""
-    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
-    for record in records:
-        by_path[record.path].append(record)
-    pieces: dict[Path, list[ValuePiece]] = defaultdict(list)
-    for tensor in tensors.values():
-        for span in tensor.places:
-            piece = ValuePiece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype)
-            pieces[span.path].append(piece)
-    return tuple(
-        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
-        for path in sorted(by_path)
-    )
+def size_near(name: str, *folders: Path) -> int | None:
+    """Return the size `name`, "hidden_size" say, in the first config.json that the folders have; None where none says it."""
+    path = next((path for folder in folders if is_file(path := folder / model_config.FILE_NAME)), None)
+    if path is None:
+        return None
+    try:
+        found = read_object(path)
+    except BrokenFile:
+        return None
+    text = found.get("text_config")
+    tables = [found, text if isinstance(text, dict) else {}]
+    size = next((table[name] for table in tables if name in table), None)
+    return size if type(size) is int and size > 0 else None
+
+
+def varies(tensor: StoredTensor) -> bool:
+    """Return whether the first elements differ from each other: parameters may well hold the same constant."""
+    data, size = read_part(tensor, 0, min(tensor.nbytes, _BEGINNING)), tensor.dtype.bits // 8
+    return data[size:] != data[:-size]
 
 
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:

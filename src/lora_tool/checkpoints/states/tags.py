@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from lora_tool.checkpoints import ShardedDir
-from lora_tool.checkpoints.states.file_facts import SavedTags
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.progress import decided
 
@@ -50,15 +47,3 @@ def require_tag_here(checkpoint: ShardedDir, tag: str | None) -> None:
         raise NotACheckpoint(
             f"{checkpoint.root}: the tag {tag} was requested, but the folder is one step of {checkpoint.kind.with_article}"
         )
-
-
-def saved_tags(
-    checkpoint: ShardedDir, *, names: Collection[str] | None = None, pointer: str | None = "latest"
-) -> SavedTags:
-    """Return the saves in a checkpoint, or those with the given `names`, and the one that its file `pointer` names."""
-    return SavedTags(
-        root=checkpoint.root,
-        names=tuple(checkpoint.rank_files if names is None else names),
-        latest=checkpoint.latest,
-        pointer=pointer,
-    )

@@ -1,24 +1,28 @@
-"""The training state in one tag of a DeepSpeed checkpoint."""
+"""The training state in one tag of a DeepSpeed checkpoint, with the facts that its files state about each other.
+
+`zero_to_fp32` accepts most contradictions silently. `file_values` and `master_rounding` read the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator
+import math
+from collections.abc import Container, Hashable, Iterator, Mapping
 from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
-from lora_tool.checkpoints.states import zero_facts
-from lora_tool.checkpoints.states.file_facts import AbsentFile, Amount, FileFacts, NumberedFiles
+from lora_tool.checkpoints.states.file_facts import Amount, FileFacts, NumberedFiles, SavedTags
+from lora_tool.checkpoints.states.file_values import ValueReader
 from lora_tool.checkpoints.states.master_rounding import master_rounding
-from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out
-from lora_tool.checkpoints.states.tags import choose_tag, saved_tags
-from lora_tool.checkpoints.states.value_facts import ValueReader
+from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, varies
+from lora_tool.checkpoints.states.tags import choose_tag
 from lora_tool.core.display import counted
 from lora_tool.core.keys import has_lora_factor
 from lora_tool.core.tensors import Span, StoredTensor, TensorTable
-from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
+from lora_tool.formats.partitions import Role, assemble, entries, groups_of, leftover, unaccounted
 from lora_tool.formats.torch_zip import Record
+from lora_tool.formats.universal import FILE, FOLDER, Master
 from lora_tool.formats.zero import ZeroTag, read_tag
-from lora_tool.formats.zero_files import ZeroStage
+from lora_tool.formats.zero_files import ModelStates, ZeroStage
 
 
 class ZeroState(TrainingState, frozen=True, kw_only=True):
@@ -27,28 +31,101 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
     tag: ZeroTag
 
     def numbered_files(self) -> Iterator[NumberedFiles]:
-        """See `TrainingState`."""
-        return zero_facts.numbered_files(self.tag)
+        """Yield the files of each rank."""
+        tag = self.tag
+        ranks = range(tag.world_size)
+        if tag.stage and tag.masters is None:
+            yield NumberedFiles(
+                folder=tag.folder,
+                one="optimizer file",
+                several="optimizer files",
+                numbers=ranks,
+                there=tag.optim_files.keys(),
+            )
+        yield NumberedFiles(
+            folder=tag.folder,
+            one="model file",
+            several="model files",
+            numbers=ranks if tag.stage == ZeroStage.WEIGHTS else range(1),
+            there=tag.model_files.keys(),
+            # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
+            spare=0 in tag.model_files and tag.first is not None and not tag.first.frozen,
+        )
 
-    def absent_files(self) -> Iterator[AbsentFile]:
-        """See `TrainingState`."""
-        return zero_facts.absent_masters(self.tag)
+    def absent_files(self) -> Iterator[tuple[Path, str]]:
+        """Yield the files that a universal checkpoint lacks of the parameters that were trained."""
+        tag = self.tag
+        if tag.masters is None or tag.first is None:
+            return
+        zero = tag.folder / FOLDER
+        broken = {problem.path for problem in tag.problems}
+        for name in tag.first.trained_shapes.keys() - tag.masters.keys():
+            if not any(path.startswith(f"{zero / name}/") for path in broken):
+                yield zero / name / FILE, "but the parameter was trained"
 
     def files(self) -> Iterator[FileFacts]:
-        """See `TrainingState`."""
-        return zero_facts.file_facts(self.tag)
+        """Yield each file's facts about itself and the run."""
+        tag = self.tag
+        for model in tag.model.values():
+            yield FileFacts(
+                path=model.path,
+                group="model",
+                archive=model.file.root,
+                ranks=model.world_size if tag.stage and tag.optim else None,
+                all_ranks=tag.world_size,
+                step=model.global_steps,
+                counts="global steps",
+                config=model.config,
+                names=_layout(model),
+            )
+        for optim in tag.optim.values():
+            yield FileFacts(
+                path=optim.path,
+                group="optimizer",
+                archive=optim.file.root,
+                rank=optim.rank,
+                ranks=optim.world_size if tag.stage else None,
+                all_ranks=tag.world_size,
+                step=optim.step,
+                counts="optimizer steps",
+                config=optim.config,
+            )
+        for master in (tag.masters or {}).values():
+            folder = master.file.path.parent
+            yield FileFacts(path=folder, unit="parameter", group="master", step=master.step, counts="optimizer steps")
 
     def contents(self) -> Iterator[tuple[Path, Hashable]]:
-        """See `TrainingState`."""
-        return zero_facts.contents(self.tag)
+        """Yield the files with masters, each with a key of their values."""
+        for states in self.tag.optim.values():
+            if any(group.numel for group in states.groups):
+                crcs = (states.file.record(group).crc for group in states.groups)
+                yield states.path, (states.file.serialization_id, *crcs)
+        for master in (self.tag.masters or {}).values():
+            if varies(master.file.stored(master.tensor, FILE)):
+                yield master.file.path, (master.tensor.shape, master.file.record(master.tensor).crc)
 
     def strangers(self) -> Iterator[tuple[Path, str]]:
-        """See `TrainingState`."""
-        return zero_facts.strangers(self.tag)
+        """Yield the folders of a universal checkpoint's parameters that the module does not have."""
+        tag = self.tag
+        first = tag.first
+        if first is not None and tag.masters is not None:
+            known = {*first.module, *first.trained_shapes, *first.shared, *(first.frozen_shapes or {})}
+            yield from ((tag.folder / FOLDER / name, name) for name in tag.masters.keys() - known)
 
     def amounts(self) -> Iterator[Amount]:
-        """See `TrainingState`."""
-        return zero_facts.amounts(self.tag)
+        """Yield how much the files hold of each group of masters and each frozen parameter, as far as all are there."""
+        tag = self.tag
+        first = tag.first
+        if first is None:
+            return
+        if tag.masters is not None:
+            yield from _of_masters(first, tag.masters)
+        elif tag.stage != ZeroStage.DISABLED and tag.optim.keys() == set(range(tag.world_size)):
+            groups = list(_numbers_of_groups(tag, first))
+            yield from groups
+            if not any(group.over for group in groups):
+                yield from _of_frozen(tag)
+                yield from _of_groups(tag)
 
     @property
     def names_path(self) -> Path:
@@ -98,6 +175,48 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         return frozenset(record for record in records if record.path in used)
 
 
+def _of_masters(first: ModelStates, masters: Mapping[str, Master]) -> Iterator[Amount]:
+    for name, shape in first.trained_shapes.items():
+        if name in masters:
+            held = masters[name]
+            over = held.tensor.numel - math.prod(shape)
+            yield Amount(path=held.file.path, of=f"the master of {list(shape)}", over=over, subject=name)
+
+
+def _numbers_of_groups(tag: ZeroTag, first: ModelStates) -> Iterator[Amount]:
+    for states in tag.optim.values():
+        over = len(states.groups) - len(first.param_shapes)
+        yield Amount(path=states.path, of="the file", unit="group of masters", over=over)
+
+
+def _of_frozen(tag: ZeroTag) -> Iterator[Amount]:
+    checked = set()
+    for states in tag.model.values():
+        if tag.stage != ZeroStage.WEIGHTS or not states.frozen or id(states.frozen) in checked:
+            continue
+        checked.add(id(states.frozen))  # files that say the same share it
+        for name, shape in (states.frozen_shapes or {}).items():
+            if name in states.frozen:
+                over = states.frozen[name].numel - -(-math.prod(shape) // tag.world_size)
+                yield Amount(path=states.path, of=f"this rank's part of frozen `{name}`", over=over)
+
+
+def _of_groups(tag: ZeroTag) -> Iterator[Amount]:
+    for number, shapes in enumerate(groups_of(tag)):
+        sizes = [tag.optim[rank].groups[number].numel for rank in range(tag.world_size)]
+        yield Amount(
+            path=tag.folder,
+            of=f"group {number} of the masters",
+            over=leftover(shapes, sizes, tag.stage) or 0,
+            needed_for=f" for its {len(shapes)} parameters",
+        )
+
+
+def _layout(states: ModelStates) -> Hashable:
+    """Return the names and shapes in their order, in a form that can be compared."""
+    return tuple(tuple(group.items()) for group in (*states.param_shapes, states.frozen_shapes or {}))
+
+
 def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> ZeroState:
     """Return the state that one tag of a DeepSpeed checkpoint holds; see `training_state`."""
     name = choose_tag(checkpoint, tag, or_newest=or_newest)
@@ -108,6 +227,7 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     files = [states.file for states in found.files]
     files += [master.file for master in (found.masters or {}).values()]
     steps = first.global_steps if first else None
+    saved = SavedTags(root=checkpoint.root, names=tuple(checkpoint.rank_files), latest=checkpoint.latest)
     return ZeroState(
         root=checkpoint.root,
         folder=folder,
@@ -116,7 +236,7 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         shared=first.shared if first else {},
         without_values=lost,
         problems=found.problems,
-        tags=saved_tags(checkpoint) if tag is None else None,
+        tags=saved if tag is None else None,
         tag=found,
         stamps={file.path: file.stamp for file in files},
         facts={

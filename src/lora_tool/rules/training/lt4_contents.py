@@ -78,10 +78,10 @@ def _other_values(state: TrainingState) -> Iterator[Fault]:
             if path not in seen:
                 seen.add(path)
                 yield _foreign(path, f"holds {types[path]}, but the other ranks' files hold {usual}", name)
-    for replica in state.replicas():
-        if not replica.same and replica.other not in seen:
-            seen.add(replica.other)
-            yield _foreign(replica.other, f"is a replica of {replica.first.name}, but holds other values", replica.name)
+    for name, first, other in state.unequal_replicas():
+        if other not in seen:
+            seen.add(other)
+            yield _foreign(other, f"is a replica of {first.name}, but holds other values", name)
 
 
 def _foreign(path: Path, message: str, name: str | None = None) -> Fault:

@@ -20,7 +20,6 @@ from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.training.sharded_subject import COPY, ShardedSubject, another_save
 
 if TYPE_CHECKING:
-    from lora_tool.checkpoints.states.file_facts import KnownRows
     from lora_tool.checkpoints.states.state import TrainingState
 
 _NO_NAME = "archive"
@@ -73,13 +72,14 @@ def _lost_numbers(state: TrainingState) -> Iterator[Fault]:
             )
 
 
-def _lost_ends(state: TrainingState, rows: Sequence[KnownRows]) -> Iterator[Fault]:
+def _lost_ends(state: TrainingState, rows: Sequence[tuple[str, int, int]]) -> Iterator[Fault]:
     """Yield a fault if the last files are missing, which only the model's config can tell."""
-    short = next((row for row in rows if row.held < row.wanted), None)
-    if short is not None:
-        message = f"ends after {short.held:,} of {short.wanted:,} rows: the files of the last ranks are missing"
-        yield Fault(path=str(state.folder), message=message, subject=short.name, hint=COPY)
-    elif not rows:
+    for name, held, wanted in rows:
+        if held < wanted:
+            message = f"ends after {held:,} of {wanted:,} rows: the files of the last ranks are missing"
+            yield Fault(path=str(state.folder), message=message, subject=name, hint=COPY)
+            return
+    if not rows:
         message = "does not say how many ranks saved it, so lora-tool cannot tell whether the last files are missing"
         hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
         yield Fault(path=str(state.folder), message=message, hint=hint, severity=Severity.INFO)

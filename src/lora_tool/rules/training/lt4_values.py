@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lora_tool.core.report import Finding, Severity
 from lora_tool.rules.engine.registry import RULES, Fault, rule
 from lora_tool.rules.training.sharded_subject import ShardedSubject, another_save
 
 if TYPE_CHECKING:
-    from lora_tool.checkpoints.states.value_facts import ValueFacts
+    from lora_tool.checkpoints.states.file_values import ValueFact
+
+F = TypeVar("F")
 
 
 @rule("LT411", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -27,7 +29,7 @@ def damaged(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    from lora_tool.checkpoints.states.value_facts import Damaged, Unreadable  # for few folders
+    from lora_tool.checkpoints.states.file_values import Damaged, Unreadable  # for few folders
 
     for found in subject.values(Damaged):
         crcs = f"its CRC32 is {found.crc:08x}, but the archive says {found.saved_crc:08x}"
@@ -53,7 +55,7 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 
     What to do: Use an earlier save: `lora-tool consolidate CKPT --tag T`, or an earlier `checkpoint-N`.
     """
-    from lora_tool.checkpoints.states.value_facts import NotFinite  # for few folders
+    from lora_tool.checkpoints.states.file_values import NotFinite  # for few folders
 
     for found in subject.values(NotFinite):
         hint = f"the run had diverged; {another_save(found.path, earlier=True)}"
@@ -74,7 +76,7 @@ def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the file again from the original, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    from lora_tool.checkpoints.states.value_facts import AllZero  # for few folders
+    from lora_tool.checkpoints.states.file_values import AllZero  # for few folders
 
     for found in subject.values(AllZero):
         what = "every trained weight of this rank" if found.trained else "every weight in it"
@@ -102,7 +104,7 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
 
     ZenFlow updates some of the 16-bit weights without their masters. The finding then says how to take these weights.
     """
-    from lora_tool.checkpoints.states.value_facts import NotRounded  # for few folders
+    from lora_tool.checkpoints.states.file_values import NotRounded  # for few folders
 
     for found in subject.values(NotRounded):
         why = "it is from another run or step"
@@ -158,8 +160,20 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
         )
 
 
-def judge_values(values: ValueFacts) -> list[Finding]:
-    """Return the findings of the rules about values."""
+class _ValuesRead(NamedTuple):
+    """The facts in the place of a whole subject: those rules read nothing else of it."""
+
+    facts: tuple[ValueFact, ...]
+
+    def values(self, kind: type[F]) -> Iterator[F]:
+        """See `ShardedSubject`."""
+        return (fact for fact in self.facts if isinstance(fact, kind))
+
+
+def judge_values(facts: tuple[ValueFact, ...]) -> list[Finding]:
+    """Return what the rules about values find in the facts."""
     found = (RULES[code] for code in sorted(RULES))
     rules = (each for each in found if each.on is ShardedSubject and each.deep)
-    return [each.finding(fault) for each in rules for fault in each.check(values) if isinstance(fault, Fault)]
+    return [
+        each.finding(fault) for each in rules for fault in each.check(_ValuesRead(facts)) if isinstance(fault, Fault)
+    ]

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +16,6 @@ from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import is_numbered, listed
 from lora_tool.checkpoints.kinds import step_of
 from lora_tool.checkpoints.registry import is_save, is_step
-from lora_tool.checkpoints.states.reading_values import run_parts
 from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core.display import from_here
 from lora_tool.core.errors import CheckpointError, LoraToolError, Problem
@@ -24,11 +23,12 @@ from lora_tool.core.progress import Watch
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import LoraSubject
+from lora_tool.rules.training.value_check import run_parts
 
 if TYPE_CHECKING:
+    from lora_tool.checkpoints.states.file_values import ValueFact
     from lora_tool.checkpoints.states.frozen_heads import Heads
     from lora_tool.checkpoints.states.state import TrainingState
-    from lora_tool.checkpoints.states.value_facts import ValueFact, ValueFacts
 
 
 F = TypeVar("F")
@@ -82,7 +82,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     def values(self, kind: type[F]) -> Iterator[F]:
         """Yield the facts of one kind that the values show; all are read at the first call."""
-        return self._values.values(kind)
+        return (fact for fact in self._values if isinstance(fact, kind))
 
     @cached_property
     def heads(self) -> Heads | None:
@@ -112,17 +112,15 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
             yield from half_pairs_among({name: parsed[name] for name in names})
 
     @cached_property
-    def _values(self) -> ValueFacts:
-        from lora_tool.checkpoints.states.value_facts import Unreadable, ValueFacts  # slow to import, for few folders
+    def _values(self) -> Sequence[ValueFact]:
+        from lora_tool.checkpoints.states.file_values import Unreadable  # slow to import, for few folders
 
-        facts: list[ValueFact]
         try:
             readers = self.state.value_readers(self.state.assemble(self.state.entries))
             with (self.watch or _unwatched)(sum(reader.nbytes for reader in readers)) as advance:
-                facts = run_parts(readers, advance)
+                return run_parts([reader.run for reader in readers], advance)
         except CheckpointError as error:
-            facts = [Unreadable(path=self.state.folder, why=str(error))]
-        return ValueFacts(facts=tuple(facts))
+            return [Unreadable(path=self.state.folder, why=str(error))]
 
 
 def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> ShardedSubject:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from msgspec import Struct
 
-from lora_tool.checkpoints.states.reading_values import run_parts
+from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import Progress
 from lora_tool.core.report.findings import Finding
 from lora_tool.core.tensors import TensorTable
 
 if TYPE_CHECKING:
+    from lora_tool.checkpoints.states.file_values import ValueReader
     from lora_tool.checkpoints.states.state import TrainingState
-    from lora_tool.checkpoints.states.value_facts import ValueReader
+
+T = TypeVar("T")
 
 
 class ValuePart(Protocol):
@@ -34,22 +38,15 @@ class ValuePart(Protocol):
 class JudgedValues(Struct, frozen=True, kw_only=True):
     """A `ValuePart` of one reader of values and the rules that judge them."""
 
+    name: str
+    nbytes: int
     reader: ValueReader
-
-    @property
-    def name(self) -> str:
-        return self.reader.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.reader.nbytes
 
     def run(self, advance: Progress) -> list[Finding]:
         """Return the rules' findings in the values."""
-        from lora_tool.checkpoints.states.value_facts import ValueFacts
         from lora_tool.rules.training.lt4_values import judge_values  # plans do not run
 
-        return judge_values(ValueFacts(facts=tuple(self.reader.run(advance))))
+        return judge_values(tuple(self.reader.run(advance)))
 
 
 class ValueCheck(Struct, frozen=True, kw_only=True):
@@ -64,10 +61,35 @@ class ValueCheck(Struct, frozen=True, kw_only=True):
 
     def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and return their findings, in order. Raises what the parts raise."""
-        return run_parts(self.parts, advance)
+        return run_parts([part.run for part in self.parts], advance)
 
 
 def value_check(state: TrainingState, tensors: TensorTable, *, ignored: tuple[str, ...] = ()) -> ValueCheck:
     """Return the check of the values of `tensors`, some of the state's, without running it."""
-    parts = tuple(JudgedValues(reader=reader) for reader in state.value_readers(tensors))
+    parts = tuple(
+        JudgedValues(name=reader.name, nbytes=reader.nbytes, reader=reader) for reader in state.value_readers(tensors)
+    )
     return ValueCheck(nbytes=sum(part.nbytes for part in parts), parts=parts, ignored=ignored)
+
+
+def run_parts(parts: Sequence[Callable[[Progress], Sequence[T]]], advance: Progress) -> list[T]:
+    """Run all parts, some at the same time, and return their results in the order of the parts. Raises what they raise.
+
+    Each gets a function to call with the bytes that it reads, which raises to stop it once another part has failed.
+    """
+    from concurrent.futures import CancelledError, ThreadPoolExecutor  # slow, and plans do not run
+
+    stop = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+        advance(nbytes)
+
+    with ThreadPoolExecutor(min(4, available_cores())) as workers:
+        try:
+            found = [*workers.map(lambda part: part(go_on), parts)]
+        except BaseException:
+            stop.set()
+            raise
+    return [result for part in found for result in part]
