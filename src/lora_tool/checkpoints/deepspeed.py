@@ -27,12 +27,7 @@ def _open(folder: Folder) -> ShardedDir:
     if latest not in found and universal in found:  # a universal checkpoint may be all that is left
         latest = universal
     return ShardedDir(
-        kind=ZERO,
-        folder=folder,
-        rank_files=found,
-        latest=latest,
-        latest_universal=universal,
-        problems=folder.problems,
+        kind=ZERO, folder=folder, rank_files=found, latest=latest, latest_universal=universal, problems=folder.problems
     )
 
 

@@ -113,10 +113,7 @@ _BY_TENSORS = (
     (r"[^A-Z]*\.lora_[ab]\.weight\Z", _TORCHTUNE),
 )
 
-_BY_FIELDS = (
-    (frozenset({"model_class", "config"}), _ADAPTER_HUB),
-    (frozenset({"type", "input_features"}), _LEROBOT),
-)
+_BY_FIELDS = ((frozenset({"model_class", "config"}), _ADAPTER_HUB), (frozenset({"type", "input_features"}), _LEROBOT))
 """Fields that are in another program's config together, and in no config of PEFT's or transformers'."""
 
 

@@ -42,10 +42,5 @@ def _open(folder: Folder) -> ShardedDir:
 
 
 STATE_FILE = ShardedKind(
-    name="training state in one file",
-    sign="state.pt",
-    landmarks=(),
-    weights=(),
-    recognise=_recognise,
-    open=_open,
+    name="training state in one file", sign="state.pt", landmarks=(), weights=(), recognise=_recognise, open=_open
 )

@@ -66,11 +66,7 @@ def in_cache(repo: str, revision: str | None, patterns: Sequence[str]) -> Path |
     try:
         return Path(
             snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=_UNWANTED,
-                local_files_only=True,
+                repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNWANTED, local_files_only=True
             )
         )
     except HFValidationError as error:

@@ -79,11 +79,7 @@ _BY_STATUS: dict[int, Failure] = {
     **dict.fromkeys((408, 425, *range(500, 600)), (HubUnreachable, "{status}", "{again}")),
     _UNAUTHORISED: (HubRefused, "the Hub does not accept the token ({status})", _LOG_IN),
     402: (HubRefused, "{status}", _FREE_STORAGE),
-    _FORBIDDEN: (
-        HubRefused,
-        "the token may not do this ({status})",
-        "{permit}",
-    ),
+    _FORBIDDEN: (HubRefused, "the token may not do this ({status})", "{permit}"),
     409: _MOVED,
     412: _MOVED,
     _TOO_MANY: (HubUnreachable, "{status}", "{later}"),

@@ -186,10 +186,7 @@ def _is_vector(key: AdapterKey) -> bool:
 
 
 def _has_rows(
-    key: AdapterKey,
-    rows: int,
-    shapes: Mapping[str, _Shape],
-    by_part: Mapping[tuple[str, Part, str | None], str],
+    key: AdapterKey, rows: int, shapes: Mapping[str, _Shape], by_part: Mapping[tuple[str, Part, str | None], str]
 ) -> bool:
     """Return whether the lora_B that belongs to a magnitude is a matrix of so many rows."""
     below = by_part.get((key.module, Part.LORA_B, key.adapter_name))

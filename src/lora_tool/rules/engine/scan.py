@@ -23,15 +23,7 @@ from lora_tool.core.records import kept
 from lora_tool.core.tensors import Span, StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.rules.engine.scan_model import (
-    LAYOUTS,
-    NOT_FINITE,
-    Layout,
-    Opener,
-    WeightScan,
-    has_sign,
-    shorter,
-)
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, has_sign, shorter
 
 if TYPE_CHECKING:
     from lora_tool.native.library import Kernel

@@ -33,7 +33,5 @@ def scan_compiled(kernel: Kernel, tensor: StoredTensor, opened: Opener, stopped:
     zero = tensor.spec.numel > 0 and largest == 0
     same = tensor.spec.numel > 1 and all(not each.differing and each.first == seen[0].first for each in seen)
     return WeightScan(
-        all_zero=zero,
-        constant=same and not zero,
-        largest=layout.number(largest) if largest >= layout.large else 0.0,
+        all_zero=zero, constant=same and not zero, largest=layout.number(largest) if largest >= layout.large else 0.0
     )

@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, read_into
-from lora_tool.rules.engine.scan_model import (
-    LAYOUTS,
-    NOT_FINITE,
-    Layout,
-    Opener,
-    WeightScan,
-    magnitude,
-    shorter,
-)
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, magnitude, shorter
 from lora_tool.rules.engine.scan_pool import scan_in_threads
 
 _BLOCK_BYTES = 1 << 19

@@ -107,6 +107,5 @@ def command(subject: AdapterSubject, server: Server, *options: str, each_expert:
 def _instead(subject: AdapterSubject, server: Server) -> str:
     """Return what else is done with an adapter that has no form for the server."""
     return next(
-        (each.hint for each in tied_in_the_way(subject.view, FORMS[server], subject.base) if each.hint),
-        merged(subject),
+        (each.hint for each in tied_in_the_way(subject.view, FORMS[server], subject.base) if each.hint), merged(subject)
     )
