@@ -18,9 +18,7 @@ from lora_tool.formats.files import open_regular
 from lora_tool.native import library
 from lora_tool.native.library import VARIABLE, Kernel, Seen
 from lora_tool.rules.engine import scan as scanning
-from lora_tool.rules.engine import scan_compiled as compiled_scanning
-from lora_tool.rules.engine.scan import Scans
-from lora_tool.rules.engine.scan_compiled import scan_compiled
+from lora_tool.rules.engine.scan import Scans, scan_compiled
 from lora_tool.rules.engine.scan_model import WeightScan
 from tests.unit.test_weights_scan import BYTES, KINDS, SPECIAL, expected, expected_of_bytes, stored
 
@@ -30,7 +28,7 @@ def always_compiled(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything scanned by the kernel, in calls for a few elements."""
     monkeypatch.setattr(library, "FILE", compiled)
     monkeypatch.setattr(scanning, "_LITTLE", 0)
-    monkeypatch.setattr(compiled_scanning, "_CALL_BYTES", 192)
+    monkeypatch.setattr(scanning, "_CALL_BYTES", 192)
 
 
 def scanned(kernel: Kernel, tensor: StoredTensor) -> WeightScan | None:

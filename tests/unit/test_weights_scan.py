@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from lora_tool.core.errors import SourceChanged
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
-from lora_tool.formats.files import opened_regular
+from lora_tool.formats.files import open_regular, opened_regular
 from lora_tool.rules.engine import scan as scanning
-from lora_tool.rules.engine import scan_numpy
-from lora_tool.rules.engine.scan import Scans, scan
-from lora_tool.rules.engine.scan_model import LARGE, WeightScan
-from lora_tool.rules.engine.scan_numpy import scan_all, scan_exactly
+from lora_tool.rules.engine.scan import Scans, scan, scan_exactly
+from lora_tool.rules.engine.scan_model import LARGE, LAYOUTS, WeightScan
 
 KINDS: dict[DType, Any] = {
     DType.F64: np.float64,
@@ -62,9 +60,13 @@ def expected(values: NDArray[Any]) -> WeightScan:
     )
 
 
+def exactly(tensor: StoredTensor) -> WeightScan:
+    return scan_exactly(tensor, LAYOUTS[tensor.dtype], open_regular)
+
+
 def both(tensor: StoredTensor) -> WeightScan:
     found = scan(tensor)
-    assert scan_exactly(tensor) == found
+    assert tensor.dtype not in LAYOUTS or exactly(tensor) == found
     return found
 
 
@@ -88,7 +90,6 @@ def test_a_value_is_found_wherever_it_lies(
     dtype: DType, special: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
     size = 64 // np.dtype(KINDS[dtype]).itemsize * 3 + 1
     for at in (0, 1, size // 3 - 1, size // 3, size // 3 + 1, size - 1):
         values = np.full(size, -0.25, KINDS[dtype])
@@ -102,7 +103,6 @@ def test_a_value_is_found_wherever_it_lies(
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -0.5, NAN, 1000.0])
 def test_the_same_value_everywhere(dtype: DType, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
     for size in (0, 1, 2, 100):
         values = np.full(size, value, KINDS[dtype])
         assert both(stored(tmp_path / "x", values, dtype)) == expected(values)
@@ -135,7 +135,6 @@ def test_floats_of_eight_bits_have_nan_looked_for(
     dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
     every = np.arange(256, dtype=np.uint8)
     same = [np.full(100, code, np.uint8) for code in (0, 0x80, 0x7E, 0x7F, 0xFF)]
     for values in (every, every[:0x7C], every[::-1], np.tile(every, 3)[::7], *same):
@@ -155,7 +154,7 @@ def test_other_types_have_zeros_looked_for(dtype: DType, tmp_path: Path) -> None
 def test_a_file_that_became_shorter_is_told(tmp_path: Path) -> None:
     tensor = stored(tmp_path / "x", np.ones(100, np.float32), DType.F32)
     (tmp_path / "x").write_bytes(bytes(40))
-    for look in (scan, scan_exactly, lambda tensor: scan_all({"x": tensor})):
+    for look in (scan, exactly, lambda tensor: Scans().of(tensor, {"x": tensor})):
         with pytest.raises(SourceChanged, match="was truncated while it was read"):
             look(tensor)
 
@@ -167,16 +166,16 @@ def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytes
     small = Scans(progress=told.append)
     assert small.of(table["t3"], table) == expected(values["t3"])
     assert told == []
-    monkeypatch.setattr(scanning, "NUMPY_BYTES", 1000)
+    monkeypatch.setattr(scanning, "_LITTLE", 1000)
     large = Scans(progress=told.append)
     assert large.of(table["t3"], table) == expected(values["t3"])
     assert told == [200] * 20
     assert large.found == {name: expected(array) for name, array in values.items()}
 
 
-@pytest.mark.parametrize("numpy_bytes", [1, 1 << 30], ids=["numpy", "plain"])
+@pytest.mark.parametrize("little", [1, 1 << 30], ids=["threads", "plain"])
 def test_a_file_is_opened_once_however_many_tensors_it_holds(
-    numpy_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    little: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = np.arange(1, 101, dtype=np.float32)
     whole = stored(tmp_path / "x", values, DType.F32)
@@ -192,7 +191,7 @@ def test_a_file_is_opened_once_however_many_tensors_it_holds(
         return opened_regular(path)
 
     monkeypatch.setattr(scanning, "opened_regular", counted)
-    monkeypatch.setattr(scanning, "NUMPY_BYTES", numpy_bytes)
+    monkeypatch.setattr(scanning, "_LITTLE", little)
     scans = Scans()
     assert [scans.of(tensor, table) for tensor in table.values()] == [
         expected(values[at : at + 1]) for at in range(100)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
+from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import DType, Span
 from lora_tool.formats.files import open_regular, read_into
@@ -26,6 +27,8 @@ try:
     from isal.isal_zlib import crc32  # nine times as fast
 except ImportError:  # pragma: no cover - a processor that it is not built for
     from zlib import crc32
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
@@ -259,3 +262,26 @@ def _is_finite(block: bytearray, first: int, last: int, dtype: DType) -> bool:
     return not any(
         bits[found.start()] & below == below for byte in large for found in re.finditer(re.escape(bytes([byte])), high)
     )
+
+
+def run_parts(parts: Sequence[Callable[[Progress], Sequence[T]]], advance: Progress) -> list[T]:
+    """Run all parts, some at the same time, and return their results in the order of the parts. Raises what they raise.
+
+    Each gets a function to call with the bytes that it reads, which raises to stop it once another part has failed.
+    """
+    from concurrent.futures import CancelledError, ThreadPoolExecutor  # slow, and plans do not run
+
+    stop = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+        advance(nbytes)
+
+    with ThreadPoolExecutor(min(4, available_cores())) as workers:
+        try:
+            found = [*workers.map(lambda part: part(go_on), parts)]
+        except BaseException:
+            stop.set()
+            raise
+    return [result for part in found for result in part]

@@ -1,15 +1,14 @@
 """The scan of every value of a tensor: NaN and infinities, all zero, all equal, the largest magnitude.
 
-The compiled kernel scans large tensors, or numpy without it. numpy costs 100 ms to import, more than the scan
-of a usual adapter takes, so small tensors are scanned without either: the bytes of a little-endian float that hold its
-sign and the top of its exponent are one slice (``data[3::4]`` for F32), and a value can only be NaN, infinite or absurd
-where such a byte is that of a large number. Where there is one, `scan_numpy` counts.
+The compiled kernel scans large tensors; it needs no numpy and gives the interpreter's lock away. numpy costs 100 ms to
+import, more than the scan of a usual adapter takes, so other tensors are scanned without either: the bytes of a
+little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for F32), and a value
+can only be NaN, infinite or absurd where such a byte is that of a large number. Where there is one, numpy counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -18,23 +17,28 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.errors import LoraToolError
+from lora_tool.core.errors import LoraToolError, SourceChanged
+from lora_tool.core.machine import available_cores
 from lora_tool.core.records import kept
-from lora_tool.core.tensors import Span, StoredTensor, TensorTable
+from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, has_sign, shorter
+from lora_tool.rules.engine.scan_model import LAYOUTS, NOT_FINITE, Layout, Opener, WeightScan, has_sign, magnitude
 
 if TYPE_CHECKING:
-    from lora_tool.native.library import Kernel
+    from lora_tool.native.library import Kernel, Seen
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
 
-NUMPY_BYTES = 128 << 20
-"""From this size on, numpy's import is soon won back."""
 _LITTLE = 4 << 20
-"""Below this size, neither the kernel nor numpy is worth loading and its threads."""
+"""Below this size, neither the kernel nor threads are worth loading."""
+_TASK_BYTES = 8 << 20
+"""Given to a thread at once."""
+_CALL_BYTES = 8 << 20
+"""Scanned in one call of the kernel: a run that fails waits for it."""
+_MOST_WORKERS = 4
+"""Reading from the disk and looking overlap; the cores of a small machine are enough to keep up with its disk."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -57,15 +61,33 @@ class Scans(Struct):
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if nbytes >= _LITTLE and (kernel := _kernel()) is not None:
-            return _scan_all_compiled(kernel, tensors, opened, self.progress)
-        least = min(_LITTLE, NUMPY_BYTES) if "numpy" in sys.modules else NUMPY_BYTES
-        if nbytes < least:
+        if sum(tensor.nbytes for tensor in tensors.values()) < _LITTLE:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
-        from lora_tool.rules.engine.scan_numpy import scan_all  # slow to import
+        from concurrent.futures import ThreadPoolExecutor  # only large tensors need both
 
-        return scan_all(tensors, opened, progress=self.progress)
+        from lora_tool.core.batches import batches_of_bytes
+
+        kernel, stopped = _kernel(), threading.Event()
+
+        def scan_some(some: Sequence[StoredTensor]) -> list[WeightScan]:
+            if kernel is None:
+                return [scan(each, opened) for each in some]
+            return [scan_compiled(kernel, each, opened, stopped) or scan(each, opened) for each in some]
+
+        found = {}
+        together = tuple(batches_of_bytes(tensors.values(), _TASK_BYTES))
+        with ThreadPoolExecutor(min(_MOST_WORKERS, available_cores())) as pool:
+            try:
+                for some, scans in zip(together, pool.map(scan_some, together), strict=True):
+                    for tensor, one in zip(some, scans, strict=True):
+                        found[tensor.name] = one
+                        if self.progress is not None:
+                            self.progress(tensor.nbytes)
+            except BaseException:
+                stopped.set()  # a tensor may take hours, and leaving the pool waits for it
+                pool.shutdown(cancel_futures=True)
+                raise
+        return found
 
 
 @kept
@@ -83,17 +105,30 @@ def _kernel() -> Kernel | None:
     return None
 
 
-def _scan_all_compiled(
-    kernel: Kernel, tensors: TensorTable, opened: Opener, progress: Callable[[int], None] | None
-) -> dict[str, WeightScan]:
-    """Return the scan of each tensor by name; `scan` does those that the kernel leaves."""
-    from lora_tool.rules.engine.scan_compiled import scan_compiled
-    from lora_tool.rules.engine.scan_pool import scan_in_threads
-
-    def scan_some(some: Sequence[StoredTensor], stopped: threading.Event) -> list[WeightScan]:
-        return [scan_compiled(kernel, each, opened, stopped) or scan(each, opened) for each in some]
-
-    return scan_in_threads(tensors, scan_some, progress=progress)
+def scan_compiled(kernel: Kernel, tensor: StoredTensor, opened: Opener, stopped: threading.Event) -> WeightScan | None:
+    """Return the scan of the tensor's values; None where one may be NaN or infinite, or not all could be read."""
+    layout, mask = LAYOUTS.get(tensor.dtype), magnitude(tensor.dtype)
+    width = layout.nbytes if layout else 1
+    seen: list[Seen] = []
+    for span in tensor.spans:
+        with opened(span.path) as file:
+            for at in range(0, span.nbytes, _CALL_BYTES):
+                nbytes = min(_CALL_BYTES, span.nbytes - at)
+                found = None if stopped.is_set() else kernel.scan(file, span.offset + at, nbytes, width, mask)
+                if found is None:
+                    return None
+                seen.append(found)
+    largest = max((each.largest for each in seen), default=0)
+    if layout is None:
+        code = min(NOT_FINITE.get(tensor.dtype, b""), default=None)
+        return WeightScan(all_zero=bool(seen) and largest == 0) if code is None or largest < code else None
+    if largest >= layout.infinity:
+        return None
+    zero = tensor.spec.numel > 0 and largest == 0
+    same = tensor.spec.numel > 1 and all(not each.differing and each.first == seen[0].first for each in seen)
+    return WeightScan(
+        all_zero=zero, constant=same and not zero, largest=layout.number(largest) if largest >= layout.large else 0.0
+    )
 
 
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
@@ -112,10 +147,36 @@ def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
         zero = zero and _is_zero(data, width)
         constant = constant and _repeats(data, element)
         if not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
-            from lora_tool.rules.engine.scan_numpy import scan_exactly  # slow to import
-
-            return scan_exactly(tensor, opened)
+            return scan_exactly(tensor, layout, opened)
     return WeightScan(all_zero=zero, constant=constant and not zero)
+
+
+def scan_exactly(tensor: StoredTensor, layout: Layout, opened: Opener) -> WeightScan:
+    """Return the scan of a float tensor's values, with the bad ones counted. Raises as `scan`."""
+    import numpy as np  # slow to import, and for few tensors
+
+    mask = magnitude(tensor.dtype)
+    nonfinite, first, largest, done = 0, None, 0, 0
+    constant, element = tensor.spec.numel > 1, b""
+    for data in _chunks(tensor, opened):
+        element = element or data[: layout.nbytes]
+        constant = constant and _repeats(data, element)
+        # without its sign, the bits of a float are an integer that grows with its magnitude
+        bits = np.frombuffer(data, f"<u{layout.nbytes}") & np.array(mask, f"<u{layout.nbytes}")
+        bad = bits >= layout.infinity
+        if bad.any():
+            nonfinite += int(np.count_nonzero(bad))
+            first = done + int(bad.argmax()) if first is None else first
+        largest = max(largest, int(bits[~bad].max(initial=0)))
+        done += bits.size
+    zero = tensor.spec.numel > 0 and largest == 0 and not nonfinite
+    return WeightScan(
+        nonfinite=nonfinite,
+        first=first,
+        all_zero=zero,
+        constant=constant and not zero and not nonfinite,
+        largest=layout.number(largest) if largest >= layout.large else 0.0,
+    )
 
 
 def _scan_bytes(tensor: StoredTensor, opened: Opener) -> WeightScan:
@@ -158,15 +219,9 @@ def _chunks(tensor: StoredTensor, opened: Opener) -> Iterator[bytes]:
     for span in tensor.spans:
         if span.nbytes:
             with opened(span.path) as fd:
-                yield from _span_chunks(fd, span)
-
-
-def _span_chunks(fd: int, span: Span) -> Iterator[bytes]:
-    at = 0
-    while at < span.nbytes:
-        wanted = min(CHUNK_BYTES, span.nbytes - at)
-        data = read_at(span.path, fd, span.offset + at, wanted)
-        if len(data) != wanted:
-            raise shorter(span)
-        yield data
-        at += wanted
+                for at in range(0, span.nbytes, CHUNK_BYTES):
+                    wanted = min(CHUNK_BYTES, span.nbytes - at)
+                    data = read_at(span.path, fd, span.offset + at, wanted)
+                    if len(data) != wanted:
+                        raise SourceChanged(f"{span.path} was truncated while it was read")
+                    yield data

@@ -9,24 +9,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.core.errors import SourceChanged
-from lora_tool.core.machine import available_cores
-from lora_tool.core.tensors import DType, Span
+from lora_tool.core.tensors import DType
 
 Opener = Callable[[Path], AbstractContextManager[int]]
 """Gives a descriptor of a file for as long as it is read."""
 
 LARGE = 512.0
 """Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
-
-
-_MOST_WORKERS = 4
-"""Reading from the disk and looking overlap; the cores of a small machine are enough to keep up with its disk."""
-
-
-def scan_workers() -> int:
-    """Return how many threads scan large tensors."""
-    return min(_MOST_WORKERS, available_cores())
 
 
 class WeightScan(Struct, frozen=True, kw_only=True):
@@ -93,8 +82,3 @@ def magnitude(dtype: DType) -> int:
     """Return the bits of an element, or of its bytes if it has no float type, that are not the sign."""
     layout = LAYOUTS.get(dtype)
     return (1 << 8 * (layout.nbytes if layout else 1) - has_sign(dtype)) - 1
-
-
-def shorter(span: Span) -> SourceChanged:
-    """Return the error that a span is not all there any more."""
-    return SourceChanged(f"{span.path} was truncated while it was read")

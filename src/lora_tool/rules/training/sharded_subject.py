@@ -23,7 +23,6 @@ from lora_tool.core.progress import Watch
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import LoraSubject
-from lora_tool.rules.training.value_check import run_parts
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.file_values import ValueFact
@@ -113,7 +112,7 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @cached_property
     def _values(self) -> Sequence[ValueFact]:
-        from lora_tool.checkpoints.states.file_values import Unreadable  # slow to import, for few folders
+        from lora_tool.checkpoints.states.file_values import Unreadable, run_parts  # slow to import, for few folders
 
         try:
             readers = self.state.value_readers(self.state.assemble(self.state.entries))

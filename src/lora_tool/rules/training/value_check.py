@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import Progress
 from lora_tool.core.report.findings import Finding
 from lora_tool.core.tensors import TensorTable
@@ -16,8 +13,6 @@ from lora_tool.core.tensors import TensorTable
 if TYPE_CHECKING:
     from lora_tool.checkpoints.states.file_values import ValueReader
     from lora_tool.checkpoints.states.state import TrainingState
-
-T = TypeVar("T")
 
 
 class ValuePart(Protocol):
@@ -61,6 +56,8 @@ class ValueCheck(Struct, frozen=True, kw_only=True):
 
     def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and return their findings, in order. Raises what the parts raise."""
+        from lora_tool.checkpoints.states.file_values import run_parts  # plans do not run
+
         return run_parts([part.run for part in self.parts], advance)
 
 
@@ -70,26 +67,3 @@ def value_check(state: TrainingState, tensors: TensorTable, *, ignored: tuple[st
         JudgedValues(name=reader.name, nbytes=reader.nbytes, reader=reader) for reader in state.value_readers(tensors)
     )
     return ValueCheck(nbytes=sum(part.nbytes for part in parts), parts=parts, ignored=ignored)
-
-
-def run_parts(parts: Sequence[Callable[[Progress], Sequence[T]]], advance: Progress) -> list[T]:
-    """Run all parts, some at the same time, and return their results in the order of the parts. Raises what they raise.
-
-    Each gets a function to call with the bytes that it reads, which raises to stop it once another part has failed.
-    """
-    from concurrent.futures import CancelledError, ThreadPoolExecutor  # slow, and plans do not run
-
-    stop = threading.Event()
-
-    def go_on(nbytes: int) -> None:
-        if stop.is_set():
-            raise CancelledError
-        advance(nbytes)
-
-    with ThreadPoolExecutor(min(4, available_cores())) as workers:
-        try:
-            found = [*workers.map(lambda part: part(go_on), parts)]
-        except BaseException:
-            stop.set()
-            raise
-    return [result for part in found for result in part]
