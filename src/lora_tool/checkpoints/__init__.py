@@ -31,5 +31,5 @@ from lora_tool.checkpoints.opening import open_checkpoint as open_checkpoint
 from lora_tool.checkpoints.opening import open_model as open_model
 from lora_tool.checkpoints.opening import open_sharded as open_sharded
 from lora_tool.checkpoints.opening import require_whole as require_whole
+from lora_tool.checkpoints.registry import RUN as RUN
 from lora_tool.checkpoints.registry import kinds as kinds
-from lora_tool.checkpoints.runs import RUN as RUN

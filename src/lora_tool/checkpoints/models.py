@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import other_formats
 from lora_tool.checkpoints.folders import Folder, read_config, without_weights
-from lora_tool.checkpoints.kinds import Claim, Kind, ModelDir
+from lora_tool.checkpoints.kinds import Claim, Kind, ModelDir, ShardedDir, ShardedKind, open_here
 from lora_tool.core.errors import Defect, Problem
+from lora_tool.core.keys import has_lora_factor
 from lora_tool.formats import manifest, model_config
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.formats.model_config import read_model_config
@@ -78,3 +79,25 @@ def weights_in(folder: Folder) -> Weights:
 BASE_MODEL = Kind(name="base model", sign=model_config.FILE_NAME, command="validate", recognise=_recognise, open=_open)
 MERGED_MODEL = replace(BASE_MODEL, name="merged model", command="verify")
 TRAINED_MODEL = replace(BASE_MODEL, name="trainer checkpoint")
+
+
+# A PEFT model that was saved as if it were a model: `pytorch_model.bin` or `model.safetensors` with LoRA in it.
+# DeepSpeed's `zero_to_fp32.py` and `save_16bit_model` write such files of LoRA runs, and accelerate's `merge-weights`.
+# Only the names of the tensors tell them from a model's: the kind is not in the registry, which goes by names of files.
+
+_MODEL_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z")
+
+
+def unmerged_model(found: ModelDir) -> ShardedDir | None:
+    """Return the training state that a folder holds in place of a model, None for a model."""
+    return open_here(UNMERGED_MODEL, _MODEL_FILE, found.folder) if any(map(has_lora_factor, found.tensors)) else None
+
+
+UNMERGED_MODEL: ShardedKind = ShardedKind(
+    name="PEFT model's state dict",
+    sign="pytorch_model.bin with LoRA",
+    landmarks=(),
+    weights=(),
+    recognise=lambda _: None,
+    open=lambda folder: open_here(UNMERGED_MODEL, _MODEL_FILE, folder),
+)

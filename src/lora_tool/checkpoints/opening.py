@@ -14,9 +14,9 @@ from pathlib import Path
 from lora_tool.checkpoints import other_formats
 from lora_tool.checkpoints.folders import Folder, read_folder
 from lora_tool.checkpoints.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
+from lora_tool.checkpoints.models import unmerged_model
 from lora_tool.checkpoints.nearby import consolidate_command
 from lora_tool.checkpoints.registry import holds_pieces, kinds, recognised, sharded_kinds
-from lora_tool.checkpoints.unmerged import unmerged_model
 from lora_tool.core.display import some
 from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint
 from lora_tool.formats import adapter_config, model_config

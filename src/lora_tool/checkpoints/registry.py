@@ -8,17 +8,23 @@ from pathlib import Path
 
 from lora_tool.checkpoints.adapters import ADAPTER
 from lora_tool.checkpoints.added import added_kinds
-from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
-from lora_tool.checkpoints.fsdp import DCP, FSDP_FULL, FSDP_RANKS
-from lora_tool.checkpoints.kinds import Claim, Kind, ShardedKind, matches
+from lora_tool.checkpoints.fsdp import CUT_SAFETENSORS, DCP, FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.kinds import Claim, Kind, RunDir, ShardedKind, matches
 from lora_tool.checkpoints.models import BASE_MODEL
-from lora_tool.checkpoints.runs import RUN
 from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.verl import VERL
 from lora_tool.core.errors import CheckpointError
 
+RUN: Kind = Kind(
+    name="run folder",
+    sign="checkpoint-N",
+    command="ls",
+    recognise=lambda folder: Claim.INSIDE if folder.checkpoints else None,
+    open=lambda folder: RunDir(kind=RUN, folder=folder, problems=folder.problems),
+)
+"""The output folder of a training run, full of `checkpoint-N`."""
 _CERTAIN: tuple[Kind, ...] = (ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS)
 """Those whose files no other program writes."""
 _COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, STATE_FILE)

@@ -250,8 +250,9 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         """Return why the rule would say nothing true about the subject; None if it can run."""
         checkpoint = subject.checkpoint
         if isinstance(subject, ShardedSubject) and Need.WEIGHTS in rule.needs:
-            too_large = _too_large(subject.nbytes) if rule.deep and self.deep is None else None
-            return subject.why_no_values or too_large
+            too_large = rule.deep and self.deep is None and subject.nbytes > DEEP_BYTES
+            only_deep = f"weights of {size(subject.nbytes)} are read only with --deep" if too_large else None
+            return subject.why_no_values or only_deep
         if isinstance(checkpoint, AdapterDir | ModelDir):
             if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
                 return "the weights cannot be read; that is reported above"
@@ -288,10 +289,6 @@ def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
     of_folder = checkpoint.folder.problems
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in of_folder)
-
-
-def _too_large(nbytes: int) -> str | None:
-    return f"weights of {size(nbytes)} are read only with --deep" if nbytes > DEEP_BYTES else None
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:

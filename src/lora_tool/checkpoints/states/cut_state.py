@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
-from lora_tool.checkpoints.cut_safetensors import CUT_FILE
+from lora_tool.checkpoints.fsdp import CUT_FILE
 from lora_tool.checkpoints.models import weights_in
 from lora_tool.checkpoints.states.file_facts import NumberedFiles
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import read_folder
-from lora_tool.checkpoints.fsdp import FULL_FILE, RANK_FILE
+from lora_tool.checkpoints.fsdp import FSDP_FULL, FULL_FILE, RANK_FILE
+from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, SavedTags
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
@@ -144,35 +145,28 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     )
 
 
-def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state in the rank files that accelerate wrote; see `training_state`."""
-    require_tag_here(checkpoint, tag)
-    matches = {file: match for file in checkpoint.rank_files["."] if (match := RANK_FILE.match(file))}
-    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
-    paths = {int(match["rank"]): checkpoint.root / file for file, match in matches.items()}
-    title = f"FSDP checkpoint {checkpoint.root}, {counted(len(paths), 'rank file')}"
-    return _state(checkpoint, ".", paths, ranks=None, title=title)
+def torch_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state in files of `torch.save` of one save: accelerate's, or any training program's one file.
 
-
-def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state in the one file that accelerate wrote; see `training_state`."""
-    require_tag_here(checkpoint, tag)
-    matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
-    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
-    path = checkpoint.root / next(iter(matches))
-    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}", alone=True)
-
-
-def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`.
-
-    `tag` is the wanted module of a file that holds several.
+    See `training_state`; `tag` is the wanted module of a program's file that holds several.
     """
-    (name,) = checkpoint.rank_files["."]
-    path = checkpoint.root / name
-    module = tag if tag != "." else None
-    title = f"training state {path}"
-    return _state(checkpoint, ".", {0: path}, ranks=None, title=title, alone=True, module=module)
+    names, root = checkpoint.rank_files["."], checkpoint.root
+    if checkpoint.kind is STATE_FILE:
+        path, module = root / names[0], tag if tag != "." else None
+        return _state(checkpoint, ".", {0: path}, title=f"training state {path}", alone=True, module=module)
+    require_tag_here(checkpoint, tag)
+    alone = checkpoint.kind is FSDP_FULL
+    pattern = FULL_FILE if alone else RANK_FILE
+    matches = [match for name in names if (match := pattern.match(name))]
+    models = {match["model"] for match in matches}
+    if len(models) > 1:
+        message = f"{root} holds the states of {len(models)} models"
+        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")
+    paths = {0 if alone else int(match["rank"]): root / match.string for match in matches}
+    title = (
+        f"FSDP full state dict {paths[0]}" if alone else f"FSDP checkpoint {root}, {counted(len(paths), 'rank file')}"
+    )
+    return _state(checkpoint, ".", paths, title=title, alone=alone)
 
 
 def _state(
@@ -180,8 +174,8 @@ def _state(
     tag: str,
     paths: Mapping[int, Path],
     *,
-    ranks: int | None,
     title: str,
+    ranks: int | None = None,
     alone: bool = False,
     module: str | None = None,
 ) -> RankState:
@@ -224,9 +218,3 @@ def _ranks(sharing: int, *, files: int) -> int:
 
 def _inside(checkpoint: ShardedDir, tag: str) -> Path:
     return checkpoint.root if tag == "." else checkpoint.root / tag
-
-
-def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
-    if len(models) > 1:
-        message = f"{checkpoint.root} holds the states of {len(models)} models"
-        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from lora_tool.checkpoints import DCP, ZERO, ShardedDir
 from lora_tool.checkpoints.added import added_kinds
-from lora_tool.checkpoints.cut_safetensors import CUT_SAFETENSORS
-from lora_tool.checkpoints.fsdp import FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.fsdp import CUT_SAFETENSORS, FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.models import UNMERGED_MODEL
 from lora_tool.checkpoints.state_file import STATE_FILE
-from lora_tool.checkpoints.unmerged import UNMERGED_MODEL
 from lora_tool.checkpoints.verl import VERL
 
 if TYPE_CHECKING:
@@ -37,7 +36,9 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
 
         state = verl_state(checkpoint, tag=tag, or_newest=or_newest)
     elif kind in (FSDP_RANKS, FSDP_FULL, STATE_FILE):
-        state = _in_one_save(checkpoint, tag)
+        from lora_tool.checkpoints.states.rank_state import torch_state
+
+        state = torch_state(checkpoint, tag=tag)
     elif kind is CUT_SAFETENSORS:
         from lora_tool.checkpoints.states.cut_state import cut_state
 
@@ -63,14 +64,3 @@ def _added(checkpoint: ShardedDir, *, tag: str | None, or_newest: bool) -> Train
         if added.kind is checkpoint.kind and added.state is not None:
             return added.state(checkpoint, tag=tag, or_newest=or_newest)
     raise AssertionError(f"nothing reads the state of {checkpoint.kind.with_article}")
-
-
-def _in_one_save(checkpoint: ShardedDir, tag: str | None) -> TrainingState:
-    """Return the state in files of `torch.save` that hold one save."""
-    from lora_tool.checkpoints.states.rank_state import fsdp_full_state, fsdp_ranks_state, state_file_state
-
-    if checkpoint.kind is FSDP_RANKS:
-        return fsdp_ranks_state(checkpoint, tag=tag)
-    if checkpoint.kind is FSDP_FULL:
-        return fsdp_full_state(checkpoint, tag=tag)
-    return state_file_state(checkpoint, tag=tag)

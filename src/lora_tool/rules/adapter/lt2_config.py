@@ -319,5 +319,5 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
                 f"was written by Unsloth, but does not record the column order of its experts: {_REFUSES} "
                 "without --moe-b-layout"
             )
-            yield Fault(subject=layer.b.name, message=message, path=str(layer.b.path))
+            yield Fault(subject=layer.b.name, message=message, path=layer.b.path)
             return

@@ -254,7 +254,6 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
                 message = f"is in the file, but `{flag}` is false: PEFT would silently drop it"
                 yield Fault(subject=tensor.name, message=message)
             elif tensor is None and wanted and not _is_stacked(config, layer):
-                message = f"has no {part}, but `{flag}` is true"
-                yield Fault(subject=layer.b.name, message=message)
+                yield Fault(subject=layer.b.name, message=f"has no {part}, but `{flag}` is true")
 
     yield from subject.view.found(against_its_flags)

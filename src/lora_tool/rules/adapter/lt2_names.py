@@ -169,4 +169,4 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
         hint = (
             f"if this is a reward model: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
         )
-        yield Fault(message=message, path=str(root / name), hint=hint)
+        yield Fault(message=message, path=root / name, hint=hint)

@@ -59,8 +59,7 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
         return
     past = {layer.zero_initialised for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)}
     for tensor in (each for each in zero if each not in past):
-        message = "is all zero: this module was not trained"
-        yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
+        yield Fault(subject=tensor.name, message="is all zero: this module was not trained", severity=Severity.INFO)
 
 
 def _without_delta(subject: AdapterSubject, layer: LoraLayer) -> bool:
@@ -168,7 +167,7 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
                 f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
             )
             hint = an_earlier_checkpoint(subject, "train in bf16, or with a smaller learning rate")
-            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path), hint=hint)
+            yield Fault(subject=tensor.name, message=counts, path=tensor.path, hint=hint)
 
 
 @rule("LT219", Severity.WARNING, on=AdapterSubject, needs={Need.LORA}, deep=True)

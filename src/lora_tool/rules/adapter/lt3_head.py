@@ -168,7 +168,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             subject=weight.name,
             message=f"{rows}, but {counted(given, 'label')} {'is' if given == 1 else 'are'} requested",
-            path=str(weight.path),
+            path=weight.path,
         )
     elif in_config is not None and in_config != weight.shape[0] and base is not None:
         message = f"{rows}, but {base.root / 'config.json'} has {counted(in_config, 'label')}"
@@ -176,7 +176,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         if replaced:
             message += f"; a merge uses this head, and PEFT needs num_labels={weight.shape[0]} to load the base"
         severity = Severity.WARNING if replaced else None
-        yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
+        yield Fault(subject=weight.name, message=message, path=weight.path, severity=severity)
 
 
 @rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.BASE_IN_PART}, unmergeable=True)

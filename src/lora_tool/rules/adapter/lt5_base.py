@@ -94,8 +94,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     absent = [(module, name) for module, name, beyond in _absent(subject) if beyond is None]
     modules = sorted({name.rpartition(".")[0] for name in match.base.tensors}) if absent else []
     if absent and len(absent) == len(_adapted(subject)):
-        message = f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`"
-        yield Fault(message=message)
+        yield Fault(message=f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`")
         return
     for module, name in absent:
         close = closest(match.name(module), modules) if module is absent[0][0] else None

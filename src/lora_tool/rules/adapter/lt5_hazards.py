@@ -46,7 +46,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
         record = read_training_record(path)
     except (CorruptFile, BadConfig) as error:
         problem = error.problem
-        yield Fault(subject=problem.subject, message=problem.message, path=str(path), severity=Severity.WARNING)
+        yield Fault(subject=problem.subject, message=problem.message, path=path, severity=Severity.WARNING)
         return
     base = subject.base
     if base is None and record.base_fingerprint is not None:
@@ -59,7 +59,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
         message = f"was not trained on {base.root}{_named(record)}"
         command = ["lora-tool", "validate", "--base", record.base_id or "MODEL", str(subject.checkpoint.root)]
         hint = shlex.join(command) if record.base_id else None
-        yield Fault(subject="base.fingerprint", message=message, path=str(path), hint=hint)
+        yield Fault(subject="base.fingerprint", message=message, path=path, hint=hint)
 
 
 @rule("LT520", Severity.WARNING, on=AdapterSubject, needs={Need.NAMES})

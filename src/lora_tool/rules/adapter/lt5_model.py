@@ -147,10 +147,10 @@ def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
     other = next((each for each in sizes if each[1] != size), None)
     if tensor is not None and other is not None:
         message = f"is for {counted(size or 0, 'label')}, but `{other[0].name}` is for {other[1]}"
-        yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
+        yield Fault(subject=tensor.name, message=message, path=tensor.path)
     elif tensor is not None and subject.num_labels not in (None, size) and not _compared_by_name(subject):
         message = f"is for {counted(size or 0, 'label')}, not the requested {subject.num_labels or 0}"
-        yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
+        yield Fault(subject=tensor.name, message=message, path=tensor.path)
 
 
 def _is_classifier(subject: AdapterSubject, match: BaseMatch) -> bool:
@@ -327,9 +327,7 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
         message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and neither has the adapter"
         head = next((name for name in lacking if match.facts and name in match.facts.label_axes), None)
         hint = way_to_head(subject.checkpoint.root, head.split(".")[-2]) if head else None
-        yield Fault(
-            message=f"{message}: transformers would initialise it at random", path=str(match.base.root), hint=hint
-        )
+        yield Fault(message=f"{message}: transformers would initialise it at random", path=match.base.root, hint=hint)
 
 
 def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -71,7 +72,7 @@ class Fault(Struct, frozen=True, kw_only=True, eq=False):
 
     message: str
     subject: str | None = None
-    path: str | None = None
+    path: str | Path | None = None
     hint: str | None = None
     severity: Severity | None = None
     mergeable: bool = False
@@ -165,7 +166,7 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
         return Finding(
             code=self.code,
             severity=fault.severity or self.severity,
-            path=fault.path or home,
+            path=str(fault.path or home),
             subject=fault.subject,
             message=fault.message,
             hint=fault.hint or advice or None,

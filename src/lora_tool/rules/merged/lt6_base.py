@@ -104,7 +104,7 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
     for name, tensor in subject.matrices.items():
         adapter = "lora_" in name or "base_layer" in name  # LT601 reports these
         if name not in base and name not in said and not (adapter or is_computed(name) or _is_end(name, subject)):
-            yield Fault(subject=name, message="is not a tensor of the base", path=str(tensor.path))
+            yield Fault(subject=name, message="is not a tensor of the base", path=tensor.path)
 
 
 @rule("LT623", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
@@ -131,7 +131,7 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
         resized = _is_end(name, subject) and mine.shape[1:] == theirs.shape[1:]
         message = f"is {list(mine.shape)}, but {list(theirs.shape)} in the base"
         severity = Severity.INFO if resized else None
-        yield Fault(subject=name, message=message, path=str(mine.path), severity=severity)
+        yield Fault(subject=name, message=message, path=mine.path, severity=severity)
 
 
 def _contradicts_the_config(subject: ModelSubject, name: str) -> bool:

@@ -99,7 +99,7 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
         first = next(filter(has_lora_factor, left), left[0])
         others = f", as are those of {counted(len(left) - 1, 'more tensor')}" if left[1:] else ""
         message = f"is a PEFT name{others}: the adapter lies beside the weights and was not merged into them"
-        yield Fault(subject=first, message=message, path=str(subject.tensors[first].path), hint=hint)
+        yield Fault(subject=first, message=message, path=subject.tensors[first].path, hint=hint)
 
 
 @rule("LT602", Severity.ERROR, on=ModelSubject, needs=_PLAN)
@@ -148,7 +148,7 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
         elif is_computed(name):
             harmless = "is a buffer that transformers computes and does not load"
         message = harmless or "comes neither from the base nor from the adapter"
-        yield Fault(subject=name, message=message, path=str(tensor.path), severity=Severity.INFO if harmless else None)
+        yield Fault(subject=name, message=message, path=tensor.path, severity=Severity.INFO if harmless else None)
 
 
 def _is_tied(subject: ModelSubject) -> bool:
@@ -177,7 +177,7 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
         as_long = tensor.shape == spec.shape or STATE in name  # JSON, which may have other digits and spaces
         if not as_long or tensor.dtype.is_float != spec.dtype.is_float:
             found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
-            yield Fault(subject=name, message=f"is {found}, expected {wanted}", path=str(tensor.path))
+            yield Fault(subject=name, message=f"is {found}, expected {wanted}", path=tensor.path)
         elif tensor.dtype is not spec.dtype:
             pair = (str(tensor.dtype), str(spec.dtype))
             casts[pair] = casts.get(pair, 0) + 1
@@ -370,6 +370,4 @@ def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
             )
             root = shlex.quote(str(subject.checkpoint.root))
             hint = f"compare it with the recorded {name}: lora-tool verify {root}; or merge again with this one"
-            yield Fault(
-                subject=f"inputs.{name}", message=message, path=str(manifest.path) if manifest else None, hint=hint
-            )
+            yield Fault(subject=f"inputs.{name}", message=message, path=manifest.path if manifest else None, hint=hint)

@@ -26,7 +26,7 @@ _MOSTLY_LOST = 0.5
 def _fault(subject: MergedSubject, found: TensorEvidence, message: str, severity: Severity | None = None) -> Fault:
     tensor = subject.tensors.get(found.name)  # None of a config
     path = subject.checkpoint.root / found.name if tensor is None else tensor.path
-    return Fault(subject=found.name, message=message, path=str(path), severity=severity)
+    return Fault(subject=found.name, message=message, path=path, severity=severity)
 
 
 def _amount(found: TensorEvidence) -> str:

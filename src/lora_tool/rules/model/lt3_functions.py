@@ -81,7 +81,7 @@ def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
     for each in _configs("", config.raw, _DEEPEST):
         faults = (_unknown_names(each), _rope_faults(each), _layer_faults(each), _outer_faults(each))
         for name, message in (fault for some in faults for fault in some):
-            yield Fault(subject=f"{each.context}{name}", message=message, path=str(config.path))
+            yield Fault(subject=f"{each.context}{name}", message=message, path=config.path)
 
 
 class _Config(Struct, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
         config = subject.checkpoint.config
         if config is not None and config.pad_token_id is None and _reads_the_last_token(subject):
             message = "is not set, so the model can score only one text at a time"
-            yield Fault(subject="pad_token_id", message=message, path=str(config.path))
+            yield Fault(subject="pad_token_id", message=message, path=config.path)
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
         folder = subject.checkpoint.folder
         score = any(head_of(path) == _DECODER_HEAD for path in subject.view.paths.values())
@@ -135,11 +135,11 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     }  # some classes have a row for each label, and use two
     if answers and (answering := subject.tensors.get(_ANSWERING)) and not allowed & {*answering.shape[:1]}:
         message = f"is {list(answering.shape)}; expected two rows, for the start and the end of an answer"
-        yield Fault(subject=answering.name, message=message, path=str(answering.path))
+        yield Fault(subject=answering.name, message=message, path=answering.path)
     bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and labels else None
     if weight and bias and bias.shape != weight.shape[:1]:
         message = f"is {list(bias.shape)}, but `{weight.name}` has {counted(weight.shape[0], 'row')}"
-        yield Fault(subject=bias.name, message=message, path=str(bias.path))
+        yield Fault(subject=bias.name, message=message, path=bias.path)
     if weight is None or labels is None or model.config is None or labels == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
@@ -149,7 +149,7 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
         else "is not set, which means 2 labels"
     )
     field = "num_labels" if model.config.raw.get("num_labels") is not None else "id2label"
-    yield Fault(subject=field, message=f"{means}, {rows}", path=str(model.config.path))
+    yield Fault(subject=field, message=f"{means}, {rows}", path=model.config.path)
 
 
 @rule("LT312", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
@@ -179,4 +179,4 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
     message = (
         f"{wanted} was requested, but this is {class_name or 'a model without a class'} and its weights have no head"
     )
-    yield Fault(subject="architectures", message=message, path=str(config.path))
+    yield Fault(subject="architectures", message=message, path=config.path)

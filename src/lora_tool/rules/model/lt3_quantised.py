@@ -52,17 +52,17 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
             f"is stored as a quantised weight ({sign.dtype}), but config.json does not say so: loaders would "
             "not decode it"
         )
-        yield Fault(subject=sign.name, message=message, path=str(sign.path))
+        yield Fault(subject=sign.name, message=message, path=sign.path)
         return
     try:
         found = quantised_weights(model)
     except LayoutError as error:
-        of_file = Fault(subject=error.tensor, message=error.why, path=str(error.path))
+        of_file = Fault(subject=error.tensor, message=error.why, path=error.path)
         yield of_file if error.is_fault else Unchecked(reason=f"`{error.tensor}`: {error.why}")
         return
     if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(quantisation_table(config))):
         message = f"says that the weights are quantised ({config.quantization}), but none is"
-        yield Fault(subject="quantization_config", message=message, path=str(config.path))
+        yield Fault(subject="quantization_config", message=message, path=config.path)
 
 
 @rule("LT323", Severity.WARNING, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.WEIGHTS}))
@@ -90,4 +90,4 @@ def fused_layers_of_two_kinds(subject: ModelSubject) -> Iterator[Fault]:
     for found in kinds.values():
         if len(found) > 1:
             message = f"is not quantised, and `{found[True]}` is: servers fuse the two, and vLLM refuses the model"
-            yield Fault(subject=found[False], message=message, path=str(subject.matrices[found[False]].path))
+            yield Fault(subject=found[False], message=message, path=subject.matrices[found[False]].path)

@@ -60,12 +60,12 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
             continue  # LT310 reports a vocabulary of another size
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
         message = f"is {list(tensor.shape)}, but the config implies [{shown}]"
-        yield Fault(subject=name, message=message, path=str(tensor.path))
+        yield Fault(subject=name, message=message, path=tensor.path)
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
             tensor = tensors[name]
             message = f"is {list(tensor.shape)}, but {list(shape)} in layer {other}"
-            yield Fault(subject=name, message=message, path=str(tensor.path))
+            yield Fault(subject=name, message=message, path=tensor.path)
 
 
 def _left_out(subject: ModelSubject, fields: Iterable[str]) -> Iterator[Fault]:
@@ -74,12 +74,12 @@ def _left_out(subject: ModelSubject, fields: Iterable[str]) -> Iterator[Fault]:
     for name in fields:
         if name in config.raw:
             message = f"expected int, found {shown(config.raw[name])}: transformers does not load the model"
-            yield Fault(subject=name, message=message, path=str(config.path), hint=_COPY)
+            yield Fault(subject=name, message=message, path=config.path, hint=_COPY)
         else:
             message = (
                 f"is missing: transformers assumes its default for a {config.model_type}, which may not fit the weights"
             )
-            yield Fault(subject=name, message=message, path=str(config.path), severity=Severity.WARNING, hint=_COPY)
+            yield Fault(subject=name, message=message, path=config.path, severity=Severity.WARNING, hint=_COPY)
 
 
 def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
@@ -210,4 +210,4 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
         mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
         for name, more in _by_layer(mine):
             message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
-            yield Fault(subject=name, message=message, path=str(subject.matrices[name].path), severity=severity)
+            yield Fault(subject=name, message=message, path=subject.matrices[name].path, severity=severity)

@@ -51,7 +51,7 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
         path = model.root / generation_config.FILE_NAME if generation.get("eos_token_id") is not None else config.path
         listed = ", ".join(map(str, ends))
         message = f"is {listed}, but `{end.token.token}` ({end.token.id}) ends a turn in {end.token.path.name}"
-        yield Fault(subject="eos_token_id", message=message, path=str(path))
+        yield Fault(subject="eos_token_id", message=message, path=path)
 
 
 def _was_trained(subject: ModelSubject) -> bool:

@@ -31,4 +31,4 @@ def unmerged(subject: ModelSubject) -> Iterator[Fault]:
     if adapter_config.FILE_NAME in names and {ADAPTER_WEIGHTS, ADAPTER_PICKLE} & {*names}:
         adapter = folder.root / UNMERGED
         message = "is an adapter that was not merged into the model in this folder, which is only the base"
-        yield Fault(message=message, path=str(adapter), hint=f"lora-tool merge {shlex.quote(str(adapter))}")
+        yield Fault(message=message, path=adapter, hint=f"lora-tool merge {shlex.quote(str(adapter))}")

@@ -56,12 +56,12 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
         tokens = [token for _, token in same]
         message = f"`{tokens[0].token}` has the id {tokens[0].id:,}, but the embeddings have {rows:,} rows"
         more = f"; so it is with {named([token.token for token in tokens[1:]])}" if tokens[1:] else ""
-        yield Fault(subject=role, message=f"{message}{more}", path=str(tokens[0].path))
+        yield Fault(subject=role, message=f"{message}{more}", path=tokens[0].path)
     if "pad_token" not in dict(lacking) and isinstance(checkpoint, ModelDir) and checkpoint.config is not None:
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
             message = f"is {pad:,}, but the embeddings have {rows:,} rows"
-            yield Fault(subject="pad_token_id", message=message, path=str(checkpoint.config.path))
+            yield Fault(subject="pad_token_id", message=message, path=checkpoint.config.path)
 
 
 def _largest(subject: Subject) -> int | None:
@@ -132,7 +132,7 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
         if lost:
             where = f"layer {some(lost)}" + (f" of `{stack}`" if len(lengths) > 1 else "")
             message = f"is {wanted}, but the weights have no tensor of {where}"
-            yield Fault(subject="num_hidden_layers", message=message, path=str(config.path))
+            yield Fault(subject="num_hidden_layers", message=message, path=config.path)
 
 
 def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:

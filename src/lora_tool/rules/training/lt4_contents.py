@@ -39,7 +39,7 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
         for file, usual in _odd_ones_out(files, lambda file: file.step):
             message = f"was saved after {file.step:g} {file.counts}, but the other {file.unit}s after {usual:g}"
             yield Fault(
-                path=str(file.path), message=message, hint=f"the checkpoint mixes two saves; {another_save(file.path)}"
+                path=file.path, message=message, hint=f"the checkpoint mixes two saves; {another_save(file.path)}"
             )
 
 
@@ -86,7 +86,7 @@ def _other_values(state: TrainingState) -> Iterator[Fault]:
 
 def _foreign(path: Path, message: str, name: str | None = None) -> Fault:
     hint = "files from another run or step were mixed in: copy this run's again"
-    return Fault(path=str(path), message=message, subject=name, hint=hint)
+    return Fault(path=path, message=message, subject=name, hint=hint)
 
 
 @rule("LT408", Severity.ERROR, on=ShardedSubject, needs=[Need.ALL_NAMES])
@@ -110,14 +110,14 @@ def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
             number = f"{counted(abs(amount.over), amount.unit)} too {'many' if amount.over > 0 else 'few'}"
             hint = f"it is another parameter's, or from another run: copy it again, or {another_save(amount.path)}"
             yield Fault(
-                path=str(amount.path),
+                path=amount.path,
                 message=f"{amount.of} has {number}{amount.needed_for}",
                 subject=amount.subject,
                 hint=hint if amount.subject else None,
             )
     for path, name, gap in state.gaps():
         hint = "copy the rank files again, or use another step"
-        yield Fault(path=str(path), message=gap, subject=name, hint=hint)
+        yield Fault(path=path, message=gap, subject=name, hint=hint)
 
 
 @rule("LT410", Severity.INFO, on=ShardedSubject, needs=[Need.ALL_NAMES])
@@ -137,7 +137,7 @@ def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     lost, path = state.without_values, str(state.names_path)
     if lost and subject.as_model:
         yield Fault(
-            path=str(state.folder),
+            path=state.folder,
             message=f"the model would lack it{and_more(len(lost) - 1)}: frozen parameters were not saved",
             subject=lost[0],
             hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes the tensors that exist',
@@ -179,7 +179,7 @@ def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
     else:
         return
     message = f"{why}. PEFT 0.21 saves such a file under FSDP1, whose wrappers hide the adapter from it"
-    yield Fault(path=str(state.folder), message=message)
+    yield Fault(path=state.folder, message=message)
 
 
 def _grouped(files: Iterable[FileFacts]) -> Iterable[Sequence[FileFacts]]:

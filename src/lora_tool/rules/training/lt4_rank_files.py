@@ -44,13 +44,13 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     """
     state = subject.state
     yield from _lost_numbers(state)
-    yield from (Fault(path=str(path), message=f"is missing, {why}", hint=COPY) for path, why in state.absent_files())
+    yield from (Fault(path=path, message=f"is missing, {why}", hint=COPY) for path, why in state.absent_files())
     for path, rank, ranks in state.ungathered_files():
         message = (
             f"holds what rank {rank} of {ranks} had of each tensor: the ranks' parts were not gathered before saving"
         )
         hint = "the parts of the other ranks were never saved: use an adapter beside it, or another step"
-        yield Fault(path=str(path), message=message, hint=hint)
+        yield Fault(path=path, message=message, hint=hint)
     rows = state.known_rows()
     if rows is not None:
         yield from _lost_ends(state, tuple(rows))
@@ -65,7 +65,7 @@ def _lost_numbers(state: TrainingState) -> Iterator[Fault]:
             all_ = f"{counted(len(files.numbers), files.of)}: {files.numbers[0]}-{files.numbers[-1]}"
             rest = "; the other ranks hold all of its content" if files.spare else ""
             yield Fault(
-                path=str(files.folder),
+                path=files.folder,
                 message=f"the {one if len(lost) == 1 else several} missing ({all_}){rest}",
                 hint=COPY,
                 severity=Severity.WARNING if files.spare else None,
@@ -77,12 +77,12 @@ def _lost_ends(state: TrainingState, rows: Sequence[tuple[str, int, int]]) -> It
     for name, held, wanted in rows:
         if held < wanted:
             message = f"ends after {held:,} of {wanted:,} rows: the files of the last ranks are missing"
-            yield Fault(path=str(state.folder), message=message, subject=name, hint=COPY)
+            yield Fault(path=state.folder, message=message, subject=name, hint=COPY)
             return
     if not rows:
         message = "does not say how many ranks saved it, so lora-tool cannot tell whether the last files are missing"
         hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
-        yield Fault(path=str(state.folder), message=message, hint=hint, severity=Severity.INFO)
+        yield Fault(path=state.folder, message=message, hint=hint, severity=Severity.INFO)
 
 
 @rule("LT402", Severity.ERROR, on=ShardedSubject)
@@ -130,7 +130,7 @@ def world_size(subject: ShardedSubject) -> Iterator[Fault]:
         else:
             message = f"says that the run had {file.ranks} ranks, but the other files say {file.all_ranks}"
             hint = "it is from another run: copy this run's file again"
-        yield Fault(path=str(file.path), message=message, hint=hint)
+        yield Fault(path=file.path, message=message, hint=hint)
 
 
 @rule("LT404", Severity.ERROR, on=ShardedSubject)
@@ -149,12 +149,10 @@ def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
         if file.archive not in (None, file.path.stem, _NO_NAME):
             name = f"{file.archive}{file.path.suffix}"
             message = f"was written as {name}: rank files were swapped, copied or renamed"
-            yield Fault(path=str(file.path), message=message, hint=f"give it its name back: {name}")
+            yield Fault(path=file.path, message=message, hint=f"give it its name back: {name}")
         elif file.rank is not None and file.saved_by not in (None, file.rank) and file.rank < file.all_ranks:
             message = f"was saved by rank {file.saved_by}: rank files were swapped or copied"
-            yield Fault(
-                path=str(file.path), message=message, hint="give the files their names back, or copy them again"
-            )
+            yield Fault(path=file.path, message=message, hint="give the files their names back, or copy them again")
 
 
 @rule("LT405", Severity.ERROR, on=ShardedSubject)
@@ -170,7 +168,7 @@ def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy the right file again.
     """
     for path, other in subject.state.copies():
-        yield Fault(path=str(path), message=f"has the same content as {other.name}, of another rank", hint=COPY)
+        yield Fault(path=path, message=f"has the same content as {other.name}, of another rank", hint=COPY)
 
 
 @rule("LT409", Severity.WARNING, on=ShardedSubject)
@@ -194,12 +192,12 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     latest, pointer, listed = tags.latest, tags.pointer, ", ".join(tags.names)
     if latest is None and len(tags.names) > 1:
         several = f"several tags and no file `{pointer}`" if pointer else "several steps"
-        yield Fault(path=str(tags.root), message=f"the folder has {several}: {listed}", hint=f"choose one: {choose} T")
+        yield Fault(path=tags.root, message=f"the folder has {several}: {listed}", hint=f"choose one: {choose} T")
     elif latest is not None and latest not in tags.names:
         named = f"names {latest}, which does not exist" if latest else "is empty"
         hint = f"copy that tag too, or choose one that exists: {choose} T"
         message = f"`{pointer}` {named}; the folder has: {listed}"
-        yield Fault(path=str(tags.root), message=message, hint=hint, severity=Severity.ERROR)
+        yield Fault(path=tags.root, message=message, hint=hint, severity=Severity.ERROR)
     elif latest in steps and newest is not None and steps[newest] > steps[latest]:
         message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
-        yield Fault(path=str(tags.root), message=message, hint=f"to use {newest}: {choose} {newest}")
+        yield Fault(path=tags.root, message=message, hint=f"to use {newest}: {choose} {newest}")

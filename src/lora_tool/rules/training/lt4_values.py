@@ -34,13 +34,13 @@ def damaged(subject: ShardedSubject) -> Iterator[Fault]:
     for found in subject.values(Damaged):
         crcs = f"its CRC32 is {found.crc:08x}, but the archive says {found.saved_crc:08x}"
         yield Fault(
-            path=str(found.path),
+            path=found.path,
             message=f"{crcs}: the file was damaged after saving",
             subject=found.record,
             hint=f"copy the file again from where it was saved, or {another_save(found.path)}",
         )
     for broken in subject.values(Unreadable):
-        yield Fault(path=str(broken.path), message=broken.why)
+        yield Fault(path=broken.path, message=broken.why)
 
 
 @rule("LT412", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -59,7 +59,7 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 
     for found in subject.values(NotFinite):
         hint = f"the run had diverged; {another_save(found.path, earlier=True)}"
-        yield Fault(path=str(found.path), message="holds NaN or infinity", subject=found.name, hint=hint)
+        yield Fault(path=found.path, message="holds NaN or infinity", subject=found.name, hint=hint)
 
 
 @rule("LT413", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -81,7 +81,7 @@ def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
     for found in subject.values(AllZero):
         what = "every trained weight of this rank" if found.trained else "every weight in it"
         hint = f"copy the file again from the original, or {another_save(found.path)}"
-        yield Fault(path=str(found.path), message=f"{what} is zero: the rank never wrote them", hint=hint)
+        yield Fault(path=found.path, message=f"{what} is zero: the rank never wrote them", hint=hint)
 
 
 @rule("LT414", Severity.ERROR, on=ShardedSubject, deep=True)
@@ -114,7 +114,7 @@ def not_rounded(subject: ShardedSubject) -> Iterator[Fault]:
             way = f"copy {found.copy} alone into an empty folder as state.pt, and consolidate that"
             hint = f"for the weights that training went on from, {way}"
         yield Fault(
-            path=str(found.path),
+            path=found.path,
             message=f"does not round to the {found.dtype} weights in {found.copy}: {why}",
             subject=found.name,
             hint=hint,

@@ -88,7 +88,7 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     evaluated = [entry for entry in state.log if "eval_loss" in entry]
     if evaluated and not math.isfinite(evaluated[-1]["eval_loss"]):
         message = f"is {evaluated[-1]['eval_loss']} {_at(evaluated[-1])}"
-        yield Fault(subject="eval_loss", message=message, path=str(state.path), severity=Severity.WARNING)
+        yield Fault(subject="eval_loss", message=message, path=state.path, severity=Severity.WARNING)
 
 
 def _not_finite(state: TrainerState, losses: Sequence[Entry], bad: Sequence[Entry]) -> Fault:
@@ -105,7 +105,7 @@ def _not_finite(state: TrainerState, losses: Sequence[Entry], bad: Sequence[Entr
         severity = Severity.WARNING
     end = "to the end" if bad[-1] is last else f"then recovered by step {last.get('step', state.global_step):.0f}"
     message = f"is {value} {_at(first)}, in {len(bad)} of {len(losses)} log entries, {end}"
-    return Fault(subject=name, message=message, path=str(state.path), severity=severity)
+    return Fault(subject=name, message=message, path=state.path, severity=severity)
 
 
 @rule("LT702", Severity.ERROR, on=Subject)
@@ -136,13 +136,13 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
         )
         severity = Severity.WARNING if recovered else None
         hint = an_earlier_checkpoint(subject, "then train in bf16, with logging_nan_inf_filter=False")
-        yield Fault(subject="loss", message=message, path=str(state.path), severity=severity, hint=hint)
+        yield Fault(subject="loss", message=message, path=state.path, severity=severity, hint=hint)
     elif not any("grad_norm" in entry for entry in losses) and not _is_online(state):
         zeros = _zeros_at_the_end(losses)
         before = losses[-zeros - 1]["loss"] if zeros < len(losses) else math.inf
         if zeros > 1 and before > _SUDDEN:
             message = f"is exactly 0 in the last {zeros} log entries: this is how the Trainer's log shows NaN"
-            yield Fault(subject="loss", message=message, path=str(state.path), severity=Severity.WARNING)
+            yield Fault(subject="loss", message=message, path=state.path, severity=Severity.WARNING)
 
 
 def _zeros_at_the_end(losses: Sequence[Entry]) -> int:
@@ -172,14 +172,13 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     if norms and all(norm < _NO_GRADIENT for norm in norms) and (len(norms) > 1 or norms[0] == 0):
         if not _improves(losses):
             message = f"is at most {max(norms):.1g} in all {len(norms)} log entries: {_why_no_gradient(losses)}"
-            yield Fault(subject="grad_norm", message=message, path=str(state.path))
+            yield Fault(subject="grad_norm", message=message, path=state.path)
     elif zeros >= _STUCK and not _is_online(state) and not _improves(losses[-zeros:]):
         message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: the model no longer learns"
-        yield Fault(subject="grad_norm", message=message, path=str(state.path), severity=Severity.WARNING)
+        yield Fault(subject="grad_norm", message=message, path=state.path, severity=Severity.WARNING)
     rates = [entry["learning_rate"] for entry in losses if "learning_rate" in entry]
     if len(rates) > 1 and not any(rates):
-        message = f"is 0 in all {len(rates)} log entries"
-        yield Fault(subject="learning_rate", message=message, path=str(state.path))
+        yield Fault(subject="learning_rate", message=f"is 0 in all {len(rates)} log entries", path=state.path)
 
 
 def _improves(entries: Sequence[Entry]) -> bool:
@@ -224,7 +223,7 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
         first, low, last = found
         message = f"began at {first:.3g}, was {low:.3g} at best and ended at {last:.3g}"
         hint = an_earlier_checkpoint(subject, "then train with a smaller learning rate, or a warmup")
-        yield Fault(subject="loss", message=message, path=str(state.path), hint=hint)
+        yield Fault(subject="loss", message=message, path=state.path, hint=hint)
 
 
 def _divergence(losses: Sequence[float]) -> tuple[float, float, float] | None:
@@ -267,13 +266,13 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
         return
     if state.stopped:
         message = f"a callback stopped the run at step {state.global_step:,} of {state.max_steps:,}"
-        yield Fault(subject="global_step", message=message, path=str(state.path), severity=Severity.INFO)
+        yield Fault(subject="global_step", message=message, path=state.path, severity=Severity.INFO)
     elif not single:
         message = (
             f"the last checkpoint is from step {state.global_step:,} of {state.max_steps:,}, and the folder has "
             "no finished weights"
         )
-        yield Fault(subject="global_step", message=message, path=str(state.path))
+        yield Fault(subject="global_step", message=message, path=state.path)
 
 
 def _last_state(subject: Subject) -> TrainerState | None:
@@ -299,7 +298,7 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
     named = _CHECKPOINT.match(subject.checkpoint.root.name)
     if state is not None and named and int(named[1]) != state.global_step and not state.problems:
         message = f"is {state.global_step:,}, but the folder is {subject.checkpoint.root.name}"
-        yield Fault(subject="global_step", message=message, path=str(state.path))
+        yield Fault(subject="global_step", message=message, path=state.path)
 
 
 @rule("LT707", Severity.INFO, on=Subject)
@@ -319,7 +318,7 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
     ratios = _logged(state, "completions/clipped_ratio")
     if state is not None and len(ratios) > 1 and min(ratios) >= 1:
         message = f"is 1 in all {len(ratios)} log entries"
-        yield Fault(subject="completions/clipped_ratio", message=message, path=str(state.path))
+        yield Fault(subject="completions/clipped_ratio", message=message, path=state.path)
 
 
 @rule("LT708", Severity.WARNING, on=RunSubject)
@@ -367,4 +366,4 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
     reason = incomplete_reason(folder)
     if reason is not None:
         hint = an_earlier_checkpoint(subject, "resume from that one")
-        yield Fault(message=reason, path=str(subject.checkpoint.root), hint=hint)
+        yield Fault(message=reason, path=subject.checkpoint.root, hint=hint)
