@@ -35,14 +35,11 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Matches tensors with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT
     does.
-
     Why it matters: PEFT builds the layers that the config names and silently drops all other tensors, so part of the
     training is not used. A plain tensor that has the name of a base tensor silently replaces it. The finding is only a
     warning for LoRA on one end of tied embeddings that PEFT trained together with the other end (`ensure_weight_tying`)
     and drops when it loads the adapter: a merge writes it as it was trained.
-
     Example: The file has LoRA on `up_proj`, but `target_modules` is ["q_proj", "v_proj"].
-
     What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
     config of the run that wrote the weights.
     """
@@ -131,11 +128,8 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter is scaled to zero.
 
     What it does: Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
-
     Why it matters: ΔW is scaling · B·A, so a module with a scaling of 0 equals the base's, in training and afterwards.
-
     Example: `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
-
     What to do: Set `lora_alpha` (or the entry of `alpha_pattern`) to the value that training used.
     """
     config = subject.config
@@ -157,12 +151,9 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
     What it does: Checks the type of every field of `adapter_config.json`, `config.json` and `trainer_state.json`, and
     looks for fields that PEFT refuses beside or without others. A field that no known PEFT release has is reported as
     info.
-
     Why it matters: PEFT silently accepts a string in place of a number and fails later, or computes something else. It
     ignores unknown fields when it loads an adapter: if a newer PEFT wrote them, the feature they turn on stays off.
-
     Example: `r: expected int, found "8"`.
-
     What to do: Correct the field in the file that the message names.
     """
     for problem in subject.problems:
@@ -183,11 +174,8 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for features that `lora-tool merge` refuses because it cannot merge them exactly: those that the
     config turns on, and with a base model also a LoRA bias on a layer that has no bias.
-
     Why it matters: The adapter is fine and PEFT loads it; only `lora-tool merge` stops, with the same message.
-
     Example: `"layer_replication": [[0, 16], [8, 32]]`.
-
     What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
     root = shlex.quote(str(subject.checkpoint.root))
@@ -207,12 +195,9 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter without LoRA tensors.
 
     What it does: Looks for at least one LoRA tensor in the weights file.
-
     Why it matters: Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files
     under DeepSpeed ZeRO-3: they have 16 to 40 bytes, or hold only the head.
-
     Example: `adapter_model.safetensors` has 40 bytes and no tensor.
-
     What to do: Take the values from the run's training checkpoint (`global_stepN/`), or save the adapter again.
     """
     config = subject.config
@@ -228,12 +213,9 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of another kind.
 
     What it does: Reads `peft_type`.
-
     Why it matters: Prompt tuning, IA³, LoHa and similar methods have other tensors, which lora-tool cannot check or
     merge.
-
     Example: `"peft_type": "IA3"`.
-
     What to do: Use PEFT for this adapter, or correct `peft_type` if the adapter is LoRA after all.
     """
     if subject.config.is_of_another_kind:
@@ -248,12 +230,9 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Compares `trainable_token_indices` with the trained rows of the embedding: there must be one row per
     index, each index must be non-negative and unique, and the embedding must not also have LoRA or be in
     `modules_to_save`.
-
     Why it matters: PEFT assigns the rows to the indices in order. If their numbers differ, loading fails; if the
     embedding was also saved whole, PEFT mixes the two up when it saves.
-
     Example: `trainable_token_indices` lists 3 tokens, but the file has 2 rows.
-
     What to do: Put the indices that were trained into `adapter_config.json`. Train an embedding either whole or by
     rows.
     """
@@ -294,13 +273,10 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. An unknown
     layout is an error.
-
     Why it matters: Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, while PEFT and vLLM pack them
     rank by rank. Both have the same shape, so the wrong one loads and gives plausible garbage.
-
     Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and no config records its column
     order.
-
     What to do: Merge an adapter trained before 2026-09 with `lora-tool merge ADAPTER --moe-b-layout grouped-by-expert`,
     a later one with `rank-major`; or write `"lora_B_layout"` into `adapter_config.json`.
     """

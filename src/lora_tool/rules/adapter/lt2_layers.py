@@ -26,12 +26,9 @@ def unpaired(subject: LoraSubject) -> Iterator[Fault]:
 
     What it does: Looks for a `lora_A` without its `lora_B`, or a `lora_B` without its `lora_A`, in an adapter and in
     rank files.
-
     Why it matters: PEFT initialises the missing half, with only a warning: B is then zero and the module does nothing,
     or A is random and the module adds noise.
-
     Example: `layers.3.self_attn.q_proj.lora_A.weight` is in the file, but `…lora_B.weight` is not.
-
     What to do: Only the training state has the missing half: put its rank files together (`lora-tool consolidate
     CHECKPOINT`), or save the adapter again.
     """
@@ -45,12 +42,9 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B`
     with the length of DoRA's magnitude and of its own bias. Looks for factors that are not matrices.
-
     Why it matters: B·A cannot be computed, so loading fails. The factors come from two runs, or FSDP or DeepSpeed
     flattened them.
-
     Example: `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
-
     What to do: Save the adapter again from one training state.
     """
 
@@ -93,12 +87,9 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     """The rank differs from the config's.
 
     What it does: Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
-
     Why it matters: Loading fails with a size mismatch. Also, the scaling alpha/r is computed from the config, so with
     the wrong r every delta is too large or too small.
-
     Example: `adapter_config.json` says `"r": 16`, but every `lora_A` has 8 rows.
-
     What to do: Put the trained rank into `adapter_config.json`, or use the `adapter_config.json` of the same run.
     """
 
@@ -126,12 +117,9 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """A and B are swapped.
 
     What it does: Looks for pairs whose `lora_A` has r columns and whose `lora_B` has r rows.
-
     Why it matters: A converter from another framework wrote each factor under the other's name, or transposed both.
     Loading fails with a size mismatch.
-
     Example: r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
-
     What to do: Convert the adapter again. PEFT expects `lora_A` as (r, in) and `lora_B` as (out, r).
     """
 
@@ -163,13 +151,10 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     """Tensors without values, saved under DeepSpeed ZeRO-3.
 
     What it does: Looks for tensors with a size of 0 in their shape.
-
     Why it matters: Under ZeRO-3 each process holds a part of every parameter; saving without a gather writes empty
     tensors. The trained values are not in this file. Loading it fails, or with `ignore_mismatched_sizes` uses random
     numbers.
-
     Example: `…q_proj.lora_A.weight` has shape [0].
-
     What to do: Take the values from the training checkpoint, which holds `global_stepN/`: `lora-tool consolidate
     CHECKPOINT`. Or save again with `"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed config.
 
@@ -210,12 +195,9 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors with a non-float dtype.
 
     What it does: Checks that LoRA tensors and the weights of modules saved whole are F32, BF16, F16 or F64.
-
     Why it matters: Integers are quantised weights or a broken save. PEFT silently casts them to floats without applying
     their quantisation scale, so the delta is nonsense.
-
     Example: `…lora_A.weight` is I8.
-
     What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
     lora = subject.view.found(lambda layer: [each for each in layer.parts.values() if not each.dtype.is_float])
@@ -230,12 +212,9 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 
     What it does: Compares `use_dora` with the `lora_magnitude_vector`s, and `lora_bias` with the biases of `lora_B`.
-
     Why it matters: PEFT silently drops tensors whose flag is false, and initialises tensors whose flag is true but
     which are missing. Either way the model computes something that was never trained.
-
     Example: The file has a `lora_magnitude_vector` for each module, but the config says `"use_dora": false`.
-
     What to do: Set the flag in `adapter_config.json` to match the tensors.
     """
     config = subject.config

@@ -31,12 +31,9 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
 
     What it does: Checks that each tensor is named `base_model.model.<module>…`, without the prefixes of torch.compile,
     FSDP and DistributedDataParallel and without an adapter's name, and that the file holds only one adapter.
-
     Why it matters: PEFT ignores tensors under other names: the adapter loads, with a warning at most, and does nothing.
     PEFT loads `…lora_A.default.weight` only as the adapter named default; vLLM does not load it at all.
-
     Example: `base_model.model._orig_mod.model.layers.0…` was saved from a model wrapped by torch.compile.
-
     What to do: Repair the names: `lora-tool convert ADAPTER --to peft`. In future, save the unwrapped model
     (`accelerator.unwrap_model(model).save_pretrained(…)`).
 
@@ -107,13 +104,10 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for `modules_to_save.` and `original_module.` copies of a tensor that the file also holds, and
     for frozen base weights (`base_layer.weight`) other than embeddings.
-
     Why it matters: The adapter is larger than necessary, by whole matrices. PEFT itself saves some copies: a resized
     vocabulary with `modules_to_save` three times, the biases of a head with `bias="all"`, and the base's matrix of
     embeddings and output layers under LoRA. Those are reported as info. Two copies with different values are an error.
-
     Example: `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
-
     What to do: Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
     """
     plain = _plain(subject)
@@ -152,12 +146,9 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks in the adapter's folder for other trained weights that trainers save: LLaVA's
     `non_lora_trainables.bin`, LLaMA-Factory's `value_head`, ms-swift's `vit`, and TRL's value head,
     `pytorch_model.bin`.
-
     Why it matters: They belong to the trained model, but PEFT, vLLM and a merge use the adapter without them: the model
     gets the base's projector, and has no value head.
-
     Example: `non_lora_trainables.bin` beside `adapter_model.safetensors`.
-
     What to do: Merge with the program that trained it, or put these weights into the base first. A PPO value head can
     be left behind if you only need the policy. To make a reward model's value head its score head: `lora-tool convert
     ADAPTER --to peft --rm`.

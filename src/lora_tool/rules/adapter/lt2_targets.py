@@ -23,13 +23,10 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors, and
     for modules that are to be saved whole inside one that is saved whole too, or that two fields give LoRA.
-
     Why it matters: Either the model had no such module, so what you meant to train was not trained; or the tensors were
     lost. PEFT then loads missing LoRA as zeros with a warning, and stops with an error on a missing whole module. The
     finding is an error where PEFT stops: the base has the module, it is inside another, or it is named twice.
-
     Example: `target_modules` of a Llama adapter lists "c_attn", which is a module of GPT-2.
-
     What to do: Compare the entry with the base's module names (`lora-tool inspect BASE`), and remove it or train again.
     """
     config = subject.config

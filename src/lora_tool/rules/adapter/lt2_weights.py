@@ -38,13 +38,10 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Reads each layer's `lora_B` (for an embedding, its `lora_embedding_A`), which is zero before training.
     It is an error if all are zero; single zero ones are reported as info. It is an error, too, if every layer has a
     factor of zeros, whichever of the two it is.
-
     Why it matters: With B = 0 the adapter changes nothing, and the merged model equals the base. The run did not train:
     its learning rate was 0, its parameters were frozen, all gradients were zero, or it saved before the first step. A
     single zero B belongs to a module without a gradient, such as an expert that no token reached.
-
     Example: A GRPO run in which all rewards were equal ends with loss 0 and such an adapter.
-
     What to do: Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
     """
     factors = [layer.zero_initialised for layer in subject.layers]
@@ -74,12 +71,9 @@ def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Checks whether every `lora_B` is zero except for the rows that one rank of N would hold, with the same
     rank and N in all modules.
-
     Why it matters: Under FSDP each rank holds some rows of a matrix. A rank that saves without a gather, or loads its
     own part into a fresh adapter, saves only its own rows: the rest of every module is untrained.
-
     Example: After training on 8 GPUs, in all 224 modules only rows 0 to 511 of the 4,096 in `lora_B` are not zero.
-
     What to do: Save the adapter again from the sharded training checkpoint: `lora-tool consolidate CHECKPOINT`.
     """
     factors = [layer.b for layer in subject.layers if layer.b is not None and len(layer.b.shape) == MATRIX]
@@ -129,13 +123,10 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for LoRA on layers that transformers does not call: it multiplies with their weight itself. These
     are `dt_proj` of Mamba, Falcon Mamba and Jamba, the router of LongCat Flash, and `out_proj` of the attention that pools
     SigLIP's output and of Aria's projector. LoRA that is zero is reported as info.
-
     Why it matters: Their LoRA has no gradient, so training leaves it as it began, and no effect in the unmerged model. The
     merged weight has its ΔW, so the merged model is not the one that was trained unless ΔW is zero.
-
     Example: `init_lora_weights="pissa"` took the largest part of `mixer.dt_proj` out of the base, and training ran
     without it.
-
     What to do: Leave the layer out of `target_modules` when you train.
     """
     for layer in (layer for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)):
@@ -152,12 +143,9 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
     """NaN or infinity in the weights.
 
     What it does: Reads every value of the F16, BF16, F32 and F64 tensors, and every code and scale of 8-bit floats.
-
     Why it matters: NaN spreads to every output; or worse, it does not: under SDPA one NaN in a `q_proj` gave a finite,
     wrong score. PEFT and transformers load and merge it silently.
-
     Example: A reward model trained in fp16 overflowed; its log shows loss 0.0, because the Trainer filters NaN there.
-
     What to do: Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
     """
     for tensor in subject.tensors.values():
@@ -176,13 +164,10 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for every `lora_A` and `lora_B` that holds a single value throughout. LT208 covers a `lora_B` of
     zeros.
-
     Why it matters: Training never ends like this. The values were lost and filled in, by a broken conversion, a
     placeholder or uninitialised memory. An A of zeros makes its module do nothing; a constant B adds the same number to
     every output.
-
     Example: Every value of `…q_proj.lora_A.weight` is 0.
-
     What to do: Save the adapter again from the training state, or use another checkpoint.
     """
     for layer in subject.layers:
@@ -202,12 +187,9 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for values of 512 or more in factors and saved modules; trained values stay below about 1.
     Values from 65,536 on, where float16 overflows, are an error.
-
     Why it matters: The run diverged, the bytes were read in the wrong type or order, or the file is damaged. The model
     answers with nonsense, or with NaN where 16-bit types overflow.
-
     Example: `lora_B` holds 3.4e+38, because the gradient of a step overflowed or one of its bits was flipped.
-
     What to do: Use an earlier checkpoint; `grad_norm` and `loss` in `trainer_state.json` show where the run diverged.
     If the original file is fine, copy it again.
     """
@@ -225,12 +207,9 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
     """A head that is all zero.
 
     What it does: Reads `score.weight` or `classifier.weight` of an adapter or a model.
-
     Why it matters: A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails. The
     trained head was not saved, was read before its gather from the ranks, or got no gradient.
-
     Example: Every value of `base_model.model.score.weight` is 0, although the LoRA factors are trained.
-
     What to do: Look for the head in the training checkpoint (`lora-tool consolidate CHECKPOINT`), or take another
     checkpoint.
     """

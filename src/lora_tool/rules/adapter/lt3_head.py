@@ -36,12 +36,9 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a
     classifier class without a task type, or that `--rm` declares reward models. PEFT lists both `classifier` and
     `score` in `modules_to_save`; the file must have one of them.
-
     Why it matters: A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools add
     a random head, a different one on every load.
-
     Example: A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
-
     What to do: Take `score.weight` from the training checkpoint, if the run saved one: `lora-tool consolidate
     CHECKPOINT`. Otherwise train again with `task_type="SEQ_CLS"`.
 
@@ -108,12 +105,9 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
     What it does: Looks for LoRA on `score` or `classifier` if neither adapter nor base has the head's own weight.
-
     Why it matters: The head of a fresh reward model is random. LoRA on it trains a difference to random numbers that
     were not saved, so the rewards are lost. `target_modules="all-linear"` does this in some trainers.
-
     Example: The adapter has `score.lora_A` and `score.lora_B`, and the base is a causal LM.
-
     What to do: Take the frozen `score.weight` from the training checkpoint (`global_stepN/`): `lora-tool consolidate
     CHECKPOINT`. Next time, keep the head out of `target_modules` and let `task_type="SEQ_CLS"` save it.
     """
@@ -141,12 +135,9 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's head also with
     the labels of a base that is a classifier. LT308 compares a model's head with its own config.
-
     Why it matters: Loading fails with a size mismatch. A reward model with two rows gives two numbers, of which tools
     use the first. transformers assumes two labels if the config names none.
-
     Example: `score.weight` is [2, 4096] in what should be a reward model.
-
     What to do: Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
 
     A head that the adapter carries whole replaces the base's, so a base with another number of labels is only a
@@ -186,12 +177,9 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or not
     set, for a requested task (`--rm`, `--task`) that is not the adapter's, and for a causal LM's adapter with a base
     that is a classifier.
-
     Why it matters: PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter silently loses
     its head and answers with text logits instead of rewards.
-
     Example: `task_type` is `"CAUSAL_LM"`, but `base_model.model.score.weight` is in the file.
-
     What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; otherwise omit `--rm`.
 
     `lora-tool validate --fix` sets it for a head of one row, if `--rm` is given, or if `auto_mapping` names the trained

@@ -82,12 +82,9 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for each adapted module among the base's tensors. A classifier does not have the output layer of
     a language model.
-
     Why it matters: PEFT drops LoRA for modules that the base does not have, with a warning at most, so that part of the
     adapter does nothing.
-
     Example: LoRA on `model.layers.0.self_attn.qkv_proj`, but the base has `q_proj`, `k_proj` and `v_proj`.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
@@ -112,11 +109,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Compares the shapes of lora_B·lora_A and of trained token rows with the base's weight, including
     stacked experts, and the width of a new head with the base's hidden states. For model types whose names in memory no
     header tells, it compares what has the same name on disk.
-
     Why it matters: The adapter was trained on a different model, so loading fails with a size mismatch.
-
     Example: lora_B·lora_A is [4096, 4096], but the base's `q_proj.weight` is [3584, 3584].
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
@@ -231,12 +225,9 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares the layer numbers of the adapter with those of the base. For model types that have the same
     tensors on disk and in memory, it also looks for adapted tensors of the base that `config.json` leaves no place for.
-
     Why it matters: The adapter is for a deeper model of the family. PEFT drops the extra layers and applies the others
     to a model that they were not trained on.
-
     Example: The adapter has layers 0 to 39, the base 0 to 31.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     for _, name, beyond in _absent(subject):
@@ -280,11 +271,8 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for each whole tensor of the adapter in the base and compares the shapes; of a head, only those
     before its last layer. A head may be new, a tied output layer may be absent, and a classifier has no output layer.
     LT504 compares vocabularies.
-
     Why it matters: PEFT silently drops a tensor that the base does not have, and cannot load one of another shape.
-
     Example: `model.norm_extra.weight` is in the adapter, but the base has no such tensor.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched

@@ -30,12 +30,9 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
 
     What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
     names, dtypes, shapes and samples of all weights.
-
     Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
     them, and the result is garbage that looks fluent.
-
     Example: The adapter was trained on `Qwen2.5-7B-Instruct`, but `--base` is `Qwen2.5-7B`.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`. If `--base` is that model converted to
     another dtype, which this rule cannot know: `--ignore LT507`.
     """
@@ -69,12 +66,9 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     What it does: Compares the base with the one that `adapter_config.json` names, if that one is on this disk: names,
     dtypes, shapes and samples of all weights, so that a copy, a link or the Hub cache counts as the same model. If it
     is not on this disk, the two Hub ids are compared; without two, the rule is skipped, unless LT507 can tell.
-
     Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
     them, and the result is garbage that looks fluent.
-
     Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, but `--base` is `Qwen/Qwen2.5-7B`.
-
     What to do: Omit `--base` to use the named model, or correct `base_model_name_or_path`.
 
     If `--base` is right and the named model cannot be had: `--ignore LT520`.
@@ -113,12 +107,9 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: If `base_model_name_or_path` is a path that does not exist and no `--base` is given, looks for a model
     in a folder of that name: in or beside the adapter's folder, beside its parent, or in the working directory.
-
     Why it matters: PEFT records the path as it was typed for training. On another machine, or from another folder, that
     path does not exist, and loading the adapter fails although the base is there.
-
     Example: `base_model_name_or_path` is `/workspace/llama-base`, but `llama-base` lies beside the adapter.
-
     What to do: Write the path into `adapter_config.json`: `lora-tool validate ADAPTER --fix` does it if the model fits.
     Or give the base each time: `--base MODEL`.
     """
@@ -182,12 +173,9 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for LoRA on the output layer or the embeddings of a base that uses one matrix for both. LoRA
     with the same ΔW on both, as PEFT trains it with `ensure_weight_tying`, is fine.
-
     Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix and with it the layer that was
     not trained; `lora-tool merge` refuses.
-
     Example: `target_modules` names `lm_head`, but the base's config has `"tie_word_embeddings": true`.
-
     What to do: Merge with `--untie`, which writes two matrices, or serve the adapter unmerged. Next time train with
     `ensure_weight_tying=True`, or on a base saved with `tie_word_embeddings=False`.
     """
@@ -220,11 +208,8 @@ def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares `trainable_token_indices` with the number of rows of their embedding: the adapter's if it
     carries one, else the base's.
-
     Why it matters: The tokens were added before training, but the base lacks them. PEFT fails: index out of range.
-
     Example: Token 151,670 was trained, but the base's embedding has 151,666 rows.
-
     What to do: Give a base with the added tokens: call `model.resize_token_embeddings(ROWS)` and save it.
     """
     match = subject.matched
@@ -246,12 +231,9 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers where the
     base has only a mixture of experts.
-
     Why it matters: The adapter was trained on the family's dense model. PEFT drops these layers with a warning and
     applies the others, such as attention, to a model that they were not trained on.
-
     Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     if subject.base is None or subject.base.config is None:
@@ -285,11 +267,8 @@ def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a
     merged model. Does the same for the adapters that this one was computed from (`combine`, `resize`, `prepare`,
     `convert`, `extract`), which its own manifest lists.
-
     Why it matters: Merged again, or loaded onto that model unmerged, the adapter is applied twice, and nothing fails.
-
     Example: `--base merged-model`, which was made from this very adapter, or from one of two that `combine` added up.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`. Use the merged model without the
     adapter. Of a sum, merge only the adapters that are not in the model yet.
     """

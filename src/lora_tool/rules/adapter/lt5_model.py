@@ -44,15 +44,12 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """A different vocabulary from the base's.
 
     What it does: Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
-
     Why it matters: Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are
     resized first, and the model needs the adapter's tokenizer. This is reported as info if the adapter carries every
     embedding and output layer of the base with the same number of new rows. It is an error if those matrices differ in
     their rows; if one of them has new rows and another has none, so that these were random; and if LoRA was trained on
     a matrix with another number of rows than the base's that the adapter does not carry.
-
     Example: `embed_tokens.weight` has 151,668 rows in the adapter, but 151,666 in the base.
-
     What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
     match = subject.matched
@@ -128,13 +125,10 @@ def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares the head of a classifier's adapter with the head of the base's architecture: its name, the
     number of labels in all tensors of the head, including the base's, and the requested number.
-
     Why it matters: PEFT silently drops a head under another name, and transformers initialises a random one in its
     place, a different one on every load. A weight and a bias of different lengths cannot be loaded.
-
     Example: `classifier.weight` is in the adapter, but the head of a `Qwen2ForSequenceClassification` is called
     `score`.
-
     What to do: Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors as the
     class expects.
     """
@@ -225,13 +219,10 @@ def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Compares the adapter's values for two tensors that the base ties: embeddings and output layer, whole
     or as trained tokens, and others that the model's class ties. A layer trained as a separate module
     (`modules_to_save` without `ensure_weight_tying`) stays separate, and so do both layers under `--untie`.
-
     Why it matters: The adapter was trained on a base with separate embeddings and output layer. PEFT loads both into
     the one tied matrix, the second over the first, and half of the training is lost.
-
     Example: The adapter has `embed_tokens.weight` and `lm_head.weight` with different values, but the base has
     `"tie_word_embeddings": true`.
-
     What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or merge into two matrices
     with `--untie`.
     """
@@ -311,12 +302,9 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter. The
     parameters come from a built-in table of architectures; where it does not cover the base's config, and in merges that
     need it, from transformers. LT301 and LT513 look at heads.
-
     Why it matters: transformers initialises missing parameters with random values, different ones on every load, with a
     log line at most.
-
     Example: The base was saved without `lm_head.weight`, and the adapter does not have it either.
-
     What to do: Give the complete model that the adapter was trained on: `--base MODEL`. A head may be in the training
     checkpoint.
     """

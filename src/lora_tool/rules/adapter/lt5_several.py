@@ -29,13 +29,10 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
 
     What it does: Compares the adapters of one merge or sum pairwise: their tasks (by `task_type`, trained class or
     head), their weights, what they were computed from, and how each changes the modules that both touch.
-
     Why it matters: LoRA deltas add up. Modules that both saved whole, DoRA magnitudes, trained tokens and heads do not:
     one of the two would be lost, or their order would matter. An adapter given twice is applied twice; so is one beside
     a sum that `lora-tool combine` made of it, which is only a warning, since its weight may take it off the sum.
-
     Example: Both adapters contain a whole `lm_head`, with different values.
-
     What to do: Give each adapter once. Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base
     MERGED`. To keep one adapter's head: `lora-tool combine ADAPTER1 ADAPTER2 --head-of ADAPTER1 -o OUT`, and merge OUT.
     """

@@ -23,11 +23,8 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Applies `target_modules` and `target_parameters` to the base, and looks for targets without tensors;
     also for modules of `modules_to_save`, and biases that `"bias": "all"` trains, of which the file has only a part.
-
     Why it matters: Tensors were lost. PEFT still creates LoRA there, with B = 0 and only a warning.
-
     Example: `q_proj` has LoRA in only 31 of the 32 layers.
-
     What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
     match, config = subject.matched, subject.config

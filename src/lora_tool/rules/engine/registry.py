@@ -139,8 +139,9 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def _page(self) -> list[str]:
-        """The paragraphs of the docstring."""
-        return inspect.cleandoc(self.check.__doc__ or page_in_source(self.check)).split("\n\n")
+        """The paragraphs of the docstring; each section begins one."""
+        text = inspect.cleandoc(self.check.__doc__ or page_in_source(self.check))
+        return re.sub(rf"\n+(?=(?:{'|'.join(SECTIONS)}): )", "\n\n", text).split("\n\n")
 
     def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding | Unchecked]:
         """Yield the rule's findings on a subject of its kind, and the checks that it could not make; of an `ignored`

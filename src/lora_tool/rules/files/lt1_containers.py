@@ -55,13 +55,10 @@ def truncated(subject: Subject) -> Iterator[Fault]:
     """Truncated weights file.
 
     What it does: Compares the sizes that a safetensors header claims with the size of the file.
-
     Why it matters: A full disk, a killed job or a broken download cut the end of the file off. Loading it fails, or, in
     tools that do not check, reads wrong bytes as weights.
-
     Example: The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096, but the file has only
     3,000.
-
     What to do: Copy or download the file again, or save the checkpoint again; the missing bytes cannot be restored.
     """
     cut = (problem for problem in subject.problems if problem.defect is Defect.TRUNCATED)
@@ -75,12 +72,9 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
     """Weights file with a broken header.
 
     What it does: Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
-
     Why it matters: Without a valid header no tensor in the file can be located. Often the file is of another kind under
     a wrong name: a pickle, an HTML error page, or a Git LFS pointer.
-
     Example: `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
-
     What to do: Download the real file (`git lfs pull`, or `hf download`), or save the checkpoint again.
     """
     yield from defects(subject, Defect.BAD_HEADER)
@@ -91,12 +85,9 @@ def hole(subject: Subject) -> Iterator[Fault]:
     """Bytes that belong to no tensor.
 
     What it does: Checks that the tensors of a safetensors file cover its data without gaps, as the format requires.
-
     Why it matters: Something was cut out of the header or appended to the data, and safetensors refuses the file.
     Unread bytes can also hide a payload.
-
     Example: The header lists tensors up to byte 4,096, but the data has 4,100 bytes.
-
     What to do: Copy or save the file again; do not edit safetensors files by hand.
     """
     yield from defects(subject, Defect.HOLE)
@@ -107,12 +98,9 @@ def overlap(subject: Subject) -> Iterator[Fault]:
     """Tensors that share bytes.
 
     What it does: Checks that no two tensors of a safetensors file claim the same bytes.
-
     Why it matters: The header is wrong for at least one of them. safetensors refuses such a file, and no known program
     writes it.
-
     Example: Two tensors both have `data_offsets` [0, 512].
-
     What to do: Save the checkpoint again with safetensors, and do not trust the source of this file.
     """
     yield from defects(subject, Defect.OVERLAP)
@@ -123,12 +111,9 @@ def duplicate_key(subject: Subject) -> Iterator[Fault]:
     """A duplicate name.
 
     What it does: Looks for repeated keys in JSON files and safetensors headers, and for one tensor in two shards.
-
     Why it matters: It depends on the reader which of the two counts, so one tool checks a value and another loads a
     different one.
-
     Example: `adapter_config.json` has `"r": 8` and further down `"r": 16`.
-
     What to do: Remove the wrong one, or save the checkpoint again.
     """
     yield from defects(subject, Defect.DUPLICATE_KEY)
@@ -139,12 +124,9 @@ def wrong_size(subject: Subject) -> Iterator[Fault]:
     """A tensor whose size does not match its shape and dtype.
 
     What it does: Compares each tensor's byte range with its shape and dtype.
-
     Why it matters: The shape, the dtype or the byte range is wrong, so the values cannot be read; safetensors refuses
     the file.
-
     Example: An F32 tensor of shape [4, 16] needs 256 bytes, but its header gives it 128.
-
     What to do: Save the checkpoint again; a header edited by hand is the usual cause.
     """
     yield from defects(subject, Defect.WRONG_SIZE)
@@ -155,11 +137,8 @@ def shard_missing(subject: Subject) -> Iterator[Fault]:
     """A weights file that the index names is missing.
 
     What it does: Looks for every file that `model.safetensors.index.json` names.
-
     Why it matters: The tensors in it are missing, so the model cannot be loaded. A download or copy was interrupted.
-
     Example: The index names `model-00002-of-00003.safetensors`, but the folder has only files 1 and 3.
-
     What to do: Copy or download the missing file (`hf download` continues where it stopped).
     """
     yield from defects(subject, Defect.SHARD_MISSING)
@@ -170,12 +149,9 @@ def shard_name(subject: Subject) -> Iterator[Fault]:
     """An index that points outside its folder.
 
     What it does: Checks that each file name in `model.safetensors.index.json` is a bare file name.
-
     Why it matters: `../x.safetensors` or an absolute path reads files that are not part of the model. transformers
     silently follows such a path; lora-tool does not.
-
     Example: `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
-
     What to do: Do not use this folder unless you know who made it; a valid index holds only bare file names.
     """
     yield from defects(subject, Defect.SHARD_NAME)
@@ -186,12 +162,9 @@ def index_mismatch(subject: Subject) -> Iterator[Fault]:
     """Index and weights files disagree.
 
     What it does: Compares the tensors that the index names with those in the files.
-
     Why it matters: A tensor that is only in one of the two is missing or ignored on loading. The shards come from two
     different models, or from two versions of one.
-
     Example: The index puts `model.norm.weight` in the third file, which does not hold it.
-
     What to do: Copy the index and all weights files again, from one place.
     """
     yield from defects(subject, Defect.INDEX_MISMATCH)
@@ -203,11 +176,8 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
 
     What it does: Looks for `adapter_model.bin` and `pytorch_model*.bin` without a safetensors file. A file of torch 1.6
     or later is a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
-
     Why it matters: A pickle can run any code when another tool loads it.
-
     Example: A folder with `adapter_config.json` and `adapter_model.bin`.
-
     What to do: `lora-tool merge` writes safetensors, and so does `lora-tool convert ADAPTER --to peft -o OUT`. To convert
     another file, load it on a machine where it may run code and save it again: `model.save_pretrained(folder)`.
     """
@@ -226,12 +196,9 @@ def total_size(subject: Subject) -> Iterator[Fault]:
     """The index states a wrong total size.
 
     What it does: Compares `metadata.total_size` of the index with the bytes of all tensors.
-
     Why it matters: Loaders plan memory and devices from this number. A wrong one also suggests that the weights were
     rewritten without their index, so the folder may be a mixture.
-
     Example: `total_size` is 1,000, but the tensors hold 2,048 bytes.
-
     What to do: Set `metadata.total_size` to the number of bytes of all tensors, or save the model again.
 
     `lora-tool validate --fix` sets it.
@@ -245,12 +212,9 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
 
     What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
     files: among the weights and configs, and the tokenizer, licence and model card, which commands copy.
-
     Why it matters: The files that are checked and published should lie in the folder itself; the target of a link may
     change.
-
     Example: `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
-
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
@@ -275,11 +239,8 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     """A JSON file that cannot be read.
 
     What it does: Parses the JSON files beside the weights, the tokenizer's and `lora_tool.json` among them.
-
     Why it matters: Without a readable config the weights cannot be interpreted.
-
     Example: `adapter_config.json` ends in the middle of a line, because the disk was full.
-
     What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
@@ -297,12 +258,9 @@ def stray_weights(subject: Subject) -> Iterator[Fault]:
     """A weights file that the index does not name.
 
     What it does: Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
-
     Why it matters: It is left over from an earlier save with another number of files. transformers ignores it, but
     every push or copy of the folder takes it along, and it may be the newer one.
-
     Example: A model of two files was saved over one of five, and three of the old files remain.
-
     What to do: Check that the index names the right files, then remove this one.
     """
     yield from defects(subject, Defect.STRAY_WEIGHTS)
@@ -321,12 +279,9 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
     """No weights.
 
     What it does: Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.
-
     Why it matters: There is a config but nothing to load. Saving was interrupted, or the weights are elsewhere: under
     DeepSpeed ZeRO-3 and FSDP they are in the rank files of `global_stepN/` or in a `.distcp` folder.
-
     Example: A `checkpoint-500` that was being written when the job was killed.
-
     What to do: If `global_stepN/` or `.distcp` files lie beside it, put them together: `lora-tool consolidate
     CHECKPOINT`. Otherwise use the previous checkpoint. PEFT 0.21 cannot read a sharded adapter
     (`adapter_model-00001-of-00002.safetensors`): put its tensors into one file.

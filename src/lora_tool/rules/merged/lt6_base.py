@@ -56,11 +56,8 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Compares the names in the weights with the base's. Tensors that the model's class does not have, such
     as a head or output layer, and buffers that transformers computes, may be absent.
-
     Why it matters: transformers re-initialises it at random, with only a log line.
-
     Example: A merge that goes shard by shard stopped after the second of three.
-
     What to do: Merge again, and save the whole `state_dict`.
     """
     if subject.base is None:
@@ -89,11 +86,8 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in the model that its base does not have.
 
     What it does: Compares the names in the weights with the base's, except for heads and output layers.
-
     Why it matters: Either transformers ignores it on loading, or it changes what the model computes.
-
     Example: The model has biases of `q_proj`, but the base has none.
-
     What to do: Compare the two `config.json` files, and give the base that the model was made from.
     """
     base = subject.base and _matched(subject.base, subject)
@@ -113,11 +107,8 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Compares shapes with the base's, except for heads. Another number of rows in embeddings and output
     layers is reported as info: the vocabulary was resized.
-
     Why it matters: The model does not load with the base's config, and a transposed matrix computes something else.
-
     Example: `mlp.down_proj.weight` is [64, 16] in the model, but [16, 64] in the base.
-
     What to do: Merge again with the base that the adapter was trained on.
     """
     if subject.base is None:
@@ -147,11 +138,8 @@ def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Looks for a tensor that differs from the base's. It compares the first bytes of each, which gives a
     warning; with `--deep` it compares all bytes, which gives an error.
-
     Why it matters: It is the base under another name: every measurement of it measures the base.
-
     Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
-
     What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
     base = subject.base and _matched(subject.base, subject)

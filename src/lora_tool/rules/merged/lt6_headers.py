@@ -82,12 +82,9 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     """Adapter tensors left in a merged model.
 
     What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model.
-
     Why it matters: The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of
     the weights under their names and initialises random ones, with only a log line.
-
     Example: `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
-
     What to do: Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving. If there is no
     adapter, take it out of these weights: `lora-tool consolidate MODEL`.
     """
@@ -107,11 +104,8 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor is missing from a merged model.
 
     What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
-
     Why it matters: transformers initialises a missing tensor at random, with only a log line.
-
     Example: A merge that goes shard by shard stopped after the second of three.
-
     What to do: Write it again, with the command that wrote it, into a new folder.
     """
     for name, spec in (subject.expected or {}).items():
@@ -127,11 +121,8 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in a merged model that neither base nor adapter has.
 
     What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
-
     Why it matters: Either transformers ignores it on loading, or it replaces another tensor.
-
     Example: `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
-
     What to do: Merge again with its base and adapter.
     """
     expected = subject.expected
@@ -161,12 +152,9 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of a merged model has the wrong shape or dtype.
 
     What it does: Compares shapes and dtypes with what base and adapter give, or with the ledger of `lora_tool.json`.
-
     Why it matters: A tensor of a wrong shape does not load. Another float type may be intended, so it is reported as
     info.
-
     Example: `score.weight` is [2, 4096], but the adapter's head is [1, 4096].
-
     What to do: Merge again with the base that the adapter was trained on.
     """
     casts: dict[tuple[str, str], int] = {}
@@ -205,13 +193,10 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
     """The merged model lacks the trained head.
 
     What it does: Looks in the merged model for the score head of the adapter or base.
-
     Why it matters: Without it the folder is a language model, or a classifier with a random head whose rewards mean
     nothing. PEFT merges a reward adapter into a causal LM without a warning, and so do merge scripts that know only
     `.weight` pairs.
-
     Example: The adapter holds `base_model.model.score.weight`, but the merged folder has an `lm_head` and no `score`.
-
     What to do: Merge again as a reward model: `lora-tool merge --rm ADAPTER`.
     """
     for name in sorted(_forgotten_head(subject)):
@@ -227,13 +212,10 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Looks in the merged folder for the tokenizer and processor files of adapter and base, including the
     chat template; for an embedding model also for the files of sentence-transformers. A model that is compared only
     with its base must have a tokenizer if the base has one.
-
     Why it matters: A folder without its tokenizer is used with one from elsewhere. With other special tokens or another
     chat template, the model sees other inputs than it was trained on. Without `modules.json`, sentence-transformers
     pools an embedding model by the mean, however it was trained.
-
     Example: `chat_template.jinja` lies beside the adapter, but not in the merged folder.
-
     What to do: Copy the files that training used: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
     from lora_tool.formats.sentence_transformers import root_files  # only merged models need it
@@ -292,12 +274,9 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
     the weights compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Compared only with a base,
     it is a warning, as training may have changed these fields on purpose, and the class, the vocabulary and tying are
     not compared.
-
     Why it matters: The same weights under another config are a different model: it loads, but its answers are wrong.
-
     Example: `rope_theta` is 10000.0, but 1000000.0 in the base; the class is `LlamaForCausalLM` for a merged reward
     model.
-
     What to do: Copy the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as
     trained, or merge again with `lora-tool merge`, which does so.
     """
@@ -352,12 +331,9 @@ def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
     """The model was merged from a different base or adapter.
 
     What it does: Compares the fingerprints of the given base and adapter with those recorded in `lora_tool.json`.
-
     Why it matters: The model was made from other inputs, or its inputs have changed since, so these cannot prove it
     right.
-
     Example: The adapter's folder was overwritten by the next training run.
-
     What to do: Give the base and adapter that were merged: `lora-tool verify MERGED --base B --adapter A`.
     """
     manifest = subject.checkpoint.manifest

@@ -42,11 +42,8 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter does not change differs from the base's.
 
     What it does: Compares the bytes of every tensor that the adapter does not change with the base's.
-
     Why it matters: The merge broke it, the file was damaged, or it comes from another model.
-
     Example: A norm of layer 3 differs in one value after a copy over a bad network.
-
     What to do: Merge again; if it happens again, check the disk and the memory.
     """
     if subject.another_base:
@@ -72,12 +69,9 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter should change equals the base's.
 
     What it does: Looks for tensors with LoRA or trained rows that still equal the base's.
-
     Why it matters: The merge silently dropped part of the adapter, so the model is neither the base nor the trained
     model.
-
     Example: The `gate_proj` of every expert is unchanged, because the merge knew only their fused names.
-
     What to do: Merge again with `lora-tool merge`, which refuses what it cannot place.
     """
     if subject.carries_nothing:
@@ -96,11 +90,8 @@ def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The merged model equals its base: no tensor contains the adapter.
 
     What it does: Checks whether every tensor that the adapter should change still equals the base's.
-
     Why it matters: It is the base under another name: every measurement of it measures the base.
-
     Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
-
     What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
     if subject.carries_nothing:
@@ -115,11 +106,8 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
     What it does: Computes W + scaling·(B·A) again, in float64 and with other code than the merge's, and compares every
     value within a bound derived from the arithmetic: half an ulp plus the error of float32 sums. If the program that
     merged is unknown, any error that 16-bit arithmetic explains is also accepted.
-
     Why it matters: The weights are not the trained ones.
-
     Example: A worker died and left a block of rows at zero.
-
     What to do: Merge again; if it happens again, check the disk and the memory.
     """
     broken = {Verdict.DIFFERENT} if subject.another_adapter else {Verdict.DIFFERENT, Verdict.UNRELATED}
@@ -133,12 +121,9 @@ def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged twice.
 
     What it does: Projects W' - W on ΔW: the factor is 1 after one merge, and 2 after a second merge into the result.
-
     Why it matters: The trained change was applied twice. The model still produces fluent text, so the fault goes
     unnoticed.
-
     Example: A merge script ran again on the folder it had written; or both tied embeddings and output layer had LoRA.
-
     What to do: Merge once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge an adapter
     twice.
     """
@@ -152,12 +137,9 @@ def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged with the wrong scaling.
 
     What it does: Projects W' - W on ΔW, and reports the factor if it explains the values and is neither 1 nor 2.
-
     Why it matters: The adapter is too strong or too weak: the merge left out `lora_alpha / r`, left out rsLoRA's √r or
     applied it twice, or subtracted the delta.
-
     Example: W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
-
     What to do: Merge again; the scaling is `lora_alpha / r`, or `lora_alpha / √r` with `use_rslora`.
     """
     for found in subject.merged():
@@ -187,11 +169,8 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged transposed.
 
     What it does: Compares W' - W with ΔWᵀ if W is square, because then the shape does not reveal the mistake.
-
     Why it matters: The change acts on the wrong sides of the layer, so it is noise of the right size.
-
     Example: GPT-2's square `c_proj`, stored as [in, out], was merged as if it were [out, in].
-
     What to do: Merge again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
     """
     for found in subject.merged():
@@ -204,11 +183,8 @@ def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The weights contain another adapter.
 
     What it does: Checks whether every tensor that this adapter changes was changed, but in another direction.
-
     Why it matters: The model is not the one that this run trained.
-
     Example: `checkpoint-500` was merged, but the folder is kept beside the adapter of `checkpoint-1000`.
-
     What to do: Compare it with the adapter that was merged, `lora-tool verify MERGED --adapter A`, or merge
     again.
     """
@@ -228,11 +204,8 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
 
     What it does: Compares heads and other tensors that were trained whole (`modules_to_save`, biases) with the
     adapter's, rounded to the model's dtype.
-
     Why it matters: A score head other than the trained one gives meaningless rewards.
-
     Example: Loading the base re-initialised `score.weight`, and the merge never copied the adapter's head.
-
     What to do: Merge again: `lora-tool merge --rm ADAPTER` for a reward model.
     """
     for found in subject.evidence.values():
@@ -254,11 +227,8 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     Factors that only stand beside one another are compared value by value, and `adapter_config.json` with what was
     written, but for the name of the base.
     Right after writing, samples of both factors are computed again as well.
-
     Why it matters: The adapter does something else than the inputs that it was computed from.
-
     Example: The file was cut and padded by a bad copy, or edited after it was written.
-
     What to do: Run the command that computed it again, into a new folder.
     """
     for found in subject.evidence.values():
@@ -273,12 +243,9 @@ def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
     What it does: For a tensor that is not W + ΔW, computes what the base's quantised weight is without its scales, with
     and without its zero points, and compares that, and that plus ΔW, with the stored values. For weights that are
     stored quantised again, it checks whether ΔW was added to the codes, or W + ΔW was not divided by the scales.
-
     Why it matters: The shapes are right and the model loads, but its weights are not the trained ones.
-
     Example: `merge_and_unload` on codes of FP8 adds ΔW to the codes: without their scales the weights are thousands of
     times too large.
-
     What to do: Merge again: `lora-tool merge ADAPTER --base QUANTISED` decodes every format as its library does.
     """
     for found in subject.evidence.values():
@@ -291,11 +258,8 @@ def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
     """Most tensors that the adapter does not change differ from the base's.
 
     What it does: Counts the tensors that the adapter does not change but that differ from the base's.
-
     Why it matters: The adapter was merged into another base: another version of it, or its instruct model.
-
     Example: An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
-
     What to do: Give the base that it was merged into: `--base MODEL`. If the adapter was not trained on that base,
     merge again.
     """
@@ -313,12 +277,9 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
 
     What it does: Measures how much of ΔW remains in the stored W' - W: the cosine between the two, over all merged
     tensors.
-
     Why it matters: A change smaller than half an ulp of a 16-bit weight rounds to nothing. The merge is correct, but it
     contains less of the training than the adapter. Small learning rates in RL and DPO cause this.
-
     Example: ΔW is a thousandth of W in bfloat16, and only 16% of the values change.
-
     What to do: Merge with `--dtype float32`, or serve the adapter unmerged.
     """
     merged = [found for found in subject.merged() if found.verdict is Verdict.RIGHT and found.distance is not None]
@@ -339,12 +300,9 @@ def other_answers(subject: MergedSubject) -> Iterator[Fault]:
 
     What it does: `lora-tool verify --logits` runs both on the same inputs in float32 and compares logits or rewards. A
     third run, which moves each changed weight at random by up to half an ulp, measures how much rounding explains.
-
     Why it matters: Every tensor may be right and the model still wrong: through another config, a tensor under a name
     that is never loaded, or embeddings that are tied again on loading.
-
     Example: LoRA on `lm_head` was merged into embeddings that `config.json` ties.
-
     What to do: Look at the other findings first, and serve the adapter unmerged until the cause is found.
     """
     found = subject.outputs
@@ -363,11 +321,8 @@ def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
 
     What it does: `lora-tool verify --pairs FILE --min-accuracy 0.7` (or `ci` with the same options) counts the pairs
     whose chosen text gets the higher reward, a tie as half, and compares their share with the minimum.
-
     Why it matters: Every tensor may be right and the reward model still a poor judge.
-
     Example: A reward model trained on swapped columns ranks only 30% of 200 held-out pairs correctly.
-
     What to do: If base + adapter rank better than the merged model, look at the other findings. Otherwise train longer,
     or check the data: `chosen`, `rejected` and the chat template.
     """

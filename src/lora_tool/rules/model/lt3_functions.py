@@ -68,11 +68,8 @@ def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Looks up, in `config.json` and in the configs in it (`text_config`), `hidden_act` (`hidden_activation`,
     `activation_function`), the `rope_type` of `rope_parameters` or `rope_scaling`, the entries of `layer_types` and
     `attn_implementation` among the names of transformers 5, and what a rope type requires.
-
     Why it matters: transformers does not load the model, some faults with a bare `KeyError: 'swilu'`.
-
     Example: `"hidden_act": "swilu"`; `"rope_type": "linear"` without `factor`.
-
     What to do: Copy the field from the `config.json` of the model that this one was trained from.
     """
     config = subject.checkpoint.config

@@ -36,12 +36,9 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
     What it does: Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head (but not of token
     classifiers, which score every token), and for `pad_token` in the tokenizer files beside a reward adapter (reported as
     info, because the base may have one).
-
     Why it matters: The score is read at the last token that is not padding. Without the pad token's id, transformers
     raises "Cannot handle batch sizes > 1", or reads the score of a padding token.
-
     Example: A Llama reward model whose `config.json` has `"pad_token_id": null`.
-
     What to do: Set `pad_token_id` in `config.json` to the id of the pad token that training used.
 
     `lora-tool validate --fix` sets it if the tokenizer beside the model names a pad token.
@@ -80,13 +77,10 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """The model's class and its head disagree.
 
     What it does: Compares `architectures` in `config.json` with the head tensors of the weights.
-
     Why it matters: If the class is a classifier and the files have no head, transformers initialises a random one on
     each load, with only a log line. If the class is a causal LM, transformers drops the head: the rewards are gone, and
     it may initialise a random `lm_head`.
-
     Example: `architectures` is `["LlamaForSequenceClassification"]`, but the weights have no `score.weight`.
-
     What to do: Set `architectures` to the trained class. If the head is missing, merge the adapter that has it.
     """
     model = subject.checkpoint
@@ -115,12 +109,9 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Compares `num_labels` in a classifier's `config.json`, or `id2label` if that is not set, with the rows
     of its head, and the head's bias with both. A question-answering head has two rows: the start and the end of the
     answer.
-
     Why it matters: Loading fails with a size mismatch or, with `ignore_mismatched_sizes`, initialises a random head. If
     the config names no labels, transformers assumes two, but a reward model has one.
-
     Example: `score.weight` is [1, 4096], but `config.json` has no `id2label`.
-
     What to do: Set `id2label` and `label2id` to as many labels as the head has rows: `{"0": "LABEL_0"}` for a reward
     model.
 
@@ -158,12 +149,9 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Looks for a head with labels (`score`, `classifier`) in a model that `--rm` or `--num-labels` declares
     a reward model or classifier. A model given as `--base` needs none.
-
     Why it matters: A causal LM loaded as a reward model gets a random head, a different one on every load. Its rewards
     mean nothing, and transformers only logs a line.
-
     Example: `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
-
     What to do: Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`). If the
     model should be a causal LM, omit `--rm` and `--num-labels`.
     """

@@ -28,14 +28,11 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
 
     What it does: Checks that every quantised weight has its scales, in the shapes that format and config give, and that
     the config declares weights quantised exactly if they are.
-
     Why it matters: transformers ignores scales that the config does not announce and computes with the raw codes. It
     initialises weights at random if they have the names of another format. A grid of another tile size scales the wrong
     values. None of these raises an error.
-
     Example: `save_pretrained` after PEFT's merge into an FP8 base leaves `weight_scale_inv` and drops
     `quantization_config`; after one into GPT-OSS it stores bfloat16 under the names `…_blocks`.
-
     What to do: Copy or merge the model again: `lora-tool merge ADAPTER --base QUANTISED` writes unquantised weights and
     a matching config.
     """
@@ -71,12 +68,9 @@ def fused_layers_of_two_kinds(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Looks at the weights that a server puts into one: q, k and v of an attention, gate and up of an MLP,
     the experts of a layer. In FP8, compressed-tensors and modelopt's formats all of them are quantised, or none is.
-
     Why it matters: transformers loads such a model. vLLM refuses it: "Detected some but not all shards of qkv_proj are
     quantized".
-
     Example: A merge wrote `q_proj` in bfloat16, because the adapter changes it, and left `k_proj` and `v_proj` in FP8.
-
     What to do: Merge again: `lora-tool merge ADAPTER --base QUANTISED --store touched-16bit` writes whole sets.
     """
     method = subject.checkpoint.config.quantization if subject.checkpoint.config else None

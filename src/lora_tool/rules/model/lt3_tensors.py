@@ -32,13 +32,10 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     is asked if it is installed. For other types it checks the width of the embeddings and of a `score` head, and looks
     for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge also asks transformers.
     A size that the config leaves out is a warning.
-
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
     re-initialises the tensor at random.
-
     Example: `score.weight` is [1, 24], but `hidden_size` is 16: the head was trained on another model. Or a merge wrote
     GPT-2's Conv1D weights, which are [in, out], as [out, in].
-
     What to do: Merge again with the base that the adapter was trained on, or copy config and weights from one place.
     """
     if (wrong := subject.contradiction) is not None:
@@ -114,11 +111,8 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     biases of one attention. A tied output layer may be absent. For other types it looks for tensors that one layer
     lacks and otherwise similar layers have, for embeddings, an output layer and the last norm, and for a projection
     that is missing in every layer beside its companions. It also looks for names that are all those of a wrapper.
-
     Why it matters: transformers re-initialises missing tensors at random on every load, with only a log line.
-
     Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
-
     What to do: Merge or copy again; with safetensors, save the whole `state_dict`.
     """
     known = subject.class_tensors
@@ -194,11 +188,8 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Compares the names in the weights with those that the class in `config.json` may have, for model types
     that have the same tensors on disk and in memory. A tensor of another class of the type, such as an `lm_head`, is
     reported as info.
-
     Why it matters: transformers ignores it on loading, with only a log line, and its training is lost.
-
     Example: `v_head.summary.weight` of a PPO trainer; or layers 24 to 27, although `num_hidden_layers` is 24.
-
     What to do: Set `architectures` and the other fields of `config.json` to those of the trained model, or remove the
     tensor.
     """

@@ -22,13 +22,10 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
     What it does: Compares the token that ends a turn in the tokenizer's chat template, or its `eos_token` if there is
     no template, with the `eos_token_id` of `generation_config.json` or `config.json`. It only checks folders that were
     evidently trained or merged, because base models are published with a chat template that they were not trained with.
-
     Why it matters: The model has learnt to end its answer with that token, but generation continues after it up to the
     maximum length, so the model invents further turns.
-
     Example: `chat_template.jinja` ends turns with `<|im_end|>` (151645), and `generation_config.json` has
     `"eos_token_id": 151643`.
-
     What to do: Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`.
     `lora-tool merge` does so with the tokenizer beside the adapter, or else the base's.
 

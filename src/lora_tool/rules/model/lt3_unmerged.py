@@ -17,13 +17,10 @@ def unmerged(subject: ModelSubject) -> Iterator[Fault]:
     """The model's adapter lies beside it, unmerged.
 
     What it does: Looks for an adapter in `lora_adapter`, where verl's `model_merger` puts it, in a model's folder.
-
     Why it matters: verl's "merged" folder is the base with the adapter beside it: loading or serving the folder gives
     the base, without the training.
-
     Example: After `python -m verl.model_merger merge`, `OUT/model.safetensors` holds the weights that the run began
     with.
-
     What to do: Merge it: `lora-tool merge OUT/lora_adapter`, which uses the folder around it as the base.
     """
     folder = subject.checkpoint.folder

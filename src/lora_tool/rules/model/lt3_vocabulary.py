@@ -32,13 +32,10 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares the ids of the tokenizer's pad and eos token and of the control tokens in its chat template,
     and a model's `pad_token_id`, with the rows of the embeddings: the adapter's if it has them, else the base's.
-
     Why it matters: Tokens were added to the tokenizer, but the embeddings were not resized, or were resized and not
     saved. The first padded batch or chat fails with an IndexError, or on a GPU with "device-side assert triggered"; most
     models cannot even be built with such a `pad_token_id`.
-
     Example: `tokenizer.json` gives `[PAD]` the id 32000, but `embed_tokens.weight` has 32,000 rows.
-
     What to do: Use an existing token as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
     embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter. If training resized
     them and saved no row, the trained rows are lost: train again with `save_embedding_layers=True`.
@@ -93,13 +90,10 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
 
     What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, for encoder and decoder
     separately, and `vocab_size` with the embedding's rows.
-
     Why it matters: transformers initialises missing layers at random, with only a log line, and the model talks
     nonsense. Another number of rows makes loading fail. Config and weights belong to two models, or a shard was lost
     and the index rewritten.
-
     Example: `config.json` has `"num_hidden_layers": 32`, but the weights have only layers 0 to 15.
-
     What to do: Copy the config and the weights again, from one place.
     """
     config = subject.plain.config

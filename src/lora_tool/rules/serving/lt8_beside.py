@@ -29,11 +29,8 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks at `modules_to_save`, at tensors other than LoRA and at LoRA on a head. vLLM refuses them, except
     for the heads `score` and `classifier`, which releases since autumn 2026 accept for classifiers. SGLang does not apply
     them. The converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not read them.
-
     Why it matters: Every reward adapter has such a head. Without it there are no rewards.
-
     Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
-
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For
     vLLM, `lora-tool prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that
     it needs. Embeddings and output layers with few changed rows become LoRA: `lora-tool prepare ADAPTER --for SERVER
@@ -64,11 +61,8 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse DoRA, llama.cpp's converter
     stops at them, and MLX-LM stores DoRA in another form.
-
     Why it matters: The server does not start, or refuses the adapter at the first request.
-
     Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
-
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
     --for SERVER --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
     """
@@ -86,11 +80,8 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for single trained tokens (`trainable_token_indices`), which all servers refuse because they do
     not know the names of these tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang support
     only for some models, llama.cpp and MLX-LM only where the base has two matrices.
-
     Why it matters: The server refuses the adapter, or it ignores the training of the new tokens.
-
     Example: `"trainable_token_indices": [128256]` for one new special token.
-
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`. `lora-tool prepare ADAPTER
     --for SERVER --base BASE -o OUT` writes trained tokens as LoRA on the embedding, if the base has the tokens and an
     output layer that is not tied to it.
@@ -115,11 +106,8 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), llama.cpp's
     converter stops at them, SGLang and MLX-LM ignore them.
-
     Why it matters: Without the trained biases the server runs a different model.
-
     Example: `"bias": "all"`.
-
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
@@ -135,11 +123,8 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     """A head that PEFT loads only onto a base of the right class.
 
     What it does: Reports, for PEFT, the class and the number of labels that the base must be loaded with.
-
     Why it matters: On a causal LM, PEFT silently drops the head; with two labels, a reward model does not load.
-
     Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)` fails: [1, 4096] against [2, 4096].
-
     What to do: Load the base as the message says, or merge the adapter: `lora-tool merge ADAPTER`.
     """
     weight = head_weight(saved_heads(subject))

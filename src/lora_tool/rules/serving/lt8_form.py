@@ -41,11 +41,8 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 by default and 512 at most.
     SGLang takes the rank from the adapters that it starts with.
-
     Why it matters: vLLM refuses the adapter: "LoRA rank 64 is greater than max_lora_rank 16".
-
     Example: `vllm serve BASE --enable-lora --lora-modules name=ADAPTER` with an adapter of `"r": 64`.
-
     What to do: Start the server with the rank that the message names, or lower the ranks: `lora-tool prepare ADAPTER
     --for vllm --max-rank 16 -o OUT`, with `--approximate` if that loses a part of ΔW.
     """
@@ -78,11 +75,8 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     refuses them. llama.cpp ignores `alpha_pattern`, and MLX-LM has one rank and one scale. PEFT stacks LoRA on single
     experts for the models of transformers 5, with `r` and `lora_alpha` for all: with patterns or rsLoRA, gate and up get
     another scaling than they were trained with.
-
     Why it matters: With wrong scalings the server silently runs a different model from the trained one.
-
     Example: `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
-
     What to do: Write the same ΔW with one rank and one alpha: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
@@ -120,11 +114,8 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     """rsLoRA, whose scaling the server does not apply.
 
     What it does: Looks at `use_rslora` for SGLang and llama.cpp, which always scale by lora_alpha / r.
-
     Why it matters: The server silently applies the adapter √r times weaker than it was trained.
-
     Example: With `"use_rslora": true` and `"r": 64` the server applies an eighth of the trained change.
-
     What to do: Write the same ΔW with a scaling that the server applies: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
@@ -143,12 +134,9 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     base's weights before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats
     them on every load; those with `niter` give random results each time, CorDA does not load, and LoRA-GA is loaded
     onto the unchanged base.
-
     Why it matters: The adapter was trained on the changed base. The original base still holds the part that the
     initialisation took out, so the result is wrong by that part.
-
     Example: `"init_lora_weights": "pissa_niter_16"`.
-
     What to do: Write PiSSA and OLoRA as a plain LoRA of twice the rank: `lora-tool prepare ADAPTER --for SERVER --base
     BASE -o OUT`. Save others as a plain LoRA with the initial adapter of the run: `model.save_pretrained(OUT,
     path_initial_model_for_weight_conversion=INITIAL)`.
@@ -182,11 +170,8 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     no regular expression; for `target_parameters` (fused experts, routers), which vLLM and SGLang support only for some
     models, and llama.cpp and MLX-LM do not read as PEFT saves them; and for `fan_in_fan_out` (GPT-2's Conv1D), whose
     factors llama.cpp's converter transposes.
-
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
-
     Example: `"target_modules": ".*language_model.*proj"`.
-
     What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
     for vLLM, llama.cpp and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then
     `lora-tool prepare EXPERTS --for SERVER -o OUT`; for SGLang, merge the adapter and serve the merged model:
@@ -228,11 +213,8 @@ def served_features(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and other features that change what an
     adapter computes. vLLM refuses those that it knows, SGLang ignores them.
-
     Why it matters: A server that does not refuse the adapter runs a different model from the trained one.
-
     Example: `"alora_invocation_tokens": [128000, 271]`.
-
     What to do: Serve it with PEFT; `lora-tool merge` also refuses these features.
     """
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
@@ -247,11 +229,8 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: For vLLM, which loads the whole model, looks for an adapter with the names of the text class that
     `AutoModelForCausalLM` builds from a multimodal base (Qwen3.5, Llama 4, Mllama).
-
     Why it matters: vLLM finds none of the adapter's modules under their names and silently serves the base.
-
     Example: LoRA on `model.layers.0.mlp.up_proj`, but the base has `model.language_model.layers.0.mlp.up_proj`.
-
     What to do: Write it under the names of the whole model: `lora-tool prepare ADAPTER --for vllm --base BASE -o OUT`. Or
     merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
@@ -270,11 +249,8 @@ def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter in PEFT's format, for a program that reads another format.
 
     What it does: Reports that MLX-LM reads `adapters.safetensors`, with transposed factors and different names.
-
     Why it matters: `mlx_lm.generate --adapter-path ADAPTER` does not find the file.
-
     Example: Any adapter that PEFT saved.
-
     What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`.
     """
     for server in asked(subject, Server.MLX):
@@ -292,13 +268,10 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
     on k, v or up without LoRA on q or gate, for LoRA on q or k without v, and for LoRA on only some of the matrices of
     experts, or under Mixtral's names. Without the base it is a warning: some models have no gate. For PEFT, which stacks
     the LoRA on single experts for the models of transformers 5, it looks for LoRA on their gate or up alone.
-
     Why it matters: SGLang 0.5.23 refuses LoRA on q without v (`KeyError`). The others it loads, and ends at the first
     request: "Cannot find target module name". PEFT loads LoRA on gate and up of experts without down, and none of it
     does anything ("Found missing adapter keys"); LoRA on one of the two it refuses.
-
     Example: `"target_modules": ["up_proj", "down_proj"]`.
-
     What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
     """
     paths = {layer.target: layer for layer in subject.layers}
@@ -332,11 +305,8 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     a base whose experts transformers 5 stacks, it looks for LoRA on shared experts and dense layers: their names end
     like those of experts, and PEFT 0.21 takes their LoRA for that on the stacks. LoRA on single experts of other models
     (Qwen2-MoE, Jamba, Phi-3.5-MoE) it does not find at all.
-
     Why it matters: The server silently runs a different model from the trained one.
-
     Example: `"target_modules": "all-linear"` with Qwen2.5-VL, whose `model.visual` then has LoRA, too.
-
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     outside, packed = outside_language(subject.layers), packed_queries(subject.layers)

@@ -28,11 +28,8 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file from another step.
 
     What it does: Compares the step counters of all rank files.
-
     Why it matters: Weights assembled from two steps were never trained; zero_to_fp32 silently assembles them.
-
     Example: Saving was interrupted: two ranks hold step 200, the other two still step 100.
-
     What to do: Use another save: `lora-tool consolidate CKPT --tag T`, or another `checkpoint-N`.
     """
     for files in _grouped(subject.state.files()):
@@ -49,11 +46,8 @@ def other_run(subject: ShardedSubject) -> Iterator[Fault]:
 
     What it does: Compares the DeepSpeed config and the parameters that each rank file lists, and under HSDP the values
     of ranks that should hold the same.
-
     Why it matters: Parts of two models of the same shape fit together but make nonsense.
-
     Example: Somebody mixed the files of two runs while collecting them from several machines.
-
     What to do: Copy the files again, all from one run.
     """
     state = subject.state
@@ -96,11 +90,8 @@ def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
     What it does: Adds up the elements of every parameter group and compares them with its shapes, allowing for padding.
     It checks every rank's piece of a frozen parameter in the same way, and in an FSDP checkpoint the rows of every
     tensor.
-
     Why it matters: If they differ, every parameter after the difference is read from the wrong place.
-
     Example: A group of 3 parameters needs 1,024 elements, but its partitions hold 1,536.
-
     What to do: Use another save of the run. If DeepSpeed resumes from the checkpoint without an error, please report it
     as a bug.
     """
@@ -125,12 +116,9 @@ def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
     What it does: Compares the parameters of the training module with those whose values were saved.
-
     Why it matters: With LoRA the frozen base exists elsewhere. But a new score head under LoRA is frozen, too, and its
     random values exist only here: if they are not saved, the rewards are lost.
-
     Example: The HF Trainer saves PEFT models with `exclude_frozen_parameters=True`.
-
     What to do: Put a new head into `modules_to_save`, so that PEFT trains and saves it.
     """
     state = subject.state
@@ -158,13 +146,10 @@ def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
     """A checkpoint without its adapter.
 
     What it does: Looks for LoRA among the tensors of a PEFT model, and for any tensor at all.
-
     Why it matters: The checkpoint lacks the trained weights, and resuming from it starts with a new adapter. PEFT 0.21
     under FSDP1 does not recognise the adapter's tensors: saving succeeds, but the folder holds nothing, or only the
     head.
-
     Example: `pytorch_model_fsdp_0` of a LoRA run holds only `base_model.model.score.weight`.
-
     What to do: Stop the run. Train with FSDP2 (`fsdp_version: 2`), or with PEFT 0.20.
     """
     state = subject.state

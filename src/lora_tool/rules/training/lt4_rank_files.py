@@ -34,12 +34,9 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     What it does: Compares the rank files with the world size that they state, and the `.distcp` files with those that
     `.metadata` names. A file with one rank's slices under the name of the whole model also counts. Under HSDP, where
     other ranks hold the same values, a missing file is a warning.
-
     Why it matters: Under ZeRO and FSDP each process holds a part of every weight, so without one file no weight is
     complete.
-
     Example: The optimizer files of ranks 2 and 3 of 4 are missing, because only the first of two machines was copied.
-
     What to do: Copy them from the other machines of the run: every node writes the files of its own ranks.
     """
     state = subject.state
@@ -90,11 +87,8 @@ def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that cannot be read.
 
     What it does: Reads the directory and the structure of every rank file, without running any code in it.
-
     Why it matters: If a file is truncated, empty or of another format, the weights of its rank are gone.
-
     Example: `zero_pp_rank_1_mp_rank_00_model_states.pt` is 0 bytes because the disk was full.
-
     What to do: Copy it again from where it was written, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
@@ -111,11 +105,8 @@ def world_size(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files that disagree about the world size.
 
     What it does: Compares the world size that each file states, and looks for files of ranks beyond it.
-
     Why it matters: Parts written by 4 processes do not fit together with parts written by 8.
-
     Example: A run was resumed on 8 GPUs into the folder of a run on 4, with the same tag.
-
     What to do: Tell the two saves apart by the modification times of their files, and keep the files of one.
     """
     for file in subject.state.files():
@@ -138,11 +129,8 @@ def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
     """A renamed rank file.
 
     What it does: Compares the name of each file with the name of the folder inside it, which torch gives it on saving.
-
     Why it matters: If the files of two ranks are swapped, all weights are wrong, and zero_to_fp32 accepts them.
-
     Example: `…rank_0…` was written as `…rank_1…`.
-
     What to do: Rename the file back, or copy the files again.
     """
     for file in subject.state.files():
@@ -160,11 +148,8 @@ def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
     """Files of two ranks with the same content.
 
     What it does: Compares the checksums that the files store.
-
     Why it matters: One rank's part replaces another's, so a part of each weight is wrong.
-
     Example: A download script saved the first rank's file under two names.
-
     What to do: Copy the right file again.
     """
     for path, other in subject.state.copies():
@@ -176,11 +161,8 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     """`latest` does not name the newest tag.
 
     What it does: Compares the tag in the file `latest` with the existing tags. A tag that does not exist is an error.
-
     Why it matters: Tools use the tag that `latest` names, so you would get older weights than you expect.
-
     Example: `latest` says global_step100 although global_step200 exists, because the run died between the two writes.
-
     What to do: Use the newer tag if it is complete: `lora-tool consolidate CKPT --tag T`.
     """
     tags = subject.state.tags

@@ -71,11 +71,8 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     What it does: Reads `loss`, `eval_loss` and `grad_norm` in `trainer_state.json`. Values that were still not finite
     when the checkpoint was written are an error. A loss that recovered is a warning. A gradient that recovered is
     reported as info, because the loss scaler of fp16 skips such steps.
-
     Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run continues regardless.
-
     Example: `grad_norm` is NaN from step 120 on, but the log still shows a loss of 0.69.
-
     What to do: Use a checkpoint from before that step; train in bf16, or with a smaller learning rate.
     """
     state = _state(subject)
@@ -115,12 +112,9 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     What it does: Looks in `trainer_state.json` for a loss of exactly 0 whose `grad_norm` is not finite. If no
     `grad_norm` was logged, a loss that drops suddenly to 0 and stays there is a warning. In online RL (GRPO), whose
     loss is 0 by construction, only the gradient counts.
-
     Why it matters: The Trainer's `logging_nan_inf_filter` replaces NaN by the mean so far, which becomes 0. The log
     looks perfect, and every trained weight is NaN.
-
     Example: `{"loss": 0.0, "grad_norm": NaN, "step": 20}` after an overflow in fp16.
-
     What to do: Use a checkpoint from before that step; train in bf16, and set `logging_nan_inf_filter=False`.
     """
     state = _state(subject)
@@ -156,11 +150,8 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     What it does: Looks in `trainer_state.json` for a `grad_norm` below 0.000001 in every log entry, or a learning rate
     that was always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 alone does not
     count, because it is normal in GRPO.
-
     Why it matters: Adam still moves the weights by noise, so the adapter looks trained although it learned nothing.
-
     Example: GRPO with a reward that is the same for every completion: `frac_reward_zero_std` is 1, `grad_norm` is 0.
-
     What to do: Look at what the message names: the rewards, the truncation, or the parameters that should train.
     """
     state = _state(subject)
@@ -206,11 +197,8 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
     What it does: Compares the loss at the end of the log in `trainer_state.json` with the loss at its beginning and at
     its best, each the median of a fifth of the log. In a log of fewer than 20 entries, the last loss must be ten times
     the first. Online RL (GRPO) is not judged, as its loss says little.
-
     Why it matters: The final model is worse than the one that the run started from.
-
     Example: The loss falls from 2.1 to 1.3 and ends at 9.8.
-
     What to do: Use a checkpoint from before the loss rose (`lora-tool validate RUN`), and train with a lower learning
     rate or a warmup.
     """
@@ -252,12 +240,9 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
 
     What it does: In a run folder without finished weights, compares the step of the last checkpoint with `max_steps` in
     its `trainer_state.json`. A run that was told to stop, for example by early stopping, is reported as info.
-
     Why it matters: The job was killed or is still running. Its learning rate had not finished decaying, and it never
     saw part of the data.
-
     Example: The last checkpoint is `checkpoint-400` and `max_steps` is 1000.
-
     What to do: Resume it from the last complete checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
     single = not isinstance(subject, RunSubject)
@@ -287,11 +272,8 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
     """A checkpoint whose trainer state is from another step.
 
     What it does: Compares the number in the folder's name with `global_step` in its `trainer_state.json`.
-
     Why it matters: The folder holds files of two checkpoints, or it was renamed. Resuming would skip or repeat data.
-
     Example: `checkpoint-500/trainer_state.json` says `"global_step": 400`.
-
     What to do: Use another checkpoint, or rename the folder back if only its name is wrong.
     """
     state = _state(subject)
@@ -306,12 +288,9 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
     """Every completion was cut off.
 
     What it does: Looks for `completions/clipped_ratio` of 1 in every log entry of an online RL run.
-
     Why it matters: The model never ended a text. With `mask_truncated_completions` it learns nothing; without it, it
     learns to fill the maximum length.
-
     Example: `max_completion_length` is 64, and every answer is longer.
-
     What to do: Raise `max_completion_length`, or check that the tokenizer has the right end-of-text token.
     """
     state = _state(subject)
@@ -326,11 +305,8 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
     """Two checkpoints hold the same weights.
 
     What it does: Compares the adapters of a run's checkpoints: their names, shapes and samples of their values.
-
     Why it matters: Either nothing was trained between the two steps, or one checkpoint is a copy of the other.
-
     Example: `checkpoint-200` and `checkpoint-400` hold the same adapter.
-
     What to do: Look at `grad_norm` and `learning_rate` between the two steps, and check that the adapter is trainable.
     """
     from lora_tool.formats.manifest import fingerprint  # slow to import, and for run folders only
@@ -352,12 +328,9 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
     What it does: Looks in a `checkpoint-N` for what the HF Trainer writes after the weights: the optimizer's, the
     scheduler's and the random states as whole torch files, the tag that `latest` names, and at last
     `trainer_state.json`. What the other checkpoints of the run do not have either is not missed.
-
     Why it matters: The run was killed, or the disk was full, while it saved. The weights may load, but no training can
     go on from it. `prune` does not count it among the last, and it is never the best.
-
     Example: `checkpoint-60` has `adapter_model.safetensors` and no `trainer_state.json`, which `checkpoint-40` has.
-
     What to do: Resume from an earlier checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
     folder = subject.checkpoint.folder
