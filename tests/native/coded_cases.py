@@ -16,8 +16,8 @@ from lora_tool.formats.quantised.coded import Code, Scaled, Table, eight_bits, i
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.native.coded_rows import KINDS, CodedRows
 from lora_tool.native.library import TYPES, Kernel, KernelLevel, KernelTerm
+from lora_tool.native.rows import KINDS, CodedRows
 from tests.native.cases import Array, Case, Factor, assert_right, drawn_factor, packed
 
 OF_CODES = 16

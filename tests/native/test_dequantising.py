@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.execution.backends.dequantising import KernelArithmetic, arithmetic
 from lora_tool.formats.quantised.decoding import Arithmetic, decoded
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import grid_of
 from lora_tool.formats.quantised.requantising import Rounding, Scales
 from lora_tool.native.library import VARIABLE, Kernel, kernel
-from lora_tool.native.requantising import KernelRounding
+from lora_tool.native.quantised import KernelArithmetic, KernelRounding, arithmetic
 from lora_tool.verification.elements import Files
 from tests.native.coded_cases import CodedCase, coded_cases, weight_of
 from tests.unit.test_quantised_weights import NAMES, encoding_in

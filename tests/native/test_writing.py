@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import build_kernel
-from lora_tool.execution.output import WRITE_BYTES
 from lora_tool.native.library import Kernel
+from lora_tool.native.rows import WRITE_BYTES
 
 HEAD = b"header"
 NBYTES = 3 * WRITE_BYTES + 5

@@ -136,9 +136,9 @@ class Sources(OpenFiles):
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: ReadRows) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
-        from lora_tool.execution.backends.dequantising import arithmetic  # only for quantised weights
-        from lora_tool.formats.quantised.decoding import decoded
+        from lora_tool.formats.quantised.decoding import decoded  # only for quantised weights
         from lora_tool.formats.quantised.strips import Strips
+        from lora_tool.native.quantised import arithmetic
 
         self._strips = self._strips or Strips()
         return decoded(encoding, first, last, read, arithmetic(), self._strips)

@@ -13,15 +13,15 @@ from msgspec.structs import replace
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.numpy_backend import NumpyBackend
-from lora_tool.execution.backends.passing import FileRows, Memory, WriteTarget, passed_on, rows_in_file, write_array
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.output import WRITE_BYTES
+from lora_tool.execution.kernels import bytes_of
+from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable
 from lora_tool.native.library import TYPES, KernelLevel, KernelTerm, kernel
-from lora_tool.native.rows import PlainRows
+from lora_tool.native.rows import WRITE_BYTES, CodedRows, FileRows, PlainRows
 from lora_tool.plans.core.factor_ops import FactorOp
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
 from lora_tool.plans.core.terms import LoraTerm
@@ -29,10 +29,9 @@ from lora_tool.plans.core.terms import LoraTerm
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.arrays import F32
     from lora_tool.formats.quantised.requantising import StoredAgain
-    from lora_tool.native.coded_rows import CodedRows
-    from lora_tool.native.requantising import Panel
+    from lora_tool.native.quantised import Panel
 
-    Rows = PlainRows | CodedRows
+Rows = PlainRows | CodedRows
 
 _PASSED = (Copy, Cast, Dequantise, LoraDelta)
 _STEPS = 1 << 29, 1 << 25
@@ -60,49 +59,67 @@ class NativeBackend(NumpyBackend):
     def _write(self, unit: ComputeUnit, out: int) -> None:
         """See `NumpyBackend`. Rows that lie in one piece go from file to file in one call, without the interpreter lock."""
         passed = isinstance(unit.op, _PASSED) and unit.out.dtype in TYPES
-        rows = rows_in_file(self._sources, unit.op.source, unit.first, unit.last) if passed else None
+        rows = self._rows_in_file(unit.op.source, unit.first, unit.last) if passed else None
         if rows is None:
             super()._write(unit, out)
             return
-        memory = self._memory(rows, unit)
+        blocks = self._blocks_of_memory(rows, unit)
         some = self._whole_tiles(rows.columns, kernels.CACHE_BLOCK) if isinstance(unit.op, LoraDelta) else 0
         at = unit.first
         while at < unit.last and not self._stopped():
             sampled = at < unit.first + some
-            done = 0 if sampled else self._passed_on(unit, rows, at, memory, out)
+            done = 0 if sampled else self._passed_on(unit, rows, at, blocks, out)
             if not done:  # a sample, or what ended the call: here it is written after all, or named
-                done = min(some if sampled else memory.rows, unit.last - at)
+                done = min(some if sampled else len(blocks[0]), unit.last - at)
                 made = self._block(unit, at, at + done, sampled=sampled)
                 self.write(made, out, unit.at + at * unit.row_bytes)
             at += done
 
-    def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, memory: Memory, out: int) -> int:
-        """Write rows from `first` on from file to file, and return how many."""
-        op, last = unit.op, self._last_of_call(unit, first, memory)
-        terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
-        target = WriteTarget(
-            descriptor=out,
-            begin=unit.at + first * unit.row_bytes,
-            dtype=unit.out.dtype,
-            at_once=WRITE_BYTES,
+    def _rows_in_file(self, tensor: StoredTensor, first: int, last: int) -> FileRows | None:
+        """Return rows of a weight where they lie; None where that is not in one piece of a file."""
+        columns = tensor.spec.numel // tensor.shape[0] if tensor.shape else 1
+        row_bytes = columns * tensor.dtype.bits // 8
+        place, coded = self._sources.place(tensor, first * row_bytes, (last - first) * row_bytes), None
+        if place is None and (found := self._sources.coded_in_file(tensor, first, last)) is not None:
+            coded, place = found
+            row_bytes = coded.codes.shape[1]
+        if place is None:
+            return None
+        return FileRows(
+            path=place[0],
+            begin=place[1],
+            row_bytes=row_bytes,
+            first=first,
+            last=last,
+            columns=columns,
+            dtype=tensor.dtype,
+            coded=coded,
         )
-        with self._sources.descriptor(rows.path) as source:
-            return passed_on(self._kernel, rows.part(first, last), source, target, memory, terms)
 
-    def _last_of_call(self, unit: ComputeUnit, first: int, memory: Memory) -> int:
-        """Return up to where rows from `first` on are one call: no more than take some hundredths of a second."""
+    def _passed_on(self, unit: ComputeUnit, rows: FileRows, first: int, blocks: tuple[Array, Array], out: int) -> int:
+        """Write rows from `first` on from file to file, and return how many."""
+        op, last = unit.op, self._last_of_call(unit, first, len(blocks[0]))
+        terms = self._terms(op, first, last) if isinstance(op, LoraDelta) else ()
+        begin = unit.at + first * unit.row_bytes
+        with self._sources.descriptor(rows.path) as source:
+            return rows.part(first, last).pass_on(
+                self._kernel, terms, source=source, out=out, begin=begin, dtype=unit.out.dtype, blocks=blocks
+            )
+
+    def _last_of_call(self, unit: ComputeUnit, first: int, block: int) -> int:
+        """Return up to where rows from `first` on are one call: blocks that take no more than some hundredths of a second."""
         op, columns = unit.op, math.prod(unit.out.shape[1:])
         depth = sum(term.rank for term in op.terms) if isinstance(op, LoraDelta) else 0
         together = _STEPS[self._kernel.level is KernelLevel.SCALAR] // (1 + depth) // max(columns, _LEAST_COLUMNS)
-        return min(unit.last, first + max(memory.rows, together // memory.rows * memory.rows))
+        return min(unit.last, first + max(block, together // block * block))
 
-    def _memory(self, rows: FileRows, unit: ComputeUnit) -> Memory:
-        """Return memory for a block of rows."""
+    def _blocks_of_memory(self, rows: FileRows, unit: ComputeUnit) -> tuple[Array, Array]:
+        """Return the memory of a block of rows as they are read, and as they are written."""
         count = min(self._whole_tiles(rows.columns, self._block_weights(unit.op)), unit.last - unit.first)
         read = self._room.of("read", (count, rows.row_bytes), np.dtype(np.uint8))
         if rows.coded is None and rows.row_bytes == unit.row_bytes:
-            return Memory(rows=count, read=read, made=read)
-        return Memory(rows=count, read=read, made=self._room.of("result", (count, unit.row_bytes), read.dtype))
+            return read, read
+        return read, self._room.of("result", (count, unit.row_bytes), read.dtype)
 
     def _block(self, unit: ComputeUnit, first: int, last: int, *, sampled: bool) -> Array:
         result = self._computed(unit, first, last, sampled=sampled)
@@ -127,8 +144,10 @@ class NativeBackend(NumpyBackend):
         return wide
 
     def write(self, result: Array, out: int, offset: int) -> None:
-        """See `NumpyBackend`."""
-        write_array(self._kernel, result, out, offset)
+        """See `NumpyBackend`. All in one call, which needs the interpreter lock once, not for every few bytes."""
+        done = self._kernel.write(out, result.ctypes.data, result.nbytes, offset, WRITE_BYTES)
+        if done < result.nbytes:
+            write_exactly(out, bytes_of(result)[done:], offset + done)
 
     def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
         """Return rows of the source in the type of the output, flat; None where one is not finite."""
@@ -182,7 +201,7 @@ class NativeBackend(NumpyBackend):
         numbers, too. The codes are this worker's buffer.
         """
         from lora_tool.formats.quantised.requantising import StoredAgain
-        from lora_tool.native.requantising import panel_of, storing_of  # only for quantised weights
+        from lora_tool.native.quantised import panel_of, storing_of  # only for quantised weights
 
         grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
         panel = panel_of(self._kernel, grid, count)
@@ -210,32 +229,34 @@ class NativeBackend(NumpyBackend):
         where all of it is. Of the codes the first `kept` rows are returned.
         """
         from lora_tool.formats.quantised.requantising import StoredAgain
-        from lora_tool.native.requantising import panel_of, storing_of  # only for quantised weights
+        from lora_tool.native.quantised import panel_of, storing_of  # only for quantised weights
 
         grid, op = grid_of(encoding), unit.op
         panel = panel_of(self._kernel, grid, unit.last - unit.first)
         if panel is None or not isinstance(op, LoraDelta):
             return None
-        rows = rows_in_file(self._sources, op.source, unit.first, unit.last)
+        rows = self._rows_in_file(op.source, unit.first, unit.last)
         if rows is None or rows.coded is None or rows.coded.above:
             return None
         count = max(1, kernels.CACHE_BLOCK // (panel.rows * grid.width)) * panel.rows
-        read = self._room.of("codes", (count, grid.width), np.dtype(np.uint8))
-        memory = Memory(rows=count, read=read, made=read)
-        part = rows.part(unit.first, self._last_of_call(unit, unit.first, memory))
+        block = self._room.of("codes", (count, grid.width), np.dtype(np.uint8))
+        part = rows.part(unit.first, self._last_of_call(unit, unit.first, count))
         scales = np.empty(rows.coded.scales.shape, np.float32)
         before, meant = (np.empty((min(kept, count), grid.width), np.float32) for _ in range(2))
-        target = WriteTarget(
-            descriptor=out,
-            begin=unit.begin,
-            dtype=unit.out.dtype,
-            at_once=WRITE_BYTES,
-            storing=storing_of(encoding, panel, scales, self._scratch(panel), meant),
-        )
+        storing = storing_of(encoding, panel, scales, self._scratch(panel), meant)
         with self._ready_for(unit), self._sources.descriptor(rows.path) as source:
             self._weight(op.source, unit.first, unit.first + len(before)).write(slice(None), before, DType.F32)
             terms = self._terms(op, part.first, part.last, panel.rows)
-            done = passed_on(self._kernel, part, source, target, memory, terms)
+            done = part.pass_on(
+                self._kernel,
+                terms,
+                source=source,
+                out=out,
+                begin=unit.begin,
+                dtype=unit.out.dtype,
+                blocks=(block, block),
+                storing=storing,
+            )
         if not done:
             return None
         codes = np.frombuffer(os.pread(out, before.size, unit.begin), np.uint8).reshape(before.shape)
@@ -248,8 +269,6 @@ class NativeBackend(NumpyBackend):
         """Return rows of a weight as they are read: quantised ones as they are stored."""
         part = self._sources.coded(tensor, first, last)
         if part is not None:
-            from lora_tool.native.coded_rows import CodedRows  # for quantised weights alone
-
             return CodedRows(self._kernel, part, tensor.dtype)
         return PlainRows(self._kernel, self._stored(tensor, first, last).reshape(last - first, -1), tensor.dtype)
 

@@ -1,4 +1,4 @@
-"""Numbers as codes, by the compiled kernel: the bits that numpy gives."""
+"""Codes as numbers, and numbers as codes, by the compiled kernel: the bits that numpy gives."""
 
 from __future__ import annotations
 
@@ -8,16 +8,43 @@ import numpy as np
 from msgspec import Struct
 
 from lora_tool.core.tensors import DType
-from lora_tool.formats.quantised.arrays import F32, Array
-from lora_tool.formats.quantised.coded import Code
+from lora_tool.formats.quantised.arrays import F32, STORED, Array
+from lora_tool.formats.quantised.coded import Code, Scaled
+from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.native.coded_rows import KINDS
 from lora_tool.native.library import TYPES, Codes, Kernel, Storing, kernel
+from lora_tool.native.rows import KINDS, CodedRows
 
 _COLUMNS, _CACHED = 512, 1 << 20
 """Columns that are computed together, where so many rows of a tile have no more than that many weights."""
+
+
+class KernelArithmetic(Arithmetic):
+    """See `Arithmetic`. Numpy decodes the formats that the kernel lacks."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def scale(self, part: Scaled, out: F32) -> None:
+        """See `Arithmetic`."""
+        CodedRows(self._kernel, part, DType.F32).write(slice(None), out, DType.F32)
+
+    def rounded(self, values: F32, dtype: DType) -> Array:
+        """See `Arithmetic`."""
+        if dtype in TYPES and dtype is not DType.F32:
+            flat = np.ascontiguousarray(values)
+            out = np.empty(values.shape, STORED[dtype])
+            if self._kernel.convert(flat.ctypes.data, DType.F32, out.ctypes.data, dtype, flat.size):
+                return out
+        return super().rounded(values, dtype)
+
+
+def arithmetic() -> Arithmetic:
+    """Return the kernel's arithmetic, that of numpy where there is none. Raises as `kernel`."""
+    found = kernel()
+    return Arithmetic() if found is None else KernelArithmetic(found)
 
 
 class KernelRounding(Rounding):
