@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool.core.tensors import DType, TensorTable
-from lora_tool.execution import kernels, whole_tensors
+from lora_tool.execution import kernels, output
 from lora_tool.execution import local_engine as worker
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.plans.core.plan import Plan
@@ -216,7 +216,7 @@ def test_large_files_are_read_back_while_others_or_more_of_them_are_written(
     check_file = written.check_file
     monkeypatch.setattr(written, "check_file", watched)
     monkeypatch.setattr(writing, "_LARGE_FILE", 900)
-    monkeypatch.setattr(whole_tensors, "WORTH_BYTES", 900)
+    monkeypatch.setattr(output, "WORTH_BYTES", 900)
     monkeypatch.setattr(worker, "_BATCH_BYTES", 900)
     called = call(*asked)
     assert files == 1 or 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"

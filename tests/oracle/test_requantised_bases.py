@@ -21,11 +21,11 @@ from lora_tool.core.tensors import TensorAction
 from lora_tool.execution import kernels, requantised, units
 from lora_tool.execution.backends.native_backend import NativeBackend
 from lora_tool.execution.local_engine import batches_of
+from lora_tool.execution.output import ShardFile, slots_for
 from lora_tool.execution.units import places_of
-from lora_tool.execution.whole_tensors import FinishedTensors
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.native import requantising
+from lora_tool.native import quantised
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plans.core.steps import Shard, Step
@@ -188,7 +188,7 @@ def test_blocks_of_any_size_in_one_call_or_in_steps_give_the_same_bytes(
 ) -> None:
     base, _ = quantise(plain, tmp_path / "base", form, is_linear)
     whole = merge_with_ours(base, adapter, tmp_path / "whole", "float32", store="as-base")
-    monkeypatch.setattr(requantising, "_CACHED", 0)
+    monkeypatch.setattr(quantised, "_CACHED", 0)
     monkeypatch.setattr(requantised, "_BLOCK_WEIGHTS", 20 * 64)
     monkeypatch.setattr(requantised, "_LARGEST", 1 << 11)
     monkeypatch.setattr(units, "UNIT_WEIGHTS", 40 * 64)
@@ -236,15 +236,17 @@ def told_of(shard: Shard) -> list[Step]:
     places = {step.out.name: range(*both) for step, both in zip(shard.steps, itertools.pairwise(ends), strict=True)}
     waiting = [unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch]
     random.Random(len(waiting)).shuffle(waiting)
-    whole, written, told = FinishedTensors(shard), set[int](), []
+    written, told = set[int](), []
+    file = ShardFile(Path(), shard, batches=len(waiting) + 1, slots=slots_for(1))
     for unit in waiting:
-        whole.add([unit])
+        file.end([unit])
         written |= {at for begin, end in places_of(unit) for at in range(begin, end)}
-        for step in whole.take(all_of_them=False):
+        for step in file.take_whole():
             own = stored_parts(step.op.encoding).values() if isinstance(step.op, Requantise) else (step.out,)
             assert all(written.issuperset(places[each.name]) for each in own)
             told.append(step)
-    names = [step.out.name for step in (*told, *whole.take(all_of_them=True))]
+    file.end([])
+    names = [step.out.name for step in (*told, *file.take_whole())]
     assert sorted(names) == sorted(places)
     return told
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.execution.hashing import hash_of, hashed_meanwhile
+from lora_tool.execution.local_engine import hash_of, hashed_meanwhile
 
 
 class Nobody(Executor):

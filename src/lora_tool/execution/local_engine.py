@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Executor, Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -22,13 +25,13 @@ from lora_tool.core.report import Finding
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for, makes_factors
 from lora_tool.execution.folder import write_file
-from lora_tool.execution.hashing import hash_of
-from lora_tool.execution.output import ShardFile, most_open, write_exactly
+from lora_tool.execution.output import ShardFile, slots_for, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, computed_by, units_of
 from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
 from lora_tool.formats.open_files import PageBuffer
-from lora_tool.plans.core.ops import Precision
+from lora_tool.plans.core.manifest import sha256_of
+from lora_tool.plans.core.ops import Precision, RowOp
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.rules.training.value_check import ValuePart
@@ -85,25 +88,23 @@ class Worker:
                 write_exactly(out, gathered, unit.begin)
                 return None
             case ComputeUnit():
-                retained = self._backend(unit).run(unit, out)
-                return None if retained is None else (unit.out.name, unit.begin, retained)
+                retained = self._backend(unit.op).run(unit, out)
             case RequantiseUnit():
                 retained = self._of_codes.run(unit, out)
-                return None if retained is None else (unit.out.name, unit.begin, retained)
             case _:
                 return assert_never(unit)
+        return None if retained is None else (unit.out.name, unit.begin, retained)
 
     @property
     def _of_codes(self) -> Requantiser:
         if self._requantiser is None:
-            from lora_tool.execution.numbers import Numbers  # numpy, for few plans
-            from lora_tool.execution.requantised import Requantiser
+            from lora_tool.execution.requantised import Requantiser  # numpy, for few plans
 
-            self._requantiser = Requantiser(Numbers(self._sources, self._precision, self._stopped))
+            self._requantiser = Requantiser(self._sources, self._precision, self._stopped)
         return self._requantiser
 
-    def _backend(self, unit: ComputeUnit) -> Backend:
-        chosen = self._choose(self._precision, unit.op)
+    def _backend(self, op: RowOp) -> Backend:
+        chosen = self._choose(self._precision, op)
         if chosen not in self._backends:
             self._backends[chosen] = chosen(self._sources, self._precision, self._stopped)
         return self._backends[chosen]
@@ -139,6 +140,7 @@ at values keep each other waiting. A file for each parameter took a fifth longer
 """
 _Call = Callable[[], Any]
 """What a thread does from beginning to end."""
+_Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
 class LocalEngine(Struct, frozen=True, kw_only=True):
@@ -156,14 +158,27 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
         """See `Engine`."""
         plan = work.plan
         batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
-        units = (unit for _, some in batches for batch in some for unit in batch)
         # an init's decomposition has other bits with other numbers of threads, and PEFT has them all
         jobs = 1 if plan.recomputes_inits else workers_for(plan, self.jobs)
-        arithmetic = prepared(units, plan.precision, jobs, choose=self.choose, own_threads=plan.recomputes_inits)
-        with Sources(plan.inputs) as sources, arithmetic:
-            done = EngineRun(self.choose, work, sources, finished, progress, self.written).all(batches, jobs)
+        with Sources(plan.inputs) as sources, self._arithmetic(plan, batches, jobs):
+            done = _EngineRun(self, work, sources, finished, progress).all(batches, jobs)
             sources.check_unchanged()
         return done
+
+    @contextlib.contextmanager
+    def _arithmetic(self, plan: Plan, batches: _Batches, jobs: int) -> Iterator[None]:
+        """Load the arithmetic of the units; inside, its libraries have no threads of their own beside the workers."""
+        units = (unit for _, some in batches for batch in some for unit in batch)
+        used = {self.choose(plan.precision, op) for unit in units for op in computed_by(unit)}
+        with contextlib.ExitStack() as limits:
+            # each is loaded once, so that one error says if it fails
+            for backend in used if not plan.recomputes_inits else ():
+                limits.enter_context(backend.one_thread())
+            names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
+            computed = f"{plan.precision} precision by {' and '.join(names)}"
+            what = computed if names else "every tensor is copied, none is computed"
+            decided(f"arithmetic: {what}; {counted(jobs, 'worker')}")
+            yield
 
 
 def workers_for(plan: Plan, jobs: int | None) -> int:
@@ -171,36 +186,14 @@ def workers_for(plan: Plan, jobs: int | None) -> int:
     return jobs or (factor_workers() if makes_factors(plan) else available_cores())
 
 
-@contextlib.contextmanager
-def prepared(
-    units: Iterable[Unit], precision: Precision, jobs: int, *, choose: ChooseBackend, own_threads: bool = False
-) -> Iterator[None]:
-    """Load the arithmetic of the units, and keep its libraries' `own_threads` away from the workers inside."""
-    used = {choose(precision, op) for unit in units for op in computed_by(unit)}
-    with contextlib.ExitStack() as limits:
-        for backend in used if not own_threads else ():  # each is loaded once, so that one error says if it fails
-            limits.enter_context(backend.one_thread())
-        names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
-        computed = (
-            f"{precision} precision by {' and '.join(names)}" if names else "every tensor is copied, none is computed"
-        )
-        decided(f"arithmetic: {computed}; {counted(jobs, 'worker')}")
-        yield
-
-
-_Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
-
-
-class EngineRun(Struct, frozen=True):
+class _EngineRun(Struct, frozen=True):
     """What the threads that write one folder share."""
 
-    choose: ChooseBackend
+    engine: LocalEngine
     work: Work
     sources: Sources
     finished: Finished
     progress: Progress
-    written: OnWritten | None = None
-    """See `LocalEngine`."""
     local: threading.local = field(default_factory=threading.local)
     stop: threading.Event = field(default_factory=threading.Event)
     flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -209,24 +202,25 @@ class EngineRun(Struct, frozen=True):
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
-        slots = threading.Semaphore(most_open(jobs))
+        slots = slots_for(jobs)
         writes: list[_Call] = []
         with (
             contextlib.ExitStack() as files,
-            ThreadPoolExecutor(jobs) as workers,
+            ThreadPoolExecutor(jobs, initializer=self._start_worker) as workers,
             self.flusher,
             self.looker,
             self._errors_stop_all(),
         ):
             hashing = {path: hash_of(path, workers) for path in self.work.plan.hashed}
             for shard, some in batches:
-                out = self.file(shard, len(some), slots)
-                if out is None:
+                if not some:  # it has no data
+                    write_file(self.work.folder / shard.filename, shard.header)
                     continue
+                out = ShardFile(self.work.folder, shard, batches=len(some), slots=slots)
                 files.callback(out.close)
                 writes += [partial(self._write, batch, out) for batch in some]
             together = batches_of_bytes(self.work.checks, _LOOK_BYTES)
-            looks: list[_Call] = [partial(self._look_at_each, checks) for checks in together]
+            looks: list[_Call] = [partial(self._look, checks) for checks in together]
             done = {task: workers.submit(task) for task in _spread(writes, looks)}
             _all_done(done.values())
             workers.shutdown()  # whoever looks at the last file needs memory, too
@@ -234,12 +228,10 @@ class EngineRun(Struct, frozen=True):
             findings = [fault for look in looks for fault in done[look].result()]
             return WorkDone(hashes={path: digest.result() for path, digest in hashing.items()}, findings=findings)
 
-    def file(self, shard: Shard, batches: int, slots: threading.Semaphore) -> ShardFile | None:
-        """Return the file that is written in so many batches; None for one without data, which is written now."""
-        if not batches:
-            write_file(self.work.folder / shard.filename, shard.header)
-            return None
-        return ShardFile(self.work.folder, shard, batches=batches, slots=slots)
+    def _start_worker(self) -> None:
+        """Give this thread a worker of its own."""
+        plan, choose = self.work.plan, self.engine.choose
+        self.local.worker = Worker(self.sources, plan.precision, choose=choose, stopped=self.stop.is_set)
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:
@@ -250,42 +242,21 @@ class EngineRun(Struct, frozen=True):
             raise
 
     def _write(self, batch: Sequence[Unit], out: ShardFile) -> None:
-        """Write the units, one after the other, unless the run has been stopped."""
-        if all(self.write(unit, out) for unit in batch):
-            with self._errors_stop_all():
-                out.start_writing_back(batch)
-            self.end(batch, out)
-
-    def write(self, unit: Unit, out: ShardFile) -> bool:
-        """Write the unit, and return whether that was done: not if the run has been stopped. Raises as `Worker.write`."""
+        """Write the units, one after the other, unless the run has been stopped; the file is flushed after its last."""
         with self._errors_stop_all():
-            if self.stop.is_set() or not out.open(self.stop):
-                return False
-            sample = self._worker().write(unit, out.descriptor)
-            if sample is not None:
-                out.samples.append(sample)
-            self.progress(unit.nbytes)
-        return True
-
-    def end(self, batch: Sequence[Unit], out: ShardFile) -> None:
-        """Note that all units of a batch are written; the file is flushed after its last."""
-        with self._errors_stop_all():
-            if self.stop.is_set():
-                return
-            is_complete, much = out.end(batch)
+            for unit in batch:
+                if self.stop.is_set() or not out.open(self.stop):
+                    return
+                sample = self.local.worker.write(unit, out.descriptor)
+                if sample is not None:
+                    out.samples.append(sample)
+                self.progress(unit.nbytes)
+            out.start_writing_back(batch)
+            is_complete, is_much = out.end(batch)
             if is_complete:
                 self.flushes.append(self.flusher.submit(self._finish, out))
-            if much and self.written is not None:
-                self.flushes.append(self.looker.submit(self._see, out, self.written))
-
-    def _worker(self) -> Worker:
-        """Return this thread's own."""
-        if not hasattr(self.local, "worker"):
-            self.local.worker = Worker(
-                self.sources, self.work.plan.precision, choose=self.choose, stopped=self.stop.is_set
-            )
-        worker: Worker = self.local.worker
-        return worker
+            if is_much and self.engine.written is not None:
+                self.flushes.append(self.looker.submit(self._see, out, self.engine.written))
 
     def _finish(self, out: ShardFile) -> None:
         with self._errors_stop_all():
@@ -297,15 +268,12 @@ class EngineRun(Struct, frozen=True):
             if not self.stop.is_set() and (steps := out.take_whole()):
                 written(out.shard, steps)
 
-    def _look_at_each(self, parts: Iterable[ValuePart]) -> list[Finding]:
-        return [fault for part in parts for fault in self.look(part)]
-
-    def look(self, part: ValuePart) -> list[Finding]:
-        """Return what a part of the check of values finds, unless the run has been stopped."""
+    def _look(self, parts: Iterable[ValuePart]) -> list[Finding]:
+        """Return what these parts of the check of values find, unless the run has been stopped."""
         try:
             with self._errors_stop_all():
                 self._go_on(0)
-                return part.run(self._go_on)
+                return [fault for part in parts for fault in part.run(self._go_on)]
         except CancelledError:
             return []  # what stopped the run is raised by whoever met it
 
@@ -315,10 +283,10 @@ class EngineRun(Struct, frozen=True):
         self.progress(nbytes)
 
 
-def _spread(work: Sequence[_Call], among: Sequence[_Call]) -> Iterator[_Call]:
-    """Yield the tasks of both, each in its order, evenly mixed."""
+def _spread(work: Sequence[_Call], among: Sequence[_Call]) -> list[_Call]:
+    """Return the tasks of both, each in its order, evenly mixed."""
     placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
-    return (task for _, task in sorted(placed, key=itemgetter(0)))
+    return [task for _, task in sorted(placed, key=itemgetter(0))]
 
 
 def _all_done(futures: Collection[Future[Any]]) -> None:
@@ -326,3 +294,28 @@ def _all_done(futures: Collection[Future[Any]]) -> None:
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
+
+
+# Hashes of files that are read whole, begun while the plan is made: one core has nothing else to do then.
+
+
+_BEGUN: ContextVar[Mapping[Path, Future[str]]] = ContextVar("_BEGUN", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def hashed_meanwhile(paths: Iterable[Path]) -> Iterator[None]:
+    """Hash the files while what is inside is done; give up what is not finished then. `hash_of` has the results."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        token = _BEGUN.set({path: thread.submit(sha256_of, path, ended.is_set) for path in paths})
+        try:
+            yield
+        finally:
+            _BEGUN.reset(token)
+            ended.set()
+            thread.shutdown(cancel_futures=True)
+
+
+def hash_of(path: Path, workers: Executor) -> Future[str]:
+    """Return the file's sha256, in hex, that was begun already, or is now by one of the workers."""
+    return _BEGUN.get().get(path) or workers.submit(sha256_of, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -11,32 +12,33 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from lora_tool.execution.units import Unit
-from lora_tool.execution.whole_tensors import FinishedTensors
+from lora_tool.execution.units import Unit, places_of
 from lora_tool.execution.work import Sample
+from lora_tool.formats.quantised.encodings import parts
+from lora_tool.plans.core.factor_ops import Mix
+from lora_tool.plans.core.requantise import Requantise
 from lora_tool.plans.core.steps import Shard, Step
 
 _MOST_OPEN = 8
-
 _PATIENCE_S = 0.1
-WRITE_BYTES = 1 << 20
-"""Bytes that the kernel writes at a time at most; it writes less where that is faster, see `files.h`."""
 _SMALL_WRITE = 1 << 16
 """What Python writes at a time: for more, Linux may take memory that nothing has touched yet."""
+WORTH_BYTES, _MOST_TIMES = 128 << 20, 8
+"""Bytes that are worth reading back together, and how often a file is read back: each time its header is, too."""
 
 
-def most_open(jobs: int) -> int:
-    """Return how many files of one folder may be open for writing at once: one for every worker, and some that are
-    complete, and flushed while the next are written.
+def slots_for(jobs: int) -> threading.Semaphore:
+    """Return what bounds how many files of one folder are open for writing at once: one for every worker, and some that
+    are complete, and flushed while the next are written.
     """
-    return max(_MOST_OPEN, jobs + 1)
+    return threading.Semaphore(max(_MOST_OPEN, jobs + 1))
 
 
 class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
-    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that
-    opened a file write it, and it is flushed when it is complete, in any order.
+    No thread that holds one of the `slots` waits for another file: the threads that opened a file write it, and it is
+    flushed when it is complete, in any order.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
@@ -45,7 +47,11 @@ class ShardFile:
         self.samples: list[Sample] = []
         """The workers' notes on their units."""
         self._missing = batches
-        self._whole = FinishedTensors(shard)
+        self._written: list[tuple[int, int]] = []
+        """From which byte to which."""
+        self._taken: set[str] = set()
+        self._fresh = 0
+        """Bytes written since `end` last found that many are worth reading back."""
         self._slots = slots
         self._lock = threading.Lock()
         self._descriptor: int | None = None
@@ -93,13 +99,35 @@ class ShardFile:
         """Note that a batch is written, and return whether it was the last, and whether `take_whole` gives much now."""
         with self._lock:
             self._missing -= 1
-            much = self._whole.add(batch)
-            return self._missing == 0, self._missing == 0 or much
+            ranges = [place for unit in batch for place in places_of(unit)]
+            self._written += ranges
+            self._fresh += sum(end - begin for begin, end in ranges)
+            is_much = self._fresh >= max(WORTH_BYTES, self.shard.data_bytes // _MOST_TIMES)
+            if is_much:
+                self._fresh = 0
+            return self._missing == 0, self._missing == 0 or is_much
 
     def take_whole(self) -> tuple[Step, ...]:
-        """Return the steps whose tensors are written by now, each once."""
+        """Return the steps whose tensors are written by now, each once: they can be read back while others are written."""
         with self._lock:
-            return self._whole.take(all_of_them=self._missing == 0)
+            whole = self._whole() if self._missing else {step.out.name for step in self.shard.steps}
+            fresh = whole - self._taken
+            self._taken |= whole
+            return tuple(step for step in self.shard.steps if step.out.name in fresh)
+
+    def _whole(self) -> set[str]:
+        """Return the names of tensors whose bytes, and those of their codes or scales, are all written."""
+        self._written = _joined(self._written)
+        begins = [begin for begin, _ in self._written]
+        at, written = len(self.shard.header), set()
+        for step in self.shard.steps:
+            under = bisect.bisect_right(begins, at) - 1
+            if under >= 0 and at + step.out.nbytes <= self._written[under][1]:
+                written.add(step.out.name)
+            at += step.out.nbytes
+        # products wait for the end: comparing them takes as much memory as writing them
+        whole = (step for step in self.shard.steps if not isinstance(step.op, Mix) and _compared_with(step) <= written)
+        return {step.out.name for step in whole}
 
     def flush(self) -> None:
         """Wait until all of it is on the disk, and close it. Raises `OSError`."""
@@ -112,6 +140,23 @@ class ShardFile:
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
+
+
+def _compared_with(step: Step) -> set[str]:
+    """Return the names of the tensors that must be whole before the step's output is compared."""
+    others = parts(step.op.encoding) if isinstance(step.op, Requantise) else ()
+    return {step.out.name, *(part.name for part in others)}
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges in their order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
 
 
 def give_size(out: int, nbytes: int) -> None:

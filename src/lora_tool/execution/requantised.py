@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from msgspec.structs import replace
 
 from lora_tool.core.machine import ieee_arithmetic
-from lora_tool.core.tensors import DType
+from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
+from lora_tool.execution.backends.choosing import backend_for
+from lora_tool.execution.backends.native_backend import NativeBackend
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
+from lora_tool.execution.kernels import STORAGE, bytes_of, retention
 from lora_tool.execution.kernels import AnyArray as Array
-from lora_tool.execution.kernels import bytes_of, retention
-from lora_tool.execution.numbers import Numbers
 from lora_tool.execution.output import write_exactly
-from lora_tool.execution.units import RequantiseUnit
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.units import ComputeUnit, RequantiseUnit
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes, zeros_of
@@ -26,8 +31,9 @@ from lora_tool.formats.quantised.requantising import (
     stored_scales,
 )
 from lora_tool.formats.quantised.zero_points import bytes_of_zeros
-from lora_tool.native.requantising import rounding
+from lora_tool.native.quantised import rounding
 from lora_tool.plans.core.delta_retention import DeltaRetention
+from lora_tool.plans.core.ops import Precision, RowOp, row_ops
 from lora_tool.plans.core.requantise import QuantisedPart
 
 _AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
@@ -41,8 +47,11 @@ _LARGEST = 1 << 22
 class Requantiser:
     """One worker's. Not shared between threads."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        self._numbers = numbers
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        self._sources = sources
+        self._precision = precision
+        self._stopped = stopped
+        self._backends: dict[object, NumpyBackend] = {}
         self._rounding = rounding()
 
     def run(self, unit: RequantiseUnit, out: int) -> DeltaRetention | None:
@@ -53,7 +62,7 @@ class Requantiser:
         retained, at = None, unit.first
         grid, is_codes = grid_of(unit.op.encoding), unit.op.part is QuantisedPart.CODES
         with ieee_arithmetic(), np.errstate(all="ignore"):
-            while at < unit.last and not self._numbers.stopped():
+            while at < unit.last and not self._stopped():
                 top, bottom = grid.rows_of(at, unit.last)
                 sampled = is_codes and at == unit.first
                 some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
@@ -70,7 +79,8 @@ class Requantiser:
         encoding = unit.op.encoding
         top, bottom = grid_of(encoding).rows_of(first, unit.last)
         begin, _ = unit.place(QuantisedPart.CODES, first, unit.last)
-        made = self._numbers.passed_again(unit.out.name, unit.op, top, bottom, encoding, some, out, begin)
+        found = self._by_the_kernel(unit, top, bottom, DType.I8, begin)
+        made = found[0].passed_again(found[1], encoding, some, out) if found else None
         if made is None:
             return 0, None
         of = first, first + len(made.scales)
@@ -84,7 +94,8 @@ class Requantiser:
         grid = grid_of(encoding)
         top, bottom = grid.rows_of(*of)
         some = min(some, bottom - top)
-        made = self._numbers.stored_again(unit.out.name, unit.op, top, bottom, encoding, some)
+        found = self._by_the_kernel(unit, top, bottom, DType.F32)
+        made = found[0].stored_again(found[1], encoding, some) if found else None
         if made is None:
             retained = None
             for each in grid.stretches(*of, _BLOCK_WEIGHTS):
@@ -93,11 +104,12 @@ class Requantiser:
         scales = self._scales(encoding, of, made)
         if not self._write_scales(unit, of, scales, out):
             return None
-        self._numbers.write(unit.op, bytes_of_codes(encoding, made.codes), out, unit.place(unit.op.part, *of)[0])
+        begin, _ = unit.place(unit.op.part, *of)
+        self._backend(row_ops(unit.op)[0]).write(bytes_of_codes(encoding, made.codes), out, begin)
         return _sample(encoding, made, scales, (top, of[0])) if some else None
 
     def _scales(self, encoding: Requantisable, of: tuple[int, int], made: StoredAgain) -> Scales:
-        return Scales(as_stored(encoding, stored_scales(encoding, *of, self._numbers.bytes_of), made.scales))
+        return Scales(as_stored(encoding, stored_scales(encoding, *of, self._sources.bytes_of), made.scales))
 
     def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Scales, out: int) -> bool:
         """Write scales and zero points where they belong to the unit; return whether codes do."""
@@ -121,7 +133,7 @@ class Requantiser:
             values = self._rows(unit, first, last)
             less, more = self._rounding.extremes(encoding, values, first, of)
             low, high = np.minimum(low, less), np.maximum(high, more)
-        scales = settled(encoding, of, low, high, self._numbers.bytes_of)
+        scales = settled(encoding, of, low, high, self._sources.bytes_of)
         if not self._write_scales(unit, of, scales, out):
             return None
         begin, _ = unit.place(unit.op.part, *of)
@@ -132,12 +144,59 @@ class Requantiser:
             made = self._rounding.codes(encoding, values, scales, first, of[0])
             write_exactly(out, bytes_of(bytes_of_codes(encoding, made)), begin + (first - top) * row_bytes)
             if len(meant):
-                before = self._numbers.stored(dequantised(encoding), top * grid.width, top * grid.width + meant.size)
+                before = self._stored(dequantised(encoding), top * grid.width, top * grid.width + meant.size)
                 retained = _retention(encoding, before, meant, made[: len(meant)], scales, (top, of[0]))
         return retained
 
     def _rows(self, unit: RequantiseUnit, first: int, last: int) -> Array:
-        return self._numbers.rows(unit.out.name, unit.op, first, last, DType.F32)
+        """Return rows of the weight to quantise as float32, [rows, columns]: valid until the next. Raises as `Backend.run`."""
+        made, top = [], 0
+        for op in row_ops(unit.op):
+            bottom = top + math.prod(op.shape[:-1])
+            begin, end = max(first, top), min(last, bottom)
+            if begin < end:
+                rows = self._backend(op).numbers(_rows_of(unit, op, begin - top, end - top, DType.F32))
+                made.append(rows if end - begin == last - first else rows.copy())
+            top = bottom
+        whole = made[0] if len(made) == 1 else np.concatenate(made)
+        return whole.reshape(last - first, -1)
+
+    def _by_the_kernel(
+        self, unit: RequantiseUnit, first: int, last: int, dtype: DType, offset: int = 0
+    ) -> tuple[NativeBackend, ComputeUnit] | None:
+        """Return rows of the weight as a unit of the one operation that makes them all, which begins at byte `offset` of
+        the file, and its compiled arithmetic; None where it is not compiled, or several operations make them.
+        """
+        top = 0
+        for op in row_ops(unit.op):
+            bottom = top + math.prod(op.shape[:-1])
+            if top <= first and last <= bottom:
+                backend = self._backend(op)
+                rows = _rows_of(unit, op, first - top, last - top, dtype, offset)
+                return (backend, rows) if isinstance(backend, NativeBackend) else None
+            top = bottom
+        return None
+
+    def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
+        """Return elements `first` to `last` of a tensor, flat; of a quantised one the numbers."""
+        values = np.empty(last - first, STORAGE[tensor.dtype])
+        self._sources.read_into(tensor, first * values.itemsize, bytes_of(values))
+        return values
+
+    def _backend(self, op: RowOp) -> NumpyBackend:
+        chosen = backend_for(self._precision, op)
+        if not issubclass(chosen, NumpyBackend):
+            raise AssertionError("planned with an arithmetic that numpy does not compute")  # noqa: TRY004 - ours
+        if chosen not in self._backends:
+            self._backends[chosen] = chosen(self._sources, self._precision, self._stopped)
+        return self._backends[chosen]
+
+
+def _rows_of(of: RequantiseUnit, op: RowOp, first: int, last: int, dtype: DType, offset: int = 0) -> ComputeUnit:
+    """Return the unit of rows of an operation's output; they begin at byte `offset` of the file."""
+    out = TensorSpec(name=of.out.name, dtype=dtype, shape=op.shape)
+    unit = ComputeUnit(out=out, op=op, is_new=True, first=first, last=last, at=0)
+    return replace(unit, at=offset - unit.begin)
 
 
 def _sample(encoding: Requantisable, made: StoredAgain, scales: Scales, at: tuple[int, int]) -> DeltaRetention:

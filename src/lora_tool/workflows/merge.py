@@ -212,7 +212,7 @@ def begun(inputs: FoundInputs, spread: Spread) -> Iterator[None]:
     if spread.cluster is not None:
         yield
         return
-    from lora_tool.execution.hashing import hashed_meanwhile  # no dry run uses it
+    from lora_tool.execution.local_engine import hashed_meanwhile  # no dry run uses it
 
     with hashed_meanwhile(file.path for adapter in inputs.adapters for file in adapter.weights.files):
         import numpy as np
