@@ -285,7 +285,7 @@ class NativeBackend(NumpyBackend):
         for at, term in enumerate(op.terms):
             # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
             inner = slice(first + term.first, last + term.first)
-            rows = self._read.columns_of_a(term, inner).T if op.transposed else self._read.b(term, inner, "factor")
+            rows = self._columns_of_a(term, inner).T if op.transposed else self._rows_of_b(term, inner, "factor")
             left = self._packed(f"left {at}", rows, self._kernel.rows, together)
             right = self._right_packed(at, op, term)
             made.append(KernelTerm(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))
@@ -297,7 +297,7 @@ class NativeBackend(NumpyBackend):
         held = self._rights.get(at)
         if held is None or held[0] is not tensor or held[1] != term.expert:
             whole = slice(0, tensor.shape[0])
-            columns = self._read.b(term, whole, "factor") if op.transposed else self._read.a(term, "factor").T
+            columns = self._rows_of_b(term, whole, "factor") if op.transposed else self._rows_of_a(term, "factor").T
             packed = self._packed(f"right {at}", columns, self._kernel.columns)
             self._rights[at] = held = (tensor, term.expert, packed)
         return held[2]

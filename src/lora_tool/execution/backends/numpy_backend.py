@@ -7,7 +7,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -16,12 +17,12 @@ from lora_tool.core.machine import ieee_arithmetic
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
-from lora_tool.execution.backends.stored_rows import StoredRows
 from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.kernels import bytes_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.open_files import Room
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
@@ -40,68 +41,8 @@ from lora_tool.plans.core.ops import (
 )
 from lora_tool.plans.core.terms import LoraTerm
 
-# Factors that are made of factors, in numpy: in float64, before they are rounded.
-
-
-_WIDE = np.dtype(np.float64)
-_STRIP, _TALL = 1 << 9, 1 << 9
-"""Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
-
-
-class NumpyFactors:
-    """Rows of the factors, in the worker's `room`."""
-
-    def __init__(self, read: StoredRows, room: Room) -> None:
-        self._read = read
-        self._room = room
-        self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
-
-    def beside(self, op: Beside, first: int, last: int) -> Array:
-        """Return the scaled columns, flat, in float64."""
-        made = self._room.of("made", (last - first, op.shape[1]), _WIDE)
-        parts = sum(part.count for part in op.parts)
-        made[:, : op.leading] = made[:, op.leading + parts :] = 0
-        for part, place in zip(op.parts, op.places, strict=True):
-            columns = made[:, place]
-            if part.count:
-                columns[...] = part.of(self._read.rows(part.tensor, first, last))
-            if part.scale != 1:
-                np.multiply(columns, part.scale, out=columns)
-        return made.reshape(-1)
-
-    def mixed(self, op: Mix, first: int, last: int) -> Array:
-        """Return the product with the small matrix, flat, in float64."""
-        made = self._room.of("made", (last - first, op.shape[1]), _WIDE)
-        if op.below:
-            columns = op.matrix.values[:, first:last].T
-            stacked = self._stacked(op.parts)
-            for at in range(0, op.shape[1], _STRIP):
-                strip = slice(at, min(at + _STRIP, op.shape[1]))
-                wide = self._room.of("factors", (op.matrix.rows, strip.stop - at), _WIDE)
-                np.matmul(
-                    columns,
-                    np.concatenate([part[:, strip] for part in stacked], out=wide, casting="unsafe"),
-                    out=made[:, strip],
-                )
-        else:
-            for at in range(first, last, _TALL):
-                end = min(at + _TALL, last)
-                wide = self._room.of("factors", (end - at, op.matrix.rows), _WIDE)
-                rows = [self._read.rows(part, at, end) for part in op.parts]
-                np.matmul(
-                    np.concatenate(rows, axis=1, out=wide, casting="unsafe"),
-                    op.matrix.values,
-                    out=made[at - first : end - first],
-                )
-        return made.reshape(-1)
-
-    def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
-        """Return the whole parts as they are stored, kept from one block to the next."""
-        if self._parts_kept is None or self._parts_kept[0] is not parts:
-            whole = (self._read.rows(part, 0, part.shape[0], f"part {at}") for at, part in enumerate(parts))
-            self._parts_kept = (parts, tuple(whole))
-        return self._parts_kept[1]
-
+if TYPE_CHECKING:
+    from lora_tool.execution.backends.factors import NumpyFactors
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
@@ -126,10 +67,15 @@ class NumpyBackend:
         self._column_norms: Array = np.empty(0)
         self._stopped = stopped
         self._room = Room()
-        self._read = StoredRows(sources, self._room)
-        self._factors = NumpyFactors(self._read, self._room)
+        self._stack: tuple[StoredTensor, Array] | None = None
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
+
+    @cached_property
+    def _factors(self) -> NumpyFactors:
+        from lora_tool.execution.backends.factors import NumpyFactors  # few plans make factors
+
+        return NumpyFactors(self._rows, self._room)
 
     @staticmethod
     def one_thread() -> AbstractContextManager[object]:
@@ -241,7 +187,9 @@ class NumpyBackend:
             case ReplaceRows():
                 return self._with_rows(op, self._stored(op.source, first, last), first, last), None, False
             case BiasDelta():
-                bias = np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))
+                bias = np.asarray(
+                    sum(self._wide_rows(each.bias, first, last) * self._wide.type(each.scaling) for each in op.terms)
+                )
                 return self._stored(op.source, first, last), bias, False
             case LoraDelta():
                 delta = self._delta(op, first, last)
@@ -294,9 +242,6 @@ class NumpyBackend:
             delta += more
         return delta.reshape(-1)
 
-    def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
-        return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))
-
     def _product(self, op: LowRank, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
         rows = self._left(op, term, first, last)
@@ -317,29 +262,60 @@ class NumpyBackend:
         """Return rows of the left factor in the working precision."""
         # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
         inner = slice(first + term.first, last + term.first)
-        return self._read.columns_of_a(term, inner).T.astype(self._wide) if op.transposed else self._b(term, inner)
+        return self._columns_of_a(term, inner).T.astype(self._wide) if op.transposed else self._b(term, inner)
 
     def _right(self, op: LowRank, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
         tensor = term.b if op.transposed else term.a
         if self._kept is None or self._kept[0] is not tensor or self._kept[1:3] != (term.expert, self._wide):
-            whole = self._b(term, slice(0, tensor.shape[0])).T if op.transposed else self._a(term)
+            whole = (
+                self._b(term, slice(0, tensor.shape[0])).T
+                if op.transposed
+                else self._rows_of_a(term).astype(self._wide, copy=False)
+            )
             kept = kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,)
             self._kept = (tensor, term.expert, self._wide, kept)
         return self._kept[3]
 
-    def _a(self, term: LoraTerm) -> Array:
-        return self._read.a(term).astype(self._wide, copy=False)
-
     def _b(self, term: LoraTerm, rows: slice) -> Array:
-        return np.ascontiguousarray(self._read.b(term, rows)).astype(self._wide, copy=False)
+        return np.ascontiguousarray(self._rows_of_b(term, rows)).astype(self._wide, copy=False)
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
-        return self._read.rows(tensor, first, last).astype(self._wide, copy=False)
+        return self._rows(tensor, first, last).astype(self._wide, copy=False)
 
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
-        row = math.prod(tensor.shape[1:])
-        stored = self._room.of("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype])
-        self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
-        return stored
+        return self._rows(tensor, first, last, "stored").reshape(-1)
+
+    def _rows(self, tensor: StoredTensor, first: int, last: int, place: str = "") -> Array:
+        """Return rows `first` to `last` of the tensor in its storage type, [last - first, ...].
+
+        The array is new, or the worker's buffer `place` where one is named: the system clears the pages of a new one.
+        """
+        shape, storage = (last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype]
+        out = self._room.of(place, shape, storage) if place else np.empty(shape, storage)
+        self._sources.read_into(tensor, first * math.prod(tensor.shape[1:]) * storage.itemsize, bytes_of(out))
+        return out
+
+    def _rows_of_a(self, term: LoraTerm, place: str = "") -> Array:
+        """Return the rows of A that are the term's expert's, as they are stored; see `_rows`."""
+        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank, place)
+
+    def _columns_of_a(self, term: LoraTerm, columns: slice) -> Array:
+        """Return columns of A's rows as they are stored: of an embedding's, as wide as the vocabulary, no others are read."""
+        some = self._room.of("columns", (term.rank, columns.stop - columns.start), kernels.STORAGE[term.a.dtype])
+        for at, row in enumerate(some, start=term.expert * term.rank):
+            self._sources.read_into(term.a, (at * term.a.shape[1] + columns.start) * some.itemsize, bytes_of(row))
+        return some
+
+    def _rows_of_b(self, term: LoraTerm, rows: slice, place: str = "") -> Array:
+        """Return these rows of B as they are stored, with the columns of the term's expert; see `_rows`."""
+        if term.experts == 1:
+            return self._rows(term.b, rows.start, rows.stop, place)
+        if self._stack is None or self._stack[0] is not term.b:
+            # every expert's columns are scattered over all of B, and its experts come one after the other
+            self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
+        grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
+        own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
+        columns = own if grouped else slice(term.expert, None, term.experts)
+        return np.asarray(self._stack[1][rows, columns])
