@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils._http import hf_raise_for_status
 
-from lora_tool.checkpoints.hub_client.failures import WaitTooLong, translated
+from lora_tool.checkpoints.hub_client.failures import too_long, translated
 from lora_tool.checkpoints.hub_client.redaction import redacted, redacted_logs
 from lora_tool.cli.exit_codes import exit_code
 
@@ -90,7 +90,7 @@ def wrapped(cause: BaseException, text: str = "Error while uploading 'model.safe
         (hub_errors.OIDCError("no id token"), 4, "cannot get a token by OIDC"),
         (ValueError("LFS batch API returned errors:\nEncountered error: quota"), 4, "LFS batch API returned errors"),
         (KeyError("commitOid"), 7, "could not be understood"),
-        (wrapped(WaitTooLong(3600, 429)), 7, "asks to wait 3600 s"),
+        (wrapped(too_long(3600, 429)), 7, "asks to wait 3600 s"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str | int) else type(value).__name__,
 )

@@ -11,10 +11,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import huggingface_hub
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from lora_tool.checkpoints.hub_client.failures import PUSHING, Doing, WaitTooLong, as_ours, causes_of
-from lora_tool.checkpoints.hub_client.hooks import asked_wait, hooked
+from lora_tool.checkpoints.hub_client.failures import PUSHING, Doing, GaveUp, as_ours, causes_of
+from lora_tool.checkpoints.hub_client.hooks import asked_wait, hooked, require_wait
 from lora_tool.checkpoints.hub_client.redaction import redacted
 from lora_tool.core.errors import HubUnreachable, LoraToolError
 
@@ -33,7 +32,7 @@ class Interrupted(Exception):
     """A request that was about to be sent after the user had interrupted the push."""
 
 
-_HOPELESS = (huggingface_hub.errors.OfflineModeIsEnabled, WaitTooLong, Interrupted)
+_HOPELESS = (huggingface_hub.errors.OfflineModeIsEnabled, GaveUp, Interrupted)
 """What trying again at once cannot help: offline by wish, a wait that is too long, an interrupt."""
 
 
@@ -112,9 +111,7 @@ class Session:
             raise Interrupted
 
     def after(self, response: Any) -> None:  # noqa: ANN401
-        wait = asked_wait(response)
-        if wait is not None and wait > LONGEST_WAIT:
-            raise WaitTooLong(wait, int(response.status_code))
+        require_wait(response, LONGEST_WAIT)
 
 
 def require_client() -> None:
@@ -134,12 +131,5 @@ def session(repo: str, *, progress: bool, doing: Doing = PUSHING) -> Iterator[Se
     """
     require_client()
     opened = Session(repo, doing)
-    bars = not are_progress_bars_disabled()
-    with hooked(opened.before, opened.after, silence=STALLED):
-        try:
-            if not progress:
-                disable_progress_bars()
-            yield opened
-        finally:
-            if bars and not progress:
-                enable_progress_bars()
+    with hooked(opened.before, opened.after, bars=progress, silence=STALLED):
+        yield opened

@@ -14,10 +14,9 @@ from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from lora_tool.checkpoints.hub_client.failures import NoAnswer, WaitTooLong, as_ours, downloading, translated
-from lora_tool.checkpoints.hub_client.hooks import asked_wait, hooked
+from lora_tool.checkpoints.hub_client.failures import GaveUp, as_ours, downloading, translated
+from lora_tool.checkpoints.hub_client.hooks import hooked, require_wait
 from lora_tool.core.errors import HubUnreachable, NotACheckpoint
 from lora_tool.core.progress import told
 
@@ -42,17 +41,15 @@ class _Answers:
             self.sent = True
             self._since = self._since or time.monotonic()
             if self._left() < 0:
-                raise NoAnswer(PATIENCE)
+                raise GaveUp(f"the Hub gave no valid answer for {PATIENCE} s")
 
     def after(self, response: Any) -> None:  # noqa: ANN401
         status = int(response.status_code)
         with self._lock:
             if status < _SERVER_FAULT and status not in _OVERLOAD:
                 self.answered, self._since = True, None
-                return
-            wait = asked_wait(response)
-            if wait is not None and wait > self._left():
-                raise WaitTooLong(wait, status)
+            else:
+                require_wait(response, self._left())
 
     def _left(self) -> float:
         return PATIENCE if self._since is None else PATIENCE - (time.monotonic() - self._since)
@@ -64,11 +61,8 @@ def in_cache(repo: str, revision: str | None, patterns: Sequence[str]) -> Path |
     Raises `NotACheckpoint` where `repo` cannot be a repository's name.
     """
     try:
-        return Path(
-            snapshot_download(
-                repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNWANTED, local_files_only=True
-            )
-        )
+        wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": _UNWANTED}
+        return Path(snapshot_download(repo, revision=revision, local_files_only=True, **wanted))
     except HFValidationError as error:
         raise NotACheckpoint(f"{repo}: neither a folder nor a Hub id") from error
     except LocalEntryNotFoundError:
@@ -100,7 +94,7 @@ def download(
                 raise OfflineModeIsEnabled
         return cached
     told(f"asking the Hub for {repo}{f'@{revision}' if revision else ''} …")
-    with hooked(answers.before, answers.after), _client_quiet():
+    with hooked(answers.before, answers.after, bars=sys.stderr.isatty()), _without_misses():
         try:
             with in_words():
                 path = Path(fetch(revision=revision, allow_patterns=list(beside)))
@@ -125,19 +119,14 @@ def download(
 
 
 @contextlib.contextmanager
-def _client_quiet() -> Iterator[None]:
-    """Keep the client's bars to a terminal, and to itself that a pattern has no files: we ask for one after the other."""
+def _without_misses() -> Iterator[None]:
+    """Keep the client from saying that a pattern has no files: we ask for one after the other."""
     log = logging.getLogger("huggingface_hub._snapshot_download")
     log.addFilter(_is_news)
-    bars = not are_progress_bars_disabled() and not sys.stderr.isatty()
-    if bars:
-        disable_progress_bars()
     try:
         yield
     finally:
         log.removeFilter(_is_news)
-        if bars:
-            enable_progress_bars()
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -113,21 +113,18 @@ _WITHOUT_TOKEN: dict[type, Failure] = {
 }
 
 
-class WaitTooLong(Exception):
-    """The Hub asks to wait `seconds`, longer than we do."""
+class GaveUp(Exception):
+    """We wait for the Hub no longer; `hint` is the remedy."""
 
-    def __init__(self, seconds: int, status: int) -> None:
-        super().__init__(f"asked to wait {seconds} s")
-        self.seconds = seconds
-        self.status = status
+    def __init__(self, what: str, hint: str = _CONNECTION) -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
-class NoAnswer(Exception):
-    """The Hub gave no good answer for longer than we try. `seconds` is how long that was."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"no answer for {seconds} s")
-        self.seconds = seconds
+def too_long(seconds: int, status: int) -> GaveUp:
+    """Return the error for an answer that asks to wait longer than we do."""
+    what = f"the Hub answers {status} and asks to wait {seconds} s"
+    return GaveUp(what, f"run the same command again in {seconds} s")
 
 
 def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named: str | None = None) -> HubError:
@@ -141,8 +138,9 @@ def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named
     what = "" if isinstance(error, RuntimeError) else "the Hub's answer could not be understood: "
     unknown = HubUnreachable, f"{what}{_said(error)}", "{again}"
     causes = [cause for cause in causes_of(error) if not isinstance(cause, hub_errors.LocalEntryNotFoundError)]
-    found = (meaning(cause) for meaning in (_given_up, _from_answer, _without_answer) for cause in causes)
-    kind, what, hint = next((failure for failure in found if failure is not None), unknown)
+    given_up = [(HubUnreachable, str(cause), cause.hint) for cause in causes if isinstance(cause, GaveUp)]
+    found = (meaning(cause) for meaning in (_from_answer, _without_answer) for cause in causes)
+    kind, what, hint = next(filter(None, (*given_up, *found)), unknown)
     page = f"{constants.ENDPOINT}/{repo}"
     return kind(f"{named or repo}: {what}", hint=hint.format(page=page, endpoint=constants.ENDPOINT, **asdict(doing)))
 
@@ -164,16 +162,6 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def _given_up(error: BaseException) -> Failure | None:
-    """Return the meaning of an error with which we gave up waiting, None for another error."""
-    if isinstance(error, WaitTooLong):
-        what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
-        return HubUnreachable, what, f"run the same command again in {error.seconds} s"
-    if isinstance(error, NoAnswer):
-        return HubUnreachable, f"the Hub gave no valid answer for {error.seconds} s", _CONNECTION
-    return None
-
-
 def _from_answer(error: BaseException) -> Failure | None:
     """Return the meaning of an error of known class, or with an answer of the Hub or its storage; None for another."""
     if str(error).startswith(_CARD_REFUSED):
@@ -186,28 +174,22 @@ def _from_answer(error: BaseException) -> Failure | None:
         return known[0], known[1].format(status=_with_phrase(status)), known[2]
     if not isinstance(error, hub_errors.HfHubHTTPError) or response is None:
         return None
-    if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
-        expired = status in (
-            _UNAUTHORISED,
-            _FORBIDDEN,
-        )  # the address carries the permission; each run is given new ones
-        passing = expired or _from_status(status)[0] is HubUnreachable
-        reads = response.request.method == "GET"
-        what = f"the Hub's storage did not {'deliver a file' if reads else 'accept an upload'} ({_with_phrase(status)})"
-        why = ": the signed address it was given has probably expired" if expired else ""
-        return (
-            (HubUnreachable if passing else HubRefused),
-            what + why + ("" if reads else "; nothing was committed"),
-            "{again}",
-        )
+    if _SIGNED.search(str(response.url)):
+        return _from_storage(status, reads=response.request.method == "GET")
     if status == _NOT_FOUND and _VERIFIES_UPLOAD.search(str(response.url)):
-        return (
-            HubUnreachable,
-            "the Hub's storage does not have a file that was just uploaded; nothing was committed",
-            "{again}",
-        )
+        what = "the Hub's storage does not have a file that was just uploaded; nothing was committed"
+        return HubUnreachable, what, "{again}"
     said = _said(error.server_message or response.headers.get("x-error-message") or "")
     return _from_status(status, said, response.headers.get("retry-after") or "", had_token=_had_token(response))
+
+
+def _from_storage(status: int, *, reads: bool) -> Failure:
+    """Return the meaning of an answer of a storage host, whose address carries the permission: each run gets new ones."""
+    what = f"the Hub's storage did not {'deliver a file' if reads else 'accept an upload'} ({_with_phrase(status)})"
+    expired = status in (_UNAUTHORISED, _FORBIDDEN)
+    what += ": the signed address it was given has probably expired" if expired else ""
+    passing = expired or _from_status(status)[0] is HubUnreachable
+    return HubUnreachable if passing else HubRefused, what + ("" if reads else "; nothing was committed"), "{again}"
 
 
 def _from_status(status: int, said: str = "", retry_after: str = "", *, had_token: bool = True) -> Failure:
@@ -242,11 +224,8 @@ def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - 
         if status is not None:
             return _from_status(int(status["status"]))
         silent = isinstance(error, TimeoutError) or name.endswith("Timeout")
-        return (
-            HubUnreachable,
-            f"{'the Hub does not answer' if silent else 'no connection to the Hub'}: {said}",
-            _CONNECTION,
-        )
+        what = "the Hub does not answer" if silent else "no connection to the Hub"
+        return HubUnreachable, f"{what}: {said}", _CONNECTION
     if isinstance(error, json.JSONDecodeError):
         return HubUnreachable, f"the Hub's answer is not JSON: {said}", "{again}"
     if isinstance(error, ValueError) and "LFS batch" in str(error):
@@ -256,8 +235,5 @@ def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - 
 
 def _said(what: object) -> str:
     """Return the text as one short printable line, without secrets."""
-    line = " ".join(str(what).split())
-    if isinstance(what, BaseException) and not line:
-        line = type(what).__name__
-    line = redacted(line)
+    line = redacted(" ".join(str(what).split()) or (type(what).__name__ if isinstance(what, BaseException) else ""))
     return printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")

@@ -13,7 +13,9 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from lora_tool.checkpoints.hub_client.failures import too_long
 from lora_tool.checkpoints.hub_client.redaction import redacted_logs
 
 Hook = Callable[[Any], None]
@@ -23,19 +25,16 @@ _READING = ("GET", "HEAD")
 
 
 @contextlib.contextmanager
-def hooked(before: Hook, after: Hook, *, silence: float | None = None) -> Iterator[None]:
+def hooked(before: Hook, after: Hook, *, bars: bool, silence: float | None = None) -> Iterator[None]:
     """Call `before` with each request and `after` with each answer; no log record holds a secret meanwhile.
 
-    A request that has no timeout gets one: HF_HUB_ETAG_TIMEOUT for reading, `silence` seconds for sending. A package
-    older than 1.0 has another client, which stays as it is.
+    The client's own progress `bars` are shown only if wanted. A request that has no timeout gets one:
+    HF_HUB_ETAG_TIMEOUT for reading, `silence` seconds for sending. A package older than 1.0 has another client, which
+    stays as it is.
     """
-    set_factory: Callable[[Callable[[], Any]], None] | None = getattr(huggingface_hub, "set_client_factory", None)
-    if set_factory is None:
-        with redacted_logs():
-            yield
-        return
+    set_factory: Callable[[Any], None] = getattr(huggingface_hub, "set_client_factory", lambda _: None)
     # the factory in use has no public name
-    default: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
+    default: Any = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None) or getattr(_http, "default_client_factory", None)
 
     def limit(request: Any) -> None:  # noqa: ANN401 - the HTTP library's, whichever it is
         timeout = constants.HF_HUB_ETAG_TIMEOUT if request.method in _READING else silence
@@ -53,12 +52,17 @@ def hooked(before: Hook, after: Hook, *, silence: float | None = None) -> Iterat
         }
         return client
 
+    hides = not bars and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
     set_factory(make)
     try:
         with redacted_logs():
             yield
     finally:
         set_factory(default)
+        if hides:
+            enable_progress_bars()
 
 
 def asked_wait(response: Any) -> int | None:  # noqa: ANN401
@@ -70,3 +74,10 @@ def asked_wait(response: Any) -> int | None:  # noqa: ANN401
         return int(named)
     limit = _http.parse_ratelimit_headers(response.headers)
     return limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
+
+
+def require_wait(response: Any, longest: float) -> None:  # noqa: ANN401
+    """Return unless an answer asks to wait more than `longest` seconds. Raises `GaveUp`."""
+    wait = asked_wait(response)
+    if wait is not None and wait > longest:
+        raise too_long(wait, int(response.status_code))
