@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from lora_tool.workflows.inspection.comparison import Comparison as Comparison
     from lora_tool.workflows.inspection.model import Inspection as Inspection
     from lora_tool.workflows.inventory import Inventory as Inventory
+    from lora_tool.workflows.inventory import ls as ls
     from lora_tool.workflows.library import combine as combine
     from lora_tool.workflows.library import consolidate as consolidate
     from lora_tool.workflows.library import convert as convert
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from lora_tool.workflows.library import resize as resize
     from lora_tool.workflows.library import validate as validate
     from lora_tool.workflows.library import verify as verify
-    from lora_tool.workflows.ls import ls as ls
     from lora_tool.workflows.merge_each import MergedOne as MergedOne
     from lora_tool.workflows.written import Written as Written
 
@@ -118,9 +118,8 @@ _HOMES = {
     "workflows.diff": "diff",
     "workflows.inspection.comparison": "Comparison",
     "workflows.inspection.model": "Inspection",
-    "workflows.inventory": "Inventory",
+    "workflows.inventory": "Inventory ls",
     "workflows.library": "combine consolidate convert extract inspect merge merge_each prepare resize validate verify",
-    "workflows.ls": "ls",
     "workflows.merge_each": "MergedOne",
     "workflows.written": "Written",
 }

@@ -146,7 +146,6 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 self._stop(trap("never-moved", hint, count=len(self.start), steps=state.global_step))
 
     def _movement(self, model: Any) -> float:
-        """Return the norm of the change of all trained parameters."""
         pairs = ((p, self.start.get(name)) for name, p in model.named_parameters())
         changes = (
             p.detach().cpu().float() - old.float() for p, old in pairs if old is not None and old.shape == p.shape

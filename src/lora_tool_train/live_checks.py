@@ -40,7 +40,6 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
 
 
 def _adapter(model: Any) -> Iterator[Finding]:
-    """Yield what is wrong with an adapter: it is not trained, lies on another one, or is saved without its head."""
     lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     if lora and any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
         why = "are switched off (disable_adapter)"
@@ -63,7 +62,6 @@ def _adapter(model: Any) -> Iterator[Finding]:
 
 
 def _packing(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
-    """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
     packing = bool(getattr(args, "packing", False))
     shared = getattr(collator, "padding_free", False) and (packing or args.per_device_train_batch_size > 1)
     how = leak(model, collator, packing=packing, sharded=sharded) if shared else None

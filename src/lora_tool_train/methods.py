@@ -28,12 +28,10 @@ class Method(Struct, frozen=True, kw_only=True):
 
     @property
     def script(self) -> str:
-        """The module that trains, as `trl` runs it."""
         return "lora_tool_train.experimental" if self.experimental else f"trl.scripts.{self.name}"
 
     @property
     def home(self) -> str:
-        """The module that has the trainer and its config."""
         return f"trl.experimental.{self.name}" if self.experimental else "trl"
 
     @property

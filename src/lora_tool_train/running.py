@@ -38,7 +38,6 @@ class Ended(Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The errors in the results."""
         return tuple(error for item in self.saved for error in item.errors)
 
     @property
@@ -52,7 +51,6 @@ class Ended(Struct, frozen=True, kw_only=True):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The figures of the first process."""
         return dict(self.outcomes[0].facts) if self.outcomes else {}
 
     @property

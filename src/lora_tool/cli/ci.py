@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lora_tool.cli.ci_view import (
-    code_of,
-    findings_of,
-    report_of,
-    set_github_output,
-    skipped_of,
-    stage_line,
-    write_reports,
-)
+from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_output, stage_line, write_reports
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import RuleChoice, rule_choice
 from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
@@ -87,7 +80,9 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     files = report_files(options["reports"], settings)
     job = _job(options, rules, files, settings.criteria)
     if options["each"]:
-        _require_for_several(options)
+        if options["push"] is not None:
+            one = "push the one that you choose with `lora-tool push`"
+            raise click.UsageError(f"--push publishes one model, and --each makes several: {one}")
         from lora_tool.cli.ci_each import run_all  # only where asked for
 
         return run_all(job, files, rules.ignored, as_json=options["as_json"], quiet=options["quiet"])
@@ -98,7 +93,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
         job,
         on_stage=lambda stage: None if quiet else say(stage_line(stage)),
         on_plan=lambda plan: None if quiet else click.echo(printable(plan.notes[0]), err=True),
-        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
+        watch=partial(progress_bar, quiet=quiet),
     )
     report = report_of(outcome, job, rules.ignored)
     write_reports(files, lambda form: _rendered(outcome, report, form, job))
@@ -137,14 +132,6 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
     )
 
 
-def _require_for_several(options: Mapping[str, Any]) -> None:
-    """Return if the options can be those of several runs. Raises `click.UsageError`."""
-    if options["push"] is not None:
-        raise click.UsageError(
-            "--push publishes one model, and --each makes several: push the one that you choose with `lora-tool push`"
-        )
-
-
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     if form is Form.MARKDOWN:
         from lora_tool.workflows.ci.render import outcome_markdown
@@ -154,11 +141,8 @@ def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
 
 
 def _summary(outcome: Outcome, report: Report) -> list[str]:
-    lines = findings_of(report)
-    if outcome.error is not None and outcome.error.hint and not lines:
-        lines.append(f"hint: {printable(outcome.error.hint)}")
-    lines += [f"warning: {printable(warning)}" for stage in outcome.stages for warning in stage.warnings]
-    lines += skipped_of(report)
+    hint = None if outcome.error is None else outcome.error.hint
+    lines = report_lines(report, (warning for stage in outcome.stages for warning in stage.warnings), hint)
     if outcome.output is not None:
         return [*lines, f"passed: {printable(str(outcome.output))}"]
     return [*lines, "would pass: nothing was written" if outcome.passed else "failed"]

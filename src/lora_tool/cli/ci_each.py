@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import click
 
-from lora_tool.cli.ci_view import (
-    code_of,
-    findings_of,
-    report_of,
-    set_github_output,
-    skipped_of,
-    stage_line,
-    write_reports,
-)
+from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_output, stage_line, write_reports
 from lora_tool.cli.reporting import ReportFile, report_text
 from lora_tool.cli.terminal import progress_bar, say, tell
 from lora_tool.core.display import as_cell, counted, duration, printable
@@ -40,7 +32,7 @@ def run_all(
         left_out=lambda folder, what: None if silent else tell("left out", f"{folder}, {what}"),
         on_stage=lambda one, stage: None if silent else _say(one, stage),
         on_plan=lambda plan: None if silent else click.echo(printable(plan.notes[0]), err=True),
-        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=silent),
+        watch=partial(progress_bar, quiet=silent),
     )
     reports = [report_of(each.outcome, each.job, ignored) for each in swept]
     codes = [code_of(each.outcome) for each in swept]
@@ -72,14 +64,13 @@ def _rendered(swept: Sequence[Swept], report: Report, form: Form) -> str:
 
 
 def _show(swept: Sequence[Swept], report: Report, job: Job) -> None:
-    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
+    from lora_tool.cli.tables import show_table  # rich, only where it is shown
 
     warnings = dict.fromkeys(warning for each in swept for stage in each.outcome.stages for warning in stage.warnings)
-    lines = [*findings_of(report), *(f"warning: {printable(warning)}" for warning in warnings), *skipped_of(report)]
-    if lines:
+    if lines := report_lines(report, warnings):
         say("\n".join(lines))
     columns = ("name", "verdict", "time>", "pairs right>", "mean margin>", "why not")
-    print_all([new_table(columns, [tuple(_row(each)) for each in in_order(swept)])], sys.stdout)
+    show_table(columns, map(_row, in_order(swept)))
     passed = sum(each.outcome.passed for each in swept)
     would = "would pass, nothing was written" if job.dry_run else "passed"
     say(f"{passed} of {counted(len(swept), 'checkpoint')} {would}: {printable(str(job.output))}")

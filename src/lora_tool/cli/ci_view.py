@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
@@ -15,6 +15,7 @@ from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Ignored, Report, Unread, joined
+from lora_tool.core.report.text import findings_lines, skipped_lines
 from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status
 
 _COLOURS = {
@@ -52,18 +53,11 @@ def code_of(outcome: Outcome) -> int:
     return DONE if failed is None else FAILED_CHECK if failed.name == "verify" else FINDINGS
 
 
-def findings_of(report: Report) -> list[str]:
-    """Return errors and warnings as lines."""
-    from lora_tool.core.report.text import findings_lines  # where there is a run to show
-
-    return list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
-
-
-def skipped_of(report: Report) -> list[str]:
-    """Return the rules that could not run as lines."""
-    from lora_tool.core.report.text import skipped_lines  # where there is a run to show
-
-    return list(skipped_lines(report.skipped))
+def report_lines(report: Report, warnings: Iterable[str], hint: str | None = None) -> list[str]:
+    """Return what is to be said of a report: its findings, else a `hint`, then `warnings`, and rules that could not run."""
+    lines = list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
+    lines += [f"hint: {printable(hint)}"] if hint and not lines else []
+    return [*lines, *(f"warning: {printable(warning)}" for warning in warnings), *skipped_lines(report.skipped)]
 
 
 def write_reports(files: tuple[ReportFile, ...], rendered: Callable[[Form], str]) -> None:
@@ -81,10 +75,9 @@ def write_reports(files: tuple[ReportFile, ...], rendered: Callable[[Form], str]
 
 def set_github_output(**outputs: Path | None) -> None:
     """Set outputs of the step, where a GitHub Actions runner waits for them; None is an empty one."""
-    path = os.environ.get("GITHUB_OUTPUT")
-    said = {name: "" if value is None else str(value) for name, value in outputs.items()}
-    if path:
+    if path := os.environ.get("GITHUB_OUTPUT"):
         with Path(path).open("a", encoding="utf-8") as file:
-            for name, value in said.items():
-                if value == printable(value):  # a line break would set another output
-                    file.write(f"{name}={value}\n")
+            for name, value in outputs.items():
+                said = "" if value is None else str(value)
+                if said == printable(said):  # a line break would set another output
+                    file.write(f"{name}={said}\n")

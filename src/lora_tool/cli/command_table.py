@@ -38,7 +38,6 @@ def configured(ctx: click.Context) -> Configuration:
 
 
 def _checked(ctx: click.Context) -> Iterator[str]:
-    """Yield the folders that were given as arguments."""
     for param in ctx.command.params:
         if isinstance(param, click.Argument) and isinstance(param.type, FolderOrId | UserPath):
             value = ctx.params[param.name or ""]
@@ -74,7 +73,6 @@ def _apply_table(ctx: click.Context, configured: Configuration) -> None:
 
 
 def _names(command: click.Command) -> Mapping[str, click.Option]:
-    """Return the options that may stand in the table by their long names, without dashes."""
     options = [param for param in command.params if isinstance(param, click.Option)]
     typed = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
     return {name[2:]: typed[name] for name in typed if name.startswith("--") and name[2:] not in _TYPED_ONLY}

@@ -70,7 +70,6 @@ class RuleChoice(Struct, frozen=True, kw_only=True):
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """The codes of the ignored rules."""
         return tuple(ignored.code for ignored in self.ignored)
 
     def arguments(self) -> dict[str, Any]:

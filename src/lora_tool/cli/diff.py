@@ -9,9 +9,8 @@ import click
 from msgspec.structs import asdict
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
-from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option
+from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option, say_drawn
 from lora_tool.cli.terminal import print_json, progress_bar
-from lora_tool.core.display import printable
 
 
 @click.command(
@@ -38,7 +37,7 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
         from lora_tool.workflows.drawing import drawer
 
         drawer().comparison(comparison, plot, names=(first, second))
-        click.echo(f"drawn: {printable(str(plot))}", err=True)
+        say_drawn(plot)
     if as_json:
         print_json(first=first, second=second, same=comparison.same, **asdict(comparison))
     else:

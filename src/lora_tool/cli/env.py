@@ -58,7 +58,6 @@ def _kernel() -> str:
 
 
 def _required() -> Iterator[str]:
-    """Yield the packages that lora-tool and its extras require, as its metadata lists them."""
     for requirement in metadata.requires("lora-tool") or ():
         package, _, condition = requirement.partition(";")
         name = re.split(r"[^\w.-]", package, maxsplit=1)[0]

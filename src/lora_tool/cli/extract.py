@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import FolderOrId, Timed, base_option
+from lora_tool.cli.options import FolderOrId, Timed
 from lora_tool.cli.writing import caller, run_options
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.workflows.extract import ExtractOptions, extract
@@ -17,7 +17,7 @@ from lora_tool.workflows.extract import ExtractOptions, extract
     "extract", cls=Timed, epilog="Example: lora-tool extract my-model/ --base base-model/ --rank 64 -o my-adapter/"
 )
 @click.argument("model", type=FolderOrId(), metavar="MODEL")
-@base_option(f"The model that MODEL was trained from: {ANYWHERE}.")
+@click.option("--base", type=FolderOrId(), metavar="MODEL", help=f"The model that MODEL was trained from: {ANYWHERE}.")
 @options_of(ExtractOptions)
 @run_options
 def command(model: str, *, base: str | None, **typed: Any) -> None:

@@ -11,8 +11,8 @@ import click
 from msgspec.structs import asdict
 
 from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import FolderOrId, json_option, plot_option
-from lora_tool.core.display import json_data, json_text, printable
+from lora_tool.cli.options import FolderOrId, json_option, plot_option, say_drawn
+from lora_tool.core.display import json_data, json_text
 from lora_tool.workflows.inspect import InspectEachOptions, inspect_each
 from lora_tool.workflows.inspection.model import Inspection
 
@@ -32,18 +32,17 @@ def command(paths: tuple[str, ...], *, plot: Path | None, as_json: bool, **typed
     """
     inspections = inspect_each(paths or (".",), typed_as(InspectEachOptions, typed, plot=plot, spectra=as_json))
     if plot is not None:
-        click.echo(f"drawn: {printable(str(plot))}", err=True)
+        say_drawn(plot)
     if as_json:
         click.echo(_json(inspections))
-        return
-    if len(inspections) > 1:
+    elif len(inspections) > 1:
         from lora_tool.cli.inspect_several import show_several  # rich, only for people
 
         show_several(inspections, sys.stdout)
-        return
-    from lora_tool.cli.inspect_view import show_inspection  # rich, only for people
+    else:
+        from lora_tool.cli.inspect_view import show_inspection  # rich, only for people
 
-    show_inspection(inspections[0], sys.stdout)
+        show_inspection(inspections[0], sys.stdout)
 
 
 def _json(inspections: Sequence[Inspection]) -> str:

@@ -43,7 +43,6 @@ def show_several(inspections: Sequence[Inspection], out: TextIO) -> None:
 def _side_by_side(
     what: str, titles: Sequence[str], rows: Sequence[str], columns: Sequence[Column], out: TextIO
 ) -> Iterator[Table]:
-    """Yield one table, or several where the columns do not fit into one."""
 
     def table(begin: int, end: int) -> Table:
         shown = ((row, *(as_cell(each.get(row, "-")) for each in columns[begin:end])) for row in rows)
@@ -76,14 +75,12 @@ def _rows(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _values(values: Iterable[float | None]) -> str:
-    """Return the different values, falling."""
     found = set(values)
     listed = [f"{value:.4g}" for value in sorted((value for value in found if value is not None), reverse=True)]
     return ", ".join([*listed, *(["?"] if None in found else [])])
 
 
 def _norms(inspection: Inspection) -> dict[str, str]:
-    """Return the median ‖ΔW‖ of the modules of each target."""
     found: dict[str, list[float]] = defaultdict(list)
     for module in inspection.modules if isinstance(inspection, AdapterInspection) else ():
         if module.norm_delta is not None:

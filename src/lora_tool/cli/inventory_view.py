@@ -31,7 +31,6 @@ def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
 
 
 def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content: bool) -> Table:
-    """Return one line per checkpoint, with its size by what the files are for, or as one number."""
     contents = [f"{content}>" for content in FileRole] if by_content else ["size>"]
     columns = ["checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict"]
     rows: list[tuple[str | Text, ...]] = []

@@ -20,7 +20,7 @@ def command(root: Path, *, as_json: bool) -> None:
     The verdict is that of `validate` with the same lora-tool.toml. A star marks the best complete checkpoint of a run.
     """
     from lora_tool.cli.configuration import configuration
-    from lora_tool.workflows.ls import ls
+    from lora_tool.workflows.inventory import ls
 
     runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:

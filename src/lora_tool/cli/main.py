@@ -134,7 +134,6 @@ class LazyGroup(click.Group):
 
 
 def _imported(name: str) -> click.Command | None:
-    """Return the command, of this package or of another distribution; None if there is none."""
     if name in COMMANDS:
         _require_machine()
         command: click.Command = importlib.import_module(f"lora_tool.cli.{name}").command
@@ -245,7 +244,6 @@ def _end_soon() -> None:
 
 
 def _of_usage(error: click.ClickException) -> LoraToolError:
-    """Return the error in the form of all others: one line, and what to type."""
     context = getattr(error, "ctx", None)
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
@@ -306,7 +304,6 @@ def _open_streams() -> None:
 
 
 def _note(what: str) -> None:
-    """Say on stderr what is waited for, unless the command was asked to be quiet."""
     ctx = click.get_current_context(silent=True)
     if ctx is None or not ctx.params.get("quiet"):
         with contextlib.suppress(OSError):  # the terminal may be gone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,10 @@ def show_each(adapters: Sequence[str], options: MergeArguments, typed: Mapping[s
         outputs = [{**one.to_json(), "exit_code": code} for one, code in zip(done, codes, strict=True)]
         click.echo(json.dumps({"schema_version": 1, "outputs": outputs}, indent=2))
     elif not quiet:
-        from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
+        from lora_tool.cli.tables import show_table  # rich, only where it is shown
 
         columns = ("name", "verdict", "size>", "time>", "why not")
-        print_all([new_table(columns, [tuple(_row(one, dry_run=dry_run)) for one in done])], sys.stdout)
+        show_table(columns, (_row(one, dry_run=dry_run) for one in done))
         written = sum(one.passed and not one.finished_before for one in done)
         say(f"{'would write' if dry_run else 'wrote'} {written} of {len(done)}: {printable(str(options.out))}")
     return max(codes)

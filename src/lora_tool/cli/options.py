@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from lora_tool.core.display import duration
+from lora_tool.core.display import duration, printable
 from lora_tool.core.progress import reasons
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
@@ -78,14 +78,14 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
     return decorate
 
 
-def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
-    """Add ``--base``: a model's path or Hub id."""
-    return click.option("--base", type=FolderOrId(), metavar="MODEL", help=help_text)
-
-
 def plot_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--plot``; the `help_text` says what is drawn."""
     return click.option("--plot", type=PicturePath(), metavar="FILE", help=f"{help_text}: .png, .svg, .pdf or .html.")
+
+
+def say_drawn(path: Path) -> None:
+    """Write to stderr that the picture is there."""
+    click.echo(f"drawn: {printable(str(path))}", err=True)
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
@@ -119,11 +119,6 @@ verbose_option = click.option(
 )
 
 
-def ignore_option(help_text: str = "Rules not to run.") -> Callable[[Decorated], Decorated]:
-    """Add ``--ignore``: rules not to run, as one tuple of codes."""
-    return codes_option("--ignore", help_text)
-
-
 def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
     """Add an option of codes with commas between them, which may be given again; the command gets one tuple of all."""
     return click.option(
@@ -146,9 +141,6 @@ def _comma_list(value: str) -> tuple[str, ...]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-jobs_option = click.option(
-    "--jobs", type=click.IntRange(min=1), help="Number of workers.  [default: one per core; 2 for factors]"
-)
 config_option = click.option(
     "--config",
     "config_file",
@@ -177,15 +169,6 @@ format_option = click.option(
     show_default=True,
     help="What is printed.",
 )
-rule_options = in_order(
-    codes_option("--select", "Run only these rules: LT206, or LT2 for all LT2xx."), ignore_option(), fail_on_option
-)
-"""Which rules judge, and the least severity at which the command fails."""
-
-
-# Commands that may take long, and say at their end how long they took.
-
-
 LONG = 5.0
 """Seconds from which on somebody has waited, and wants to know how long."""
 

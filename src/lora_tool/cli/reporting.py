@@ -70,7 +70,6 @@ class Reporting(Struct, frozen=True, kw_only=True):
 
     @property
     def least(self) -> Severity:
-        """The severity from which on a finding makes the command fail."""
         return Severity.WARNING if self.strict else self.fail_on
 
     def write_files(self, text: Callable[[Form], str]) -> None:

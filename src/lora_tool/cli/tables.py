@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TextIO
 
@@ -41,6 +42,11 @@ def print_all(parts: Iterable[RenderableType], out: TextIO) -> None:
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # Δ and ‖ on a terminal that has no such letters
     out.writelines(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Write one table to stdout."""
+    print_all([new_table(columns, [tuple(row) for row in rows])], sys.stdout)
 
 
 def _width(out: TextIO) -> int:

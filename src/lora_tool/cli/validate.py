@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from msgspec.structs import replace
 from lora_tool.cli.configuration import Configuration, configuration, rule_choice
 from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
-from lora_tool.cli.fixing import fix_lines, fixes_json
 from lora_tool.cli.options import (
     FolderOrId,
     config_option,
@@ -27,7 +25,7 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
-from lora_tool.core.display import as_cell, as_options, json_text
+from lora_tool.core.display import as_cell, as_options, counted, json_data, json_text, printable
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report, joined
@@ -35,7 +33,10 @@ from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.validate import ValidatedOne, ValidateEachOptions, validate_each
 
 if TYPE_CHECKING:
-    from lora_tool.workflows.fix import Fixes
+    from lora_tool.workflows.fixes import Fixes
+
+_COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+"""How the lines of a diff begin → the colour."""
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -87,12 +88,15 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], *, reward: bool, quie
     for error in errors:
         show_error(error)
     if len(folders) > 1 and reporting.form is Form.TEXT and not (quiet and not report.findings):
-        _show_table(folders, reporting)
+        from lora_tool.cli.tables import show_table  # rich, only where it is shown
+
+        click.echo()
+        columns = ("folder", "kind", "verdict", "errors>", "warnings>", "first")
+        show_table(columns, (_row(each, reporting) for each in folders))
     return max(map(exit_code, errors), default=FINDINGS if reporting.fails(report) else DONE)
 
 
 def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
-    """Return how to report: each setting from the command line, else from the configuration."""
     options = ctx.params
 
     def chosen(name: str, setting: Any) -> Any:  # noqa: ANN401 - of the option's own type
@@ -111,27 +115,18 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
     nothing = not report.subjects and reporting.form is Form.TEXT  # the errors on stderr say all there is
     silent = quiet and not report.findings and reporting.form in (Form.TEXT, Form.GITHUB)
     text = reporting.form is Form.TEXT
-    shown = "" if fixes is None else "\n".join(fix_lines(fixes, color=text and wants_colour()))
+    shown = "" if fixes is None else "\n".join(_fix_lines(fixes, color=text and wants_colour()))
     if fixes is not None and fixes.kept and reporting.form is not Form.JSON:
         click.echo(f"{shown}\n", err=not text)  # before what is found now
     if fixes is not None and reporting.form is Form.JSON:
         from lora_tool.core.report.json import report_json  # JSON's words, only when requested
 
-        click.echo(json_text({**report_json(report), "fixes": fixes_json(fixes)}, spread=3))
+        click.echo(json_text({**report_json(report), "fixes": _fixes_json(fixes)}, spread=3))
     elif not nothing and not silent:
         (say if text else click.echo)(report_text(report, reporting.form, reporting.least, color=wants_colour()))
     if fixes is not None and not fixes.kept and reporting.form is not Form.JSON and not nothing:
         click.echo(f"\n{shown}", err=not text)
     reporting.write_files(lambda form: report_text(report, form, reporting.least))
-
-
-def _show_table(folders: Sequence[ValidatedOne], reporting: Reporting) -> None:
-    """Print a line for each of several folders."""
-    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
-
-    columns = ("folder", "kind", "verdict", "errors>", "warnings>", "first")
-    click.echo()
-    print_all([new_table(columns, [tuple(_row(each, reporting)) for each in folders])], sys.stdout)
 
 
 def _row(one: ValidatedOne, reporting: Reporting) -> Iterator[str]:
@@ -145,3 +140,29 @@ def _row(one: ValidatedOne, reporting: Reporting) -> Iterator[str]:
     yield from (str(report.count(severity) or "") for severity in (Severity.ERROR, Severity.WARNING))
     found = sorted(report.at_least(Severity.WARNING), key=lambda finding: -finding.severity.weight)
     yield as_cell(str(found[0])) if found else ""
+
+
+def _fixes_json(fixes: Fixes) -> list[dict[str, Any]]:
+    """Return the changes as JSON data; `kept` is null where nothing was written."""
+    kept = fixes.kept or (None,) * len(fixes.changes)
+    return [
+        json_data({"path": change.path, "codes": change.codes, "diff": change.diff, "kept": copy})
+        for change, copy in zip(fixes.changes, kept, strict=True)
+    ]
+
+
+def _fix_lines(fixes: Fixes, *, color: bool = False) -> Iterator[str]:
+    for change in fixes.changes:
+        for line in change.diff:
+            fg = _COLOURS.get(line[:1]) if color else None
+            yield click.style(printable(line), fg=fg) if fg else printable(line)
+    if fixes.kept:
+        for change, kept in zip(fixes.changes, fixes.kept, strict=True):
+            yield f"changed {printable(str(change.path))}; the original is {printable(kept.name)}"
+    elif fixes.changes:
+        answered = {code for change in fixes.changes for code in change.codes}
+        files = counted(len(fixes.changes), "file")
+        codes = ", ".join(sorted(answered))
+        yield f"--fix --apply would change {files} for {codes}, and keep each original as FILE.orig"
+    else:
+        yield "--fix has nothing to change"

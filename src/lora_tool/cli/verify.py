@@ -21,11 +21,11 @@ from lora_tool.cli.options import (
     plot_option,
     quiet_option,
     report_option,
+    say_drawn,
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
-from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.verification.verified import Level
@@ -71,7 +71,9 @@ def command(
     caller = Caller(progress=partial(progress_bar, quiet=quiet or form is Form.JSON))
     _require_drawable(plot, typed["pairs"])
     if len(merged) > 1:
-        _require_for_several(plot, tensors=tensors)
+        for name, given in (("--plot", plot), ("--tensors", tensors)):
+            if given:
+                raise click.UsageError(f"{name} applies to one folder; verify it separately")
         from lora_tool.cli.verify_several import show_each  # for several
 
         return show_each(merged, options, caller, reporting, quiet=quiet)
@@ -84,16 +86,9 @@ def command(
         from lora_tool.workflows.drawing import drawer
 
         drawer().margins(folder.resolve().name, verification.pairs, plot)
-        click.echo(f"drawn: {printable(str(plot))}", err=True)
+        say_drawn(plot)
     reporting.write_files(lambda form: _text(verification, form, reporting.least, tensors=tensors))
     return reporting.code_of(verification)
-
-
-def _require_for_several(plot: Path | None, *, tensors: bool) -> None:
-    """Return if the options can be those of several folders. Raises `click.UsageError`."""
-    for name, given in (("--plot", plot), ("--tensors", tensors)):
-        if given:
-            raise click.UsageError(f"{name} applies to one folder; verify it separately")
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,10 @@ def show_each(
         click.echo(report_text(report, reporting.form, reporting.least))
     elif report.findings or not quiet:
         say(report_text(report, Form.TEXT, reporting.least, color=wants_colour()))
-        _show_table(seen)
+        from lora_tool.cli.tables import show_table  # rich, only where it is shown
+
+        columns = ("folder", "verdict", "tensors>", "max error>", "pairs right>", "why not")
+        show_table(columns, map(_row, seen))
     reporting.write_files(lambda form: _json(seen) if form is Form.JSON else report_text(report, form, reporting.least))
     return max(each.code for each in seen)
 
@@ -58,21 +60,14 @@ class _Seen(NamedTuple):
 
 
 def _code_of(one: VerifiedOne, reporting: Reporting) -> int:
-    if one.error is not None:
-        return exit_code(one.error)
-    return DONE if one.verification is None else reporting.code_of(one.verification)
+    if one.verification is not None:
+        return reporting.code_of(one.verification)
+    return DONE if one.error is None else exit_code(one.error)
 
 
 def _json(seen: Sequence[_Seen]) -> str:
     folders = [each.to_json() for each in seen]
     return json.dumps({"schema_version": 1, "folders": folders}, indent=2, allow_nan=False)
-
-
-def _show_table(seen: Sequence[_Seen]) -> None:
-    from lora_tool.cli.tables import new_table, print_all  # rich, only where it is shown
-
-    columns = ("folder", "verdict", "tensors>", "max error>", "pairs right>", "why not")
-    print_all([new_table(columns, [tuple(_row(each)) for each in seen])], sys.stdout)
 
 
 def _row(seen: _Seen) -> Iterator[str]:

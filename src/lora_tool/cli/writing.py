@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,7 +52,7 @@ def caller(typed: Mapping[str, Any]) -> Caller:
     return Caller(
         dry_run=dry_run,
         part=part,
-        progress=lambda what, total: progress_bar(what, total, quiet=silent),
+        progress=partial(progress_bar, quiet=silent),
         note=lambda text: click.echo(f"note: {printable(text)}", err=True),
         planned=shown.planned,
         findings=show_findings,

@@ -204,7 +204,6 @@ class _Source(Struct, frozen=True, kw_only=True):
 
     @property
     def edited(self) -> bool:
-        """Whether the README on the Hub is not what was pushed there."""
         return self.pushed_as != _digest(self.card)
 
 
@@ -258,7 +257,6 @@ def _base_changes(have: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 def _tags(have: object, origin: Origin) -> list[Any]:
-    """Return the tags: the user's, without those that hold a local path, and ours."""
     tags = [tag for tag in _as_list(have) if not _names_a_path(tag, origin)]
     ours = {
         "lora": origin.adapter,

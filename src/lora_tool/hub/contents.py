@@ -102,7 +102,6 @@ def never(name: str) -> str | None:
 
 
 def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
-    """Yield names that make up the model or adapter, with what they are."""
     folder = checkpoint.folder
     if isinstance(checkpoint, AdapterDir):
         names = {adapter_config.FILE_NAME: "adapter config", ADAPTER_WEIGHTS: "weights"}

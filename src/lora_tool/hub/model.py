@@ -100,7 +100,6 @@ class PushPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> tuple[PushFile, ...]:
-        """The files that the commit will add, update or remove."""
         return tuple(file for file in self.files if file.change is not UploadAction.SAME)
 
     @property
@@ -126,5 +125,4 @@ class Pushed(Struct, frozen=True, kw_only=True):
 
     @property
     def checked(self) -> int:
-        """How many files were compared afterwards."""
         return sum(file.change is not UploadAction.REMOVE for file in self.files)

@@ -96,7 +96,6 @@ def is_hub_id(name: object) -> bool:
 
 
 def _head_rows(adapter: AdapterDir) -> int | None:
-    """Return the labels of the score head that the adapter brings; None without one."""
     saved = view_of(adapter).saved.items()
     heads = (tensor for name, tensor in saved if is_last_layer(name.removesuffix(".weight")) and tensor.shape)
     return next((tensor.shape[0] for tensor in heads), None)

@@ -129,7 +129,6 @@ def _file_change(content: PushContent, there: RepoFile | None, progress: Progres
 def _warnings(
     checkpoint: AdapterDir | ModelDir, report: Report, origin: Origin, *, gated_made_public: bool
 ) -> Iterator[str]:
-    """Yield what does not stop the push, but may surprise those who load it."""
     yield from map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS])
     if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
         yield "config.json names custom code (auto_map): --include '*.py' pushes it"

@@ -79,7 +79,6 @@ def _require_unchanged(plan: PushPlan) -> None:
 
 
 def _prepared(opened: Session, plan: PushPlan) -> Remote:
-    """Return the repository that the commit will go to, created where the plan says so."""
     remote = plan.remote
     if plan.private is not None:
         remote = _created(opened, remote, private=plan.private)

@@ -101,7 +101,6 @@ def _readme(session: Session, repo: str, commit: str) -> bytes:
 
 
 def _folder_licence(folder: Path | None) -> dict[str, object]:
-    """Return the licence that the base model's own README names."""
     if folder is None or not (folder / README).is_file():
         return {}
     try:

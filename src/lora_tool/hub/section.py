@@ -107,7 +107,6 @@ def _verification(entry: object) -> str:
 
 
 def _code(text: object) -> str:
-    """Return `text` for between two backticks."""
     return printable(str(text))[:_LONGEST].replace("`", "")
 
 

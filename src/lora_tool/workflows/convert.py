@@ -81,6 +81,5 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
 
 
 def _default_output(adapter: Path, form: AdapterForm) -> Path:
-    """Return where the adapter in its new form goes by default: a sibling."""
     folder = adapter.resolve()
     return from_here(folder.parent / f"{folder.name}-{form}")

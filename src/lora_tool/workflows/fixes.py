@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.adapters.naming import drift
@@ -23,6 +24,7 @@ from lora_tool.core.report import Finding, Report, Severity
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.models.ends import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
+from lora_tool.plans.base.task import Task
 from lora_tool.rules.changes import Change, FieldChange, FileDiff, NameChange, file_changes, may_change
 from lora_tool.rules.model.lt3_vocabulary import embedding_rows
 from lora_tool.rules.shared.heads import head_weight
@@ -32,6 +34,24 @@ _COMPARES = frozenset({"LT501", "LT502"})
 """Rules without which nobody has looked whether the adapter fits its base."""
 _GENERIC = "LABEL_"
 """How transformers begins the names of labels that nobody named."""
+
+
+class Fixes(Struct, frozen=True, kw_only=True):
+    """The changes that answer findings, and where each file is kept as it was."""
+
+    changes: tuple[FileDiff, ...]
+    kept: tuple[Path, ...] = ()
+    """One for each change, where they were written."""
+
+
+def fix(report: Report, *, task: Task | str | None = None, apply: bool = False) -> Fixes:
+    """Return the fixes of what the report found, written if `apply`. Raises `ExecutionError`."""
+    changes = planned_changes(report, task=None if task is None else str(task))
+    if not apply:
+        return Fixes(changes=changes)
+    from lora_tool.execution.fixing import apply_change  # only where something is written
+
+    return Fixes(changes=changes, kept=tuple(map(apply_change, changes)))
 
 
 def planned_changes(report: Report, *, task: str | None = None) -> tuple[FileDiff, ...]:
@@ -88,7 +108,6 @@ def _pad_token_id(checkpoint: Checkpoint, _findings: Sequence[Finding], _task: s
 
 
 def _turn_end(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:
-    """Yield the ends that are there, and the end of a turn."""
     if not isinstance(checkpoint, ModelDir) or checkpoint.config is None:
         return
     ends = ends_of(checkpoint.config, read_generation_config(checkpoint.root))
@@ -128,7 +147,6 @@ def _names(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | Non
 
 
 def _total_size(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:
-    """Yield the bytes of all tensors."""
     if isinstance(checkpoint, AdapterDir | ModelDir):
         keys = ("metadata", "total_size")
         yield FieldChange(path=Path(findings[0].path), keys=keys, value=checkpoint.weights.nbytes)

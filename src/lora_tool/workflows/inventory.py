@@ -77,6 +77,14 @@ class Inventory(Struct, frozen=True, kw_only=True):
         return tuple(item for item in self.checkpoints if item.root != self.root)
 
 
+def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> tuple[Inventory, ...]:
+    """Return every checkpoint under `root`, run by run, each with its verdict under the `criteria`, by default all rules.
+
+    Raises `NotACheckpoint` where `root` is not a folder.
+    """
+    return tuple(inventory(Path(root), criteria or Criteria()))
+
+
 def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:
     """Yield the checkpoints under `root`, run by run; `criteria` judge each of them as `validate` judges its run.
 

@@ -71,7 +71,6 @@ class FoundInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The folders that are read."""
         return (*(source.path for source in self.sources), self.base_source.path)
 
     @property
@@ -84,7 +83,6 @@ class FoundInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def default_output(self) -> Path:
-        """Where the model goes by default."""
         return default_output(self.sources[0])
 
 

@@ -52,7 +52,6 @@ class MergedOne(Struct, frozen=True, kw_only=True):
 
     @property
     def data_bytes(self) -> int | None:
-        """Size of its weights; None where they were not planned."""
         return None if self.plan is None else self.plan.data_bytes
 
     def to_json(self) -> dict[str, Any]:

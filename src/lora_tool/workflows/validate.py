@@ -14,13 +14,13 @@ from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, ope
 from lora_tool.core.choices import flag
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system
 from lora_tool.core.options import option
-from lora_tool.core.progress import Progress
+from lora_tool.core.progress import Progress, unwatched
 from lora_tool.core.report.model import Report, Unread, joined
 from lora_tool.verification.validating import ValidateOptions, findings_on
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:
-    from lora_tool.workflows.fix import Fixes
+    from lora_tool.workflows.fixes import Fixes
 
 _LONG = 1 << 30
 """Bytes that take half a second to read from the page cache, and long from a disk."""
@@ -72,20 +72,15 @@ def validate(checkpoint: Reference, options: ValidateOptions, caller: Caller = L
     found = opened(checkpoint)
 
     def watch(nbytes: int) -> contextlib.AbstractContextManager[Progress]:
-        return caller.progress("reading rank files", nbytes) if nbytes >= _LONG else contextlib.nullcontext(_ignored)
+        return caller.progress("reading rank files", nbytes) if nbytes >= _LONG else unwatched("", nbytes)
 
     with _reading(found, options, caller) as progress:
         return findings_on(found, options, progress=progress, watch=None if progress else watch)
 
 
-def _ignored(_nbytes: int) -> None:
-    """Report no progress."""
-
-
 def _reading(
     found: Checkpoint, options: ValidateOptions, caller: Caller
 ) -> contextlib.AbstractContextManager[Progress | None]:
-    """Return the progress of reading weights where they take long, else nothing."""
     if isinstance(found, AdapterDir | ModelDir):
         total = found.weights.nbytes
         read = options.deep or (options.deep is None and isinstance(found, AdapterDir))
@@ -108,7 +103,7 @@ def validate_each(paths: Sequence[str], options: ValidateEachOptions, caller: Ca
     folders = tuple(_validated(path, options, caller) for path in paths)
     if not options.fix:
         return Validated(folders=folders)
-    from lora_tool.workflows.fix import fix  # only where wanted
+    from lora_tool.workflows.fixes import fix  # only where wanted
 
     fixes = fix(joined(each.report for each in folders), task=options.task, apply=options.apply)
     if fixes.kept:

@@ -212,7 +212,6 @@ def _with_phrase(status: int) -> str:
 
 
 def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
-    """Return the meaning of an error without an HTTP answer; None for an unknown one."""
     module, name, said = type(error).__module__.partition(".")[0], type(error).__name__, _said(error)
     if name in ("OIDCError", "DeviceCodeError"):
         return HubRefused, f"cannot get a token by OIDC: {said}", "add to the job: permissions: id-token: write"

@@ -10,11 +10,18 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import TRAINED_MODEL, AdapterDir, ModelDir, ShardedDir, open_checkpoint, open_sharded
-from lora_tool.core.errors import LoraToolError, NotACheckpoint, WrongValue
+from lora_tool.checkpoints import (
+    TRAINED_MODEL,
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    ShardedDir,
+    open_checkpoint,
+    open_sharded,
+)
+from lora_tool.core.errors import CheckpointError, LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import read_manifest
-from lora_tool.workflows.ci.mending import has_rank_files
 from lora_tool.workflows.ci.model import Job
 from lora_tool.workflows.inventory import checkpoints_under
 
@@ -53,7 +60,6 @@ def sweep_of(job: Job) -> Sweep:
 
 
 def _folders(job: Job) -> Iterator[Path]:
-    """Yield the folders that may be checkpoints, each once, but not those in the output."""
     listed = [
         folder
         for folder in checkpoints_under(job.checkpoint, signs=(adapter_config.FILE_NAME,), links=True)
@@ -95,6 +101,16 @@ def _look(folder: Path) -> _Looked:
         may_consolidate=isinstance(opened, ShardedDir) or has_rank_files(opened),
         bare=isinstance(opened, AdapterDir) and not opened.tensors and bool(opened.folder.checkpoints),
     )
+
+
+def has_rank_files(opened: Checkpoint) -> bool:
+    """Return whether weights that lie in the folder also lie there in pieces, as training saved them."""
+    if not isinstance(opened, AdapterDir | ModelDir):
+        return False
+    try:
+        return open_sharded(opened.root).root == opened.root
+    except CheckpointError:
+        return False
 
 
 def _consolidated_from(adapter: Path) -> Path | None:

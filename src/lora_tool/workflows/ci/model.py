@@ -49,7 +49,6 @@ class Job(Struct, frozen=True, kw_only=True):
 
     @property
     def fail_on(self) -> Severity:
-        """The severity at which a finding stops the pipeline."""
         return Severity(self.options.fail_on)
 
     @property
@@ -92,7 +91,6 @@ class Ranked(Struct, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> tuple[str, str]:
-        """Accuracy and margin, as a table has them."""
         return f"{self.accuracy:.3f}", "" if self.margin is None else f"{self.margin:+.3f}"
 
     @property
@@ -133,7 +131,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> Stage | None:
-        """The stage that failed, None where the pipeline passed."""
         return next((stage for stage in self.stages if stage.status is Status.FAILED), None)
 
     @property
@@ -150,7 +147,6 @@ class Swept(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What its output is called."""
         return self.job.output.name
 
 

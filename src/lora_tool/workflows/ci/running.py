@@ -65,7 +65,6 @@ def ci_each(
 
 
 def _outcome(job: Job, steps: Stages, on_stage: Callable[[Stage], None]) -> Outcome:
-    """Return what became of every stage; those after one that failed are not reached."""
     ended: list[Stage] = []
     for name in STAGES:
         if any(stage.status is Status.FAILED for stage in ended):
@@ -88,7 +87,6 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
 
 
 def _failed(name: str, error: LoraToolError | OSError) -> Stage:
-    """Return the stage that this error ended."""
     if isinstance(error, OSError):
         error = of_system(error)
     if isinstance(error, FindingsFound) and error.report is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from lora_tool.core.errors import (
     VerificationFailed,
 )
 from lora_tool.core.progress import StageWatch
-from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.findings import Finding, Severity
 from lora_tool.core.report.model import Report
 from lora_tool.execution.folder import check_output
 from lora_tool.models.ends import LANGUAGE_MODELS
@@ -39,17 +39,18 @@ from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.merge.options import SAME_RESULT
+from lora_tool.rules.consolidating import is_about_rank_files
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.verification.validating import validate
-from lora_tool.workflows.ci.mending import curable, has_rank_files
+from lora_tool.workflows.ci.jobs import has_rank_files
 from lora_tool.workflows.ci.model import Job, Ranked, Stage, Status
 from lora_tool.workflows.ci.stage_cache import StageCache, key_of
-from lora_tool.workflows.ci.summaries import better_than, counts_of, ranking_of
 from lora_tool.workflows.merge import FoundInputs, merge_inputs, planned
 from lora_tool.workflows.writing import write
 from lora_tool.workflows.written import Written, farthest
 
 if TYPE_CHECKING:
+    from lora_tool.core.report.runs import Run
     from lora_tool.verification.verified import Verification
 
 
@@ -96,7 +97,7 @@ class Stages:
             opened = open_checkpoint(self._root)
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
         elif opened.folder.checkpoints:
-            summary += better_than(opened, self._judged(opened, checkpoints=True).runs[0])
+            summary += _better_than(opened, self._judged(opened, checkpoints=True).runs[0])
         if not isinstance(opened, ModelDir):
             ours = job.options.overwrite or bool(self._cache)
             check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
@@ -110,7 +111,7 @@ class Stages:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
             opened = open_checkpoint(row.path)
-            if has_rank_files(opened) and curable(self._judged(opened).at_least(Severity.ERROR)):
+            if has_rank_files(opened) and _curable(self._judged(opened).at_least(Severity.ERROR)):
                 return Path(row.path), "the latest, because its rank files hold what its weights lack"
         broken = ", ".join(row.name for row in table.checkpoints)
         raise NotACheckpoint(
@@ -125,7 +126,7 @@ class Stages:
         failing = report.at_least(job.fail_on)
         reassemble = bool(failing) and has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ShardedDir) or reassemble
-        if failing and not (reassemble and curable(failing)):
+        if failing and not (reassemble and _curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; the rank files beside it will be reassembled" if failing else ""
         # findings that consolidating mends are not the run's: the new adapter is judged again
@@ -217,14 +218,14 @@ class Stages:
             if job.dry_run:
                 return self._planned("merge", plan, job.output)
             written = self._write("merge", key, plan, job.output)
-        summary = counts_of(plan, job.output)
+        summary = _counts_of(plan, job.output)
         warnings = tuple(map(as_options, (*notes, *written.warnings)))
         self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 
     def _planned(self, name: str, plan: Plan, folder: Path) -> Stage:
         self._on_plan(plan)
-        return Stage(name=name, status=Status.PLANNED, summary=counts_of(plan, folder), warnings=plan.warnings)
+        return Stage(name=name, status=Status.PLANNED, summary=_counts_of(plan, folder), warnings=plan.warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
         """Raise `UnsupportedCheckpoint` where a model that needs no merge is of another class than requested."""
@@ -292,14 +293,13 @@ class Stages:
             watch=self._watch,
         )
         seen = summary_json(found)
-        summary = f"{seen['right']} of {seen['tensors']} tensors match, every value compared{farthest(seen)}{ranking_of(found)}"
+        summary = f"{seen['right']} of {seen['tensors']} tensors match, every value compared{farthest(seen)}{_ranking_of(found)}"
         stage = self._proven(found, summary)
         if stage.status is Status.PASSED:
             self._cache.keep("verify", key, self.result, summary, ranking=stage.ranking)
         return stage
 
     def _rank_alone(self) -> Stage:
-        """Rank the pairs that were given with a model that needed no merge."""
         job, opened = self._job, self._checkpoint
         if job.pairs is None:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
@@ -308,10 +308,9 @@ class Stages:
         from lora_tool.verification.verifying import judged_alone
 
         found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)
-        return self._proven(found, f"nothing was merged{ranking_of(found)}")
+        return self._proven(found, f"nothing was merged{_ranking_of(found)}")
 
     def _proven(self, found: Verification, summary: str) -> Stage:
-        """Return the stage that found this, failed where findings say so."""
         failing = found.report.at_least(self._job.fail_on)
         pairs = found.pairs
         ranking = None if pairs is None else Ranked.of(pairs.merged)
@@ -347,3 +346,38 @@ class Stages:
             done = push(with_hashes(plan, advance))
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _curable(findings: Iterable[Finding]) -> bool:
+    """Return whether rank files can mend what was found: everything but faults of their own."""
+    return not any(map(is_about_rank_files, findings))
+
+
+def _counts_of(plan: Plan, folder: Path) -> str:
+    counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
+    return f"{counts}: {folder}, {size(plan.data_bytes)}"
+
+
+def _ranking_of(found: Verification) -> str:
+    pairs = found.pairs
+    if pairs is None:
+        return ""
+    before = "" if pairs.unmerged is None else f", base + adapter {pairs.unmerged.accuracy:.3f}"
+    return f"; {pairs.merged.accuracy:.3f} of {counted(len(pairs.lines), 'pair')} ranked right{before}"
+
+
+def _better_than(finished: Checkpoint, run: Run) -> str:
+    """Return that a checkpoint of the run is better than its `finished` weights, which are taken; "" where none is."""
+    if run.metric is None or run.best in (None, run.path):
+        return ""
+    best = Path(str(run.best))
+    if _weights_of(finished) == _weights_of(open_checkpoint(best)):  # the Trainer's load_best_model_at_end
+        return ""
+    command = f"lora-tool ci {shlex.quote(str(best))}"
+    return f": taking its finished weights; the best is {best.name} ({run.why_best}): {command}"
+
+
+def _weights_of(checkpoint: Checkpoint) -> str | None:
+    from lora_tool.formats.manifest import fingerprint  # slow to import, and for runs with finished weights only
+
+    return fingerprint(checkpoint.weights) if isinstance(checkpoint, AdapterDir | ModelDir) else None

@@ -59,7 +59,6 @@ class Difference(Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """The name without its layer."""
         return split_layer(self.name)[1]
 
     @property
@@ -89,7 +88,6 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """How many modules and tensors changed in what way."""
         if self.same:
             return f"the same: {len(self.differences):,} modules and tensors"
         counts = Counter(item.change for item in self.differences)
@@ -199,9 +197,9 @@ def _product_norm(left: Matrix, right: Matrix) -> float:
 
 
 def _absent(of: Callable[..., Difference], norm: float | None, *, in_first: bool) -> Difference:
-    if in_first:
-        return of(change=ModuleChange.FIRST_ONLY, first=norm)
-    return of(change=ModuleChange.SECOND_ONLY, second=norm)
+    return (
+        of(change=ModuleChange.FIRST_ONLY, first=norm) if in_first else of(change=ModuleChange.SECOND_ONLY, second=norm)
+    )
 
 
 def _apart(of: Callable[..., Difference], first: float, second: float, apart: float) -> Difference:

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
@@ -21,7 +21,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.models.ends import HEADS, OUTPUTS, head_of
-from lora_tool.workflows.inspection.curves import Curves, trainer_state_of, training_curves
+from lora_tool.workflows.inspection.curves import trainer_state_of, training_curves
 from lora_tool.workflows.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -57,19 +57,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None, spe
             return _run(checkpoint)
 
 
-class _Common(TypedDict):
-    path: str
-    kind: str
-    disk_bytes: int
-    tokenizer_files: tuple[str, ...]
-    versions: Mapping[str, str]
-    training: TrainingProgress | None
-    curves: Curves
-    checkpoints: tuple[CheckpointRow, ...]
-    problems: tuple[str, ...]
-
-
-def _common(checkpoint: Checkpoint) -> _Common:
+def _common(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = checkpoint.folder
     trainer = trainer_state_of(folder)
     return {

@@ -37,7 +37,6 @@ class Spectrum(Struct, frozen=True, kw_only=True):
 
     @property
     def norm(self) -> float:
-        """‖ΔW‖, the Frobenius norm."""
         return math.sqrt(math.fsum(value * value for value in self.singular_values))
 
     @property
