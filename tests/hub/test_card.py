@@ -213,8 +213,8 @@ def test_a_readme_that_is_no_text_is_refused() -> None:
     ],
 )
 def test_metadata_change_key_by_key(before: str, changes: dict[str, Any], after: str) -> None:
-    card, _ = read_card(f"---\n{before}\n---\nwords\n".encode(), "README.md")
-    assert changed(card, changes, "README.md").text() == f"---\n{after}\n---\nwords\n"
+    card = read_card(f"---\n{before}\n---\nwords\n".encode(), "README.md")
+    assert changed(card, changes).text() == f"---\n{after}\n---\nwords\n"
 
 
 def test_the_section_tells_the_manifest_and_no_path(hub: Hub, call: Caller, merged: Path) -> None:

@@ -29,25 +29,53 @@ _BLOCK = re.compile(
     r"\A(?P<open>\s*---(?:\r\n|\r|\n))(?P<yaml>.*?)(?P<close>(?:\r\n|\r|\n)---[ \t]*(?:\r\n|\n|\Z))", re.DOTALL
 )
 _LARGEST = 1 << 20
+_SECTION = re.compile(
+    r"<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->",
+    re.DOTALL,
+)
+_PEFT_TAG = re.compile(r"base_model:(?:(?:adapter|merge|quantized|finetune):)?")
+"""How a tag of PEFT's begins that names the base, perhaps by a local path."""
+_NONE = "none"
+_EDITED = "edited"
+_MADE_BY_MACHINES = ("# Model Card for Model ID", "This modelcard aims to be a base template")
+_UNFILLED = "[More Information Needed]"
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """A README: its YAML text (None where it has no block) and everything after it."""
+    """A README without our section, and the hashes that the section's first line remembered."""
 
     yaml: str | None
+    """The text of its metadata, None where it has no block of them."""
+    metadata: Mapping[str, Any]
     body: str
-    newline: str = "\n"
+    newline: str
+    where: str
+    made_from: str | None = None
+    pushed_as: str | None = None
 
     def text(self) -> str:
         """Return the whole README."""
-        if self.yaml is None:
-            return self.body
         end = self.newline
-        return f"---{end}{self.yaml}{end}---{end}{self.body}"
+        return self.body if self.yaml is None else f"---{end}{self.yaml}{end}---{end}{self.body}"
+
+    @property
+    def digest(self) -> str:
+        text = self.text().replace("\r\n", "\n").strip()
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    @property
+    def by_machine(self) -> bool:
+        """Whether it is PEFT's or transformers' form that nobody has filled in."""
+        return _UNFILLED in self.body and any(mark in self.body for mark in _MADE_BY_MACHINES)
+
+    @property
+    def edited(self) -> bool:
+        """Whether it is not what was pushed."""
+        return self.pushed_as != self.digest
 
 
-def read_card(data: bytes, where: str) -> tuple[Card, dict[str, Any]]:
-    """Return the README `data`, split, and its metadata. Raises `BadConfig` where they are no YAML mapping."""
+def read_card(data: bytes, where: str) -> Card:
+    """Return the README `data`. Raises `BadConfig` where its metadata are no YAML mapping."""
     if len(data) > _LARGEST:
         raise _bad(where, f"is {len(data):,} bytes, more than the {_LARGEST:,} of a model card")
     try:
@@ -55,26 +83,37 @@ def read_card(data: bytes, where: str) -> tuple[Card, dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise _bad(where, f"is not UTF-8: {error.reason} at byte {error.start}") from error
     newline = "\r\n" if "\r\n" in text else "\n"
-    match = _BLOCK.match(text)
-    if match is None:
-        return Card(yaml=None, body=text, newline=newline), {}
-    card = Card(yaml=match["yaml"], body=text[match.end() :], newline=newline)
-    return card, _parsed(match["yaml"], where)
+    match, made_from, pushed_as = _BLOCK.match(text), None, None
+    block, body = (None, text) if match is None else (match["yaml"], text[match.end() :])
+    section = _SECTION.search(body)
+    if section is not None:
+        made_from, pushed_as = section.groups()
+        before, after = body[: section.start()].rstrip("\r\n"), body[section.end() :].lstrip("\r\n")
+        body = before + (newline * 2 if before and after else newline if before else "") + after
+    return Card(
+        yaml=block,
+        metadata=_parsed(block or "", where),
+        body=body,
+        newline=newline,
+        where=where,
+        made_from=made_from,
+        pushed_as=pushed_as,
+    )
 
 
-def changed(card: Card, changes: Mapping[str, Any], where: str) -> Card:
+def changed(card: Card, changes: Mapping[str, Any]) -> Card:
     """Return the card with the keys of `changes` set, or taken out where the value is None; all else is as it was."""
     if not changes:
         return card
-    before = _parsed(card.yaml or "", where)
-    wanted = {key: value for key, value in {**before, **changes}.items() if value is not None or key not in changes}
+    merged = {**card.metadata, **changes}
+    wanted = {key: value for key, value in merged.items() if value is not None or key not in changes}
     text = _spliced(card, changes)
     try:
-        kept = text is not None and _parsed(text, where) == wanted
+        kept = text is not None and _parsed(text, card.where) == wanted
     except BadConfig:
         kept = False
     # else it is a flow mapping, an anchor, or another form without one key per line
-    return replace(card, yaml=text if kept else _dump(wanted, card.newline))
+    return replace(card, yaml=text if kept else _dump(wanted, card.newline), metadata=wanted)
 
 
 def _spliced(card: Card, changes: Mapping[str, Any]) -> str | None:
@@ -117,16 +156,6 @@ def _bad(where: str, message: str) -> BadConfig:
     return BadConfig(problem, hint="correct README.md, or move it away and push writes one")
 
 
-_SECTION = re.compile(
-    r"<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->",
-    re.DOTALL,
-)
-_NONE = "none"
-_EDITED = "edited"
-_MADE_BY_MACHINES = ("# Model Card for Model ID", "This modelcard aims to be a base template")
-_UNFILLED = "[More Information Needed]"
-
-
 class Licence(Struct, frozen=True, kw_only=True):
     """The base model's licence as its card names it, and whether the base is gated."""
 
@@ -156,20 +185,21 @@ def merge_card(
 
     Pushing the result again gives the same bytes. Raises `BadConfig` for metadata that are no YAML mapping.
     """
-    here = None if local is None else _Source.read(local, "README.md")
-    there = None if hub is None else _Source.read(hub, "README.md on the Hub")
+    here = None if local is None else read_card(local, "README.md")
+    there = None if hub is None else read_card(hub, "README.md on the Hub")
     chosen, warnings = _choose(here, there, readme)
-    source = chosen or _Source.read(f"\n# {title}\n".encode(), "README.md")
+    source = chosen or read_card(f"\n# {title}\n".encode(), "README.md")
     # keys that only the folder's README has are added to the Hub's; a form that nobody filled in has none of its own
     ours = here.metadata if here is not None and not here.by_machine else {}
     added = {key: value for key, value in ours.items() if key not in source.metadata}
     changes, more = _metadata_changes({**source.metadata, **added}, origin, licence, by_machine=source.by_machine)
     changes = {**added, **changes}
-    card = changed(source.card, changes, source.where)
-    made_from = _NONE if here is None else _digest(here.card)
-    pushed_as = _EDITED if source is there and there.edited else _digest(card)
-    marker = f"<!-- lora-tool: begin from={made_from} as={pushed_as} -->"
-    text = _with_section(card, f"{marker}\n{section}\n<!-- lora-tool: end -->")
+    card = changed(source, changes)
+    made_from = _NONE if here is None else here.digest
+    pushed_as = _EDITED if source is there and there.edited else card.digest
+    marked = f"<!-- lora-tool: begin from={made_from} as={pushed_as} -->\n{section}\n<!-- lora-tool: end -->\n"
+    body, end = card.body.rstrip("\r\n"), card.newline
+    text = replace(card, body=(f"{body}{end}{end}" if body else "") + marked.replace("\n", end)).text()
     reason = "written"
     if chosen is not None:
         changed_keys = f", with {', '.join(changes)}" if changes else ""
@@ -177,43 +207,13 @@ def merge_card(
     return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=reason, warnings=(*warnings, *more))
 
 
-class _Source(Struct, frozen=True, kw_only=True):
-    """One README without our section, and what the section's marker remembered."""
-
-    card: Card
-    metadata: Mapping[str, Any]
-    where: str
-    made_from: str | None
-    pushed_as: str | None
-
-    @classmethod
-    def read(cls, data: bytes, where: str) -> _Source:
-        card, metadata = read_card(data, where)
-        found = _SECTION.search(card.body)
-        if found is not None:
-            before, after = card.body[: found.start()].rstrip("\r\n"), card.body[found.end() :].lstrip("\r\n")
-            gap = card.newline * 2 if before and after else card.newline if before else ""
-            card = replace(card, body=before + gap + after)
-        made_from, pushed_as = found.groups() if found is not None else (None, None)
-        return cls(card=card, metadata=metadata, where=where, made_from=made_from, pushed_as=pushed_as)
-
-    @property
-    def by_machine(self) -> bool:
-        """Whether it is PEFT's or transformers' form that nobody has filled in."""
-        return _UNFILLED in self.card.body and any(mark in self.card.body for mark in _MADE_BY_MACHINES)
-
-    @property
-    def edited(self) -> bool:
-        return self.pushed_as != _digest(self.card)
-
-
-def _choose(here: _Source | None, there: _Source | None, readme: Readme) -> tuple[_Source | None, tuple[str, ...]]:
+def _choose(here: Card | None, there: Card | None, readme: Readme) -> tuple[Card | None, tuple[str, ...]]:
     """Return the README to build on, and a warning where another that was written by hand stays behind."""
     if here is None or there is None:
         return here or there, ()
-    if readme is Readme.LOCAL or here.card.text() == there.card.text():
+    if readme is Readme.LOCAL or here.text() == there.text():
         return here, ()
-    if readme is Readme.HUB or there.made_from == _digest(here.card) or (here.by_machine and not there.by_machine):
+    if readme is Readme.HUB or there.made_from == here.digest or (here.by_machine and not there.by_machine):
         return there, ()
     if not there.edited or (there.by_machine and there.made_from is None):
         return here, ()
@@ -257,20 +257,10 @@ def _base_changes(have: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 def _tags(have: object, origin: Origin) -> list[Any]:
-    tags = [tag for tag in _as_list(have) if not _names_a_path(tag, origin)]
-    ours = {
-        "lora": origin.adapter,
-        "merged-lora": origin.merged,
-        "reward-model": origin.reward,
-        "lora-tool": True,
-    }
+    listed = [(tag, _PEFT_TAG.match(str(tag))) for tag in _as_list(have)]
+    tags = [tag for tag, of in listed if of is None or _is_on_the_hub(str(tag)[of.end() :], origin)]
+    ours = {"lora": origin.adapter, "merged-lora": origin.merged, "reward-model": origin.reward, "lora-tool": True}
     return tags + [tag for tag, holds in ours.items() if holds and tag not in tags]
-
-
-def _names_a_path(tag: object, origin: Origin) -> bool:
-    """Whether it is PEFT's tag `base_model:adapter:PATH` with something that is no Hub id."""
-    found = re.match(r"base_model:(?:(?:adapter|merge|quantized|finetune):)?", str(tag))
-    return found is not None and not _is_on_the_hub(str(tag)[found.end() :], origin)
 
 
 def _is_on_the_hub(name: object, origin: Origin) -> bool:
@@ -282,15 +272,3 @@ def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def _digest(card: Card) -> str:
-    text = card.text().replace("\r\n", "\n").strip()
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _with_section(card: Card, section: str) -> str:
-    end = card.newline
-    body = card.body.rstrip("\r\n")
-    above = f"{body}{end}{end}" if body else ""
-    return replace(card, body=above + section.replace("\n", end) + end).text()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.checkpoints.hub_client.failures import PLANNING
-from lora_tool.core.errors import HubConflict, HubRefused, PlanError, VerificationFailed
+from lora_tool.core.errors import HubConflict, HubRefused, VerificationFailed
 from lora_tool.core.progress import Progress
 from lora_tool.core.report import Report, Severity
 from lora_tool.formats import adapter_config, manifest
@@ -31,6 +31,7 @@ from lora_tool.hub.session import Session, session
 from lora_tool.verification.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
+_ADAPTER_CONFIG = re.compile(rf"{re.escape(adapter_config.FILE_NAME)}\Z")
 _SHOWN_FINDINGS = 5
 _MODEL_WEIGHTS = re.compile(rf"{_SHARD.pattern[:-2]}\Z|pytorch_model(?:-\d{{5}}-of-\d{{5}})?\.bin\Z")
 
@@ -56,7 +57,7 @@ def plan_push(
     with session(repo, progress=False, doing=PLANNING) as opened:
         full_name = _with_owner(opened, repo)
         remote = read_remote(opened, full_name, options.revision or MAIN, tags=tag is not None)
-        _require_room(checkpoint, remote, private=private, tag=tag, create_pr=options.create_pr)
+        _require_room(checkpoint, remote, private=private, create_pr=options.create_pr)
         origin = origin_of(checkpoint, written)
         base, licence = read_licence(opened, origin.base, origin.base_folder)
     origin = replace(origin, base=base)
@@ -148,12 +149,8 @@ def _with_owner(opened: Session, repo: str) -> str:
     return f"{name}/{repo}"
 
 
-def _require_room(
-    checkpoint: AdapterDir | ModelDir, remote: Remote, *, private: bool | None, tag: str | None, create_pr: bool
-) -> None:
-    """Return if the repository can take what is pushed. Raises `HubConflict`, `HubRefused`, `PlanError`."""
-    if tag is not None and create_pr:
-        raise PlanError("--tag with --create-pr: a pull request has no commit to tag yet", hint="tag after the merge")
+def _require_room(checkpoint: AdapterDir | ModelDir, remote: Remote, *, private: bool | None, create_pr: bool) -> None:
+    """Return if the repository can take what is pushed. Raises `HubConflict`, `HubRefused`."""
     if create_pr and not remote.exists:
         raise HubRefused(
             f"{remote.repo} does not exist, or the token may not see it, so no pull request can be opened",
@@ -165,20 +162,15 @@ def _require_room(
             hint=f"hf repos settings {remote.repo} --private, or push to another name",
         )
     is_adapter = isinstance(checkpoint, AdapterDir)
-    in_the_way = next(
-        (name for name in sorted(remote.files) if _is_of_the_other_kind(name, is_adapter=is_adapter)), None
-    )
+    # a repository loads as the other kind with such a file: transformers applies an adapter that it finds
+    other_kind = _MODEL_WEIGHTS if is_adapter else _ADAPTER_CONFIG
+    in_the_way = next(filter(other_kind.match, sorted(remote.files)), None)
     if in_the_way is not None:
         there, here = ("a model", "an adapter") if is_adapter else ("an adapter", "a model")
         raise HubConflict(
             f"{remote.repo} holds {there} ({in_the_way}), but this is {here}: together neither would load correctly",
             hint=f"push to another repository, or first run: hf repos delete-files {remote.repo} {in_the_way}",
         )
-
-
-def _is_of_the_other_kind(name: str, *, is_adapter: bool) -> bool:
-    """Return whether a repository with this file loads as something else: transformers applies an adapter that it finds."""
-    return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
 
 
 def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir, written: Manifest | None) -> None:
@@ -204,6 +196,6 @@ def _notes(remote: Remote, *, private: bool | None) -> tuple[str, ...]:
         visibility = {None: "private (the default; --public changes it)", True: "private", False: "public"}[private]
         return (f"{remote.repo} will be created, {visibility}",)
     shown = "private" if remote.private else "public"
-    asked = "; --public does not change that" if private is False and remote.private else ""
+    unchanged = "; --public does not change that" if private is False and remote.private else ""
     branch = "" if remote.branch_exists else f"; branch {remote.revision} will be created from main"
-    return (f"{remote.repo} exists and is {shown}{asked}{branch}",)
+    return (f"{remote.repo} exists and is {shown}{unchanged}{branch}",)

@@ -104,7 +104,7 @@ def _folder_licence(folder: Path | None) -> dict[str, object]:
     if folder is None or not (folder / README).is_file():
         return {}
     try:
-        metadata = read_card((folder / README).read_bytes(), str(folder / README))[1]
+        metadata = read_card((folder / README).read_bytes(), str(folder / README)).metadata
     except (OSError, ValueError):
         return {}
     return {key: metadata[key] for key in _LICENCE_KEYS if metadata.get(key)}
