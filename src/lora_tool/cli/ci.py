@@ -15,14 +15,7 @@ from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_o
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import RuleChoice, rule_choice
 from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
-from lora_tool.cli.options import (
-    UserPath,
-    config_option,
-    json_option,
-    quiet_option,
-    report_option,
-    verbose_option,
-)
+from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option, report_option, verbose_option
 from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
@@ -33,7 +26,7 @@ from lora_tool.hub.options import BranchOptions
 from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.verification.validating import Criteria
-from lora_tool.workflows.ci.model import Job, Outcome, Status
+from lora_tool.workflows.ci.model import CiOptions, Job, Outcome, Status
 from lora_tool.workflows.consolidate import RankFileOptions
 from lora_tool.workflows.verify import PairOptions, read_given_pairs
 
@@ -108,28 +101,24 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     return code_of(outcome)
 
 
-def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], criteria: Criteria) -> Job:
-    checkpoint: Path = options["checkpoint"]
+def _job(typed: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], criteria: Criteria) -> Job:
+    checkpoint: Path = typed["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
-    repo, branch = pushed_to(options["push"] or (None, None), "--push", options["revision"])
-    merging = typed_as(MergeOptions, options, **typed_task(options), **rules.arguments())
-    return Job(
-        checkpoint=checkpoint,
-        output=Path(merging.out) if merging.out else from_here(real.parent / f"{real.name}-merged"),
-        options=merging,
+    repo, branch = pushed_to(typed["push"] or (None, None), "--push", typed["revision"])
+    options = typed_as(
+        CiOptions,
+        typed,
+        push=repo,
+        revision=branch,
+        dry_run=typed["dry_run"],
         deep=criteria.deep,
         servers=criteria.servers,
-        tag=options["tag"],
-        pairs=read_given_pairs(typed_as(PairOptions, options)),
-        adapter_config=options["adapter_config"],
-        lora_alpha=options["lora_alpha"],
-        push=repo,
-        private=options["private"],
-        revision=branch,
-        create_pr=options["create_pr"],
-        dry_run=options["dry_run"],
         reports=tuple(file.path for file in files),
+        **typed_task(typed),
+        **rules.arguments(),
     )
+    output = Path(options.out) if options.out else from_here(real.parent / f"{real.name}-merged")
+    return Job(checkpoint=checkpoint, output=output, options=options, pairs=read_given_pairs(options))
 
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:

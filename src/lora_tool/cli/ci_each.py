@@ -40,7 +40,9 @@ def run_all(
     write_reports(files, lambda form: _rendered(swept, report, form))
     best = best_of(swept)
     passed = all(each.outcome.passed for each in swept)
-    set_github_output(output=job.output if passed and not job.dry_run else None, best=best.job.output if best else None)
+    set_github_output(
+        output=job.output if passed and not job.options.dry_run else None, best=best.job.output if best else None
+    )
     if as_json:
         from lora_tool.workflows.ci.render import sweep_json  # JSON's words, only where asked for
 
@@ -72,7 +74,7 @@ def _show(swept: Sequence[Swept], report: Report, job: Job) -> None:
     columns = ("name", "verdict", "time>", "pairs right>", "mean margin>", "why not")
     show_table(columns, map(_row, in_order(swept)))
     passed = sum(each.outcome.passed for each in swept)
-    would = "would pass, nothing was written" if job.dry_run else "passed"
+    would = "would pass, nothing was written" if job.options.dry_run else "passed"
     say(f"{passed} of {counted(len(swept), 'checkpoint')} {would}: {printable(str(job.output))}")
     best = best_of(swept)
     if best is not None:

@@ -171,10 +171,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 
 @click.group(
     cls=LazyGroup,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Example: lora-tool validate my-adapter/",
 )
 @click.option(

@@ -30,8 +30,7 @@ _BLOCK = re.compile(
 )
 _LARGEST = 1 << 20
 _SECTION = re.compile(
-    r"<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->",
-    re.DOTALL,
+    r"<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->", re.DOTALL
 )
 _PEFT_TAG = re.compile(r"base_model:(?:(?:adapter|merge|quantized|finetune):)?")
 """How a tag of PEFT's begins that names the base, perhaps by a local path."""

@@ -20,13 +20,7 @@ from lora_tool.checkpoints.kinds import matches
 from lora_tool.checkpoints.registry import sharded_kinds
 from lora_tool.core.errors import CorruptFile, PlanError
 from lora_tool.core.tensors import FileStamp
-from lora_tool.formats import (
-    adapter_config,
-    generation_config,
-    manifest,
-    model_config,
-    sentence_transformers,
-)
+from lora_tool.formats import adapter_config, generation_config, manifest, model_config, sentence_transformers
 from lora_tool.formats.files import json_bytes, read_json, require_own_file
 from lora_tool.hub.model import LeftOut, PushContent
 from lora_tool.hub.origin import Origin, is_hub_id

@@ -43,9 +43,7 @@ class BranchOptions(Options):
         off="public",
     )
     revision: str | None = option(
-        None,
-        "Branch to push to; created from main if it does not exist.  [default: main]",
-        metavar="BRANCH",
+        None, "Branch to push to; created from main if it does not exist.  [default: main]", metavar="BRANCH"
     )
     create_pr: bool = option(default=False, text="Open a pull request instead of committing to the branch.", parse=flag)
 

@@ -101,8 +101,7 @@ def _created(opened: Session, planned: Remote, *, private: bool) -> Remote:
     remote = read_remote(opened, repo, planned.revision, readme=False)
     if not remote.exists:
         raise HubRefused(
-            f"{repo} exists, but the token may not see it",
-            hint="use a token of its owner, or push to another name",
+            f"{repo} exists, but the token may not see it", hint="use a token of its owner, or push to another name"
         )
     if set(remote.files) - _CREATED_BY_THE_HUB or (private and remote.private is False):
         raise HubConflict(

@@ -28,9 +28,7 @@ class ConvertOptions(ResumableOptions):
         None, "Folder to write.  [default: ADAPTER-peft for the form peft, and so on]", **OUTPUT
     )
     base: Reference | None = option(
-        None,
-        "Base model; its modules complete names that lost their prefix.  [default: the config's]",
-        metavar="MODEL",
+        None, "Base model; its modules complete names that lost their prefix.  [default: the config's]", metavar="MODEL"
     )
     reward: bool = option(
         default=False,

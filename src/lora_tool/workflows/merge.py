@@ -249,11 +249,7 @@ def planned(
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
         from lora_tool.plans.merge.in_memory import ask_in_memory, plan_in_memory  # only for such adapters
 
-        asked = ask_in_memory(
-            inputs.base,
-            inputs.adapters,
-            options,
-        )
+        asked = ask_in_memory(inputs.base, inputs.adapters, options)
         note(f"PEFT merges the adapter in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
     else:

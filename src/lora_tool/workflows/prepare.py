@@ -40,14 +40,10 @@ class PrepareOptions(ResumableOptions):
     )
     max_rank: int | None = option(None, "Maximum rank that the server accepts.", parse=positive)
     approximate: bool = option(
-        default=False,
-        text="Accept an approximation of DoRA, and of modules whose rank exceeds `max_rank`.",
-        parse=flag,
+        default=False, text="Accept an approximation of DoRA, and of modules whose rank exceeds `max_rank`.", parse=flag
     )
     reward_base: str | os.PathLike[str] | None = option(
-        None,
-        "Also write the base with the adapter's head, which vLLM needs beside a reward adapter.",
-        metavar="PATH",
+        None, "Also write the base with the adapter's head, which vLLM needs beside a reward adapter.", metavar="PATH"
     )
     dtype: DType | str | None = option(
         None, "Data type of the factors.  [default: float32; unchanged if the result is exact]", **FLOAT_DTYPE

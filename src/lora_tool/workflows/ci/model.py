@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -12,38 +13,44 @@ from msgspec import Struct, field
 
 from lora_tool.core.choices import TextEnum
 from lora_tool.core.errors import LoraToolError
+from lora_tool.core.options import declared, option
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.model import Report
-from lora_tool.plans.merge.options import MergeOptions
+from lora_tool.hub.options import BranchOptions
+from lora_tool.plans.merge.options import SAME_RESULT, MergeOptions
 from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs
+from lora_tool.workflows.consolidate import RankFileOptions
+from lora_tool.workflows.verify import PairOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class CiOptions(MergeOptions, PairOptions, RankFileOptions, BranchOptions):
+    """The options of a pipeline: those of its stages, and what is published."""
+
+    deep: bool | None = option(None, "Read all weights, or none; None reads those of adapters.", library_only=True)
+    servers: frozenset[str] = option(frozenset(), "Servers that will serve the result.", library_only=True)
+    push: str | None = option(None, "Repository on the Hub to publish the result to.", library_only=True)
+    dry_run: bool = option(default=False, text="Judge and plan only: nothing is written.", library_only=True)
+    reports: tuple[Path, ...] = option(
+        (), "Files written about the run: they may lie in the checkpoint, and are no part of it.", library_only=True
+    )
+
+    @property
+    def merging(self) -> MergeOptions:
+        """Those of the merge alone that decide its bytes, wherever its folders are."""
+        own = {name: getattr(self, name) for name in declared(MergeOptions)}
+        return MergeOptions(**{**own, **SAME_RESULT, "out": None, "base": None, "overwrite": False})
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """What is to be done with one checkpoint. `push` is a repository on the Hub; None publishes nothing."""
+    """What is to be done with one checkpoint."""
 
     checkpoint: Path
     output: Path
-    options: MergeOptions = field(default_factory=MergeOptions)
-    tag: str | None = None
-    """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
+    options: CiOptions = field(default_factory=CiOptions)
     pairs: Pairs | None = None
     """What the result must rank right, of a reward model; None asks nothing of it."""
-    adapter_config: Path | None = None
-    """For rank files that have no `adapter_config.json` beside them."""
-    lora_alpha: float | None = None
-    """For rank files where no file tells it."""
-    deep: bool | None = None
-    """Whether all weights are read, or none; None for those of adapters."""
-    servers: frozenset[str] = frozenset()
-    push: str | None = None
-    private: bool | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    dry_run: bool = False
-    """Judge and plan only: nothing is written."""
-    reports: tuple[Path, ...] = ()
-    """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
     sweep: Path | None = None
     """The folder of all outputs, where this is one job of several."""
 
@@ -59,7 +66,7 @@ class Job(Struct, frozen=True, kw_only=True):
     @property
     def own(self) -> tuple[Path, ...]:
         """What the run itself writes, wherever that lies."""
-        return (self.output, self.consolidated, *self.reports, *((self.sweep,) if self.sweep else ()))
+        return (self.output, self.consolidated, *self.options.reports, *((self.sweep,) if self.sweep else ()))
 
 
 @enum.unique

@@ -76,7 +76,7 @@ def _outcome(job: Job, steps: Stages, on_stage: Callable[[Stage], None]) -> Outc
         on_stage(ended[-1])
     StageCache(job.output).close()
     passed = all(stage.status is not Status.FAILED for stage in ended)
-    return Outcome(stages=tuple(ended), output=steps.result if passed and not job.dry_run else None)
+    return Outcome(stages=tuple(ended), output=steps.result if passed and not job.options.dry_run else None)
 
 
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,14 +37,15 @@ from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.merge.options import SAME_RESULT
 from lora_tool.rules.consolidating import is_about_rank_files
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.verification.validating import validate
+from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.ci.jobs import has_rank_files
 from lora_tool.workflows.ci.model import Job, Ranked, Stage, Status
 from lora_tool.workflows.ci.stage_cache import StageCache, key_of
 from lora_tool.workflows.merge import FoundInputs, merge_inputs, planned
+from lora_tool.workflows.push import PublishOptions, push
 from lora_tool.workflows.writing import write
 from lora_tool.workflows.written import Written, farthest
 
@@ -86,7 +86,7 @@ class Stages:
         """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
         job = self._job
         job.options.spread.require()
-        if job.push is not None:
+        if job.options.push is not None:
             from lora_tool.hub.session import require_client  # slow to import
 
             require_client()  # before hours of reading, as everything that can be known then
@@ -144,8 +144,8 @@ class Stages:
             num_labels=options.num_labels,
             select=options.select,
             ignore=options.ignore,
-            deep=None if checkpoints else job.deep,
-            servers=job.servers,
+            deep=None if checkpoints else job.options.deep,
+            servers=job.options.servers,
             checkpoints=checkpoints,
         )
 
@@ -154,22 +154,23 @@ class Stages:
         if not self._needs_consolidation:
             return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
         job = self._job
-        options = ("consolidate", job.options.ignore, job.tag, job.lora_alpha)
-        config = [job.adapter_config.parent] if job.adapter_config else []
-        key = key_of(options, [self._root, *config], own=job.own)
+        options = job.options
+        config = [Path(options.adapter_config).parent] if options.adapter_config else []
+        decides = ("consolidate", options.ignore, options.tag, options.lora_alpha)
+        key = key_of(decides, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
             done = self._cache.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
         plan = plan_consolidate(
             open_sharded(self._root),
-            tag=job.tag,
-            adapter_config=job.adapter_config,
-            lora_alpha=job.lora_alpha,
-            ignore=job.options.ignore,
+            tag=options.tag,
+            adapter_config=options.adapter_config,
+            lora_alpha=options.lora_alpha,
+            ignore=options.ignore,
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
-        if job.dry_run:
+        if job.options.dry_run:
             return self._planned("consolidate", plan, folder)
         self._write("consolidate", key, plan, folder)
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
@@ -188,7 +189,7 @@ class Stages:
     def merge(self) -> Stage:
         """Merge the adapter into its base; samples are read back before the folder gets its name."""
         job, opened = self._job, self._checkpoint
-        if job.dry_run and self._needs_consolidation:
+        if job.options.dry_run and self._needs_consolidation:
             return Stage(
                 name="merge", status=Status.SKIPPED, summary="to be planned once its rank files are consolidated"
             )
@@ -199,15 +200,14 @@ class Stages:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         inputs = merge_inputs(opened, job.options.base, near=self._root, open_base=self._open_base)
-        options = dataclasses.replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
-        key = key_of(("merge", options), inputs.paths, own=job.own)
+        key = key_of(("merge", job.options.merging), inputs.paths, own=job.own)
         self._merged, self.result = inputs, job.output
         done = self._cache.summary("merge", key, job.output)
         if done is not None:
             kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
         notes: list[str] = []
-        with planned(inputs, job.options, job.output, dry_run=job.dry_run, note=notes.append) as plan:
+        with planned(inputs, job.options, job.output, dry_run=job.options.dry_run, note=notes.append) as plan:
             if plan is None:
                 return Stage(name="merge", status=Status.PLANNED, summary=notes[-1])
             if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
@@ -215,7 +215,7 @@ class Stages:
                     f"{opened.root} is not a reward model: merged, it is a {plan.manifest['task']} model, but --pairs "
                     "ranks texts by rewards"
                 )
-            if job.dry_run:
+            if job.options.dry_run:
                 return self._planned("merge", plan, job.output)
             written = self._write("merge", key, plan, job.output)
         summary = _counts_of(plan, job.output)
@@ -268,7 +268,7 @@ class Stages:
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter, and rank the pairs that were given."""
         job, merged = self._job, self._merged
-        if job.dry_run:
+        if job.options.dry_run:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         if merged is None or self.result is None:
             return self._rank_alone()
@@ -324,26 +324,22 @@ class Stages:
 
     def push(self) -> Stage:
         """Publish the result in one commit; the same content again makes none."""
-        job = self._job
-        if job.push is None or self.result is None or job.dry_run:
-            why = "a dry run" if job.push and job.dry_run else "not asked for"
+        job, options = self._job, self._job.options
+        if options.push is None or self.result is None or options.dry_run:
+            why = "a dry run" if options.push and options.dry_run else "not asked for"
             return Stage(name="push", status=Status.SKIPPED, summary=why)
-        from lora_tool.hub.hashing import with_hashes  # the Hub's client, only now
-        from lora_tool.hub.options import PushOptions
-        from lora_tool.hub.planning import plan_push
-        from lora_tool.hub.pushing import push
-
-        options = PushOptions(
-            private=job.private,
-            revision=job.revision,
-            create_pr=job.create_pr,
-            select=job.options.select,
-            ignore=job.options.ignore,
-            fail_on=job.options.fail_on,
+        wanted = PublishOptions(
+            private=options.private,
+            revision=options.revision,
+            create_pr=options.create_pr,
+            select=options.select,
+            ignore=options.ignore,
+            fail_on=job.fail_on,
         )
-        plan = plan_push(self.result, job.push, options)
-        with self._watch("push", plan.sent_bytes) as advance:
-            done = push(with_hashes(plan, advance))
+        caller = Caller(progress=lambda _, nbytes: self._watch("push", nbytes))
+        done = push(self.result, options.push, wanted, caller).done
+        if done is None:
+            raise AssertionError("no dry run")
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
 
