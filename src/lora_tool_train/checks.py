@@ -12,8 +12,7 @@ from lora_tool.formats.files import expanded
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool_train.config import RunConfig
-from lora_tool_train.errors import BadRunConfig
-from lora_tool_train.traps import trap
+from lora_tool_train.traps import BadRunConfig, trap
 
 
 def with_task_type(run: RunConfig) -> RunConfig:
@@ -45,11 +44,9 @@ def static_findings(run: RunConfig) -> Iterator[Finding]:
         why = f"is {given or 'none'}, but {run.method.name} needs {expected}"
         why += ": the score head would not be saved" if expected == "SEQ_CLS" else ", by which loaders choose the model"
         yield trap("task-type", f"{name}: {expected}", where=where, subject=name, why=why)
-    judge = expanded(run.text("reward_model_name_or_path") or "")
+    judge = run.text("reward_model_name_or_path")
     try:
-        classes = (
-            read_model_config(judge / "config.json").architectures if run.text("reward_model_name_or_path") else ()
-        )
+        classes = () if judge is None else read_model_config(expanded(judge) / "config.json").architectures
     except (CheckpointError, OSError):
         return  # of the Hub, or transformers says what is wrong with it
     if classes and all(name.endswith(LANGUAGE_MODELS) for name in classes):

@@ -20,10 +20,9 @@ from lora_tool.core.choices import closest
 from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
-from lora_tool_train.errors import BadRunConfig
 from lora_tool_train.job import GuardSettings
 from lora_tool_train.methods import Method
-from lora_tool_train.traps import CODES
+from lora_tool_train.traps import CODES, BadRunConfig
 
 _BLOCK = "lora_tool"
 _MAX_BYTES = 1 << 20

@@ -11,7 +11,7 @@ import click
 from lora_tool.cli.options import json_option
 from lora_tool.core.display import counted, printable
 from lora_tool.core.errors import require_packages
-from lora_tool_train.errors import TrainingFailed
+from lora_tool_train.traps import TrainingFailed
 
 
 @click.command(
@@ -46,7 +46,7 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
     """
     from lora_tool_train.job import GuardSettings, TrainingJob, TrainingStatus
     from lora_tool_train.launch import run_guarded
-    from lora_tool_train.remains import saved_in
+    from lora_tool_train.results import saved_in
     from lora_tool_train.running import Ended
     from lora_tool_train.traps import CODES
 

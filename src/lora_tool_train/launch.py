@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lora_tool_train.errors import TrainingFailed
 from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, read_outcomes, write_job
+from lora_tool_train.traps import TrainingFailed
 
 _ENDINGS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0))
 """Signals to a command that is to end, with the seconds that it has after each."""

@@ -12,9 +12,8 @@ from typing import Any
 from lora_tool.core.display import printable
 from lora_tool.core.report import Finding, Severity
 from lora_tool.core.report.groups import by_rule
-from lora_tool_train.errors import TrainingStopped
 from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, TrainingStatus, read_job, write_outcome
-from lora_tool_train.traps import trap
+from lora_tool_train.traps import TrainingStopped, trap
 
 _DATA = "dataset_name: a Hub id, or a folder of files; for one file datasets: [{path: json, data_files: FILE}]"
 _NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"

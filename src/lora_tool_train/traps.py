@@ -1,7 +1,8 @@
-"""The traps: the code by which `ignore` names each, and its message."""
+"""How a training fails: traps, each with the code that `ignore` takes, and errors, with the exit code of their base."""
 
 from __future__ import annotations
 
+from lora_tool.core.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.core.report import Finding, Severity
 
 ERRORS = {
@@ -58,3 +59,15 @@ def trap(
     message = CODES[code].format(**seen)
     severity = severity or (Severity.ERROR if code in ERRORS else Severity.WARNING)
     return Finding(code=code, severity=severity, path=where, subject=subject, message=message, hint=hint)
+
+
+class BadRunConfig(WrongValue):
+    """The configuration of a run cannot be read, or has an option that TRL, accelerate and lora-tool do not know."""
+
+
+class TrainingStopped(FindingsFound):
+    """A guard refused a run or stopped it, or its result is bad."""
+
+
+class TrainingFailed(LoraToolError):
+    """The run could not begin or continue: TRL, accelerate or the machine failed."""

@@ -48,16 +48,20 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lora-tool-ci.json"}
 
 
+def schema(name: str) -> Any:
+    return json.loads(Path(render.__file__).with_name(f"{name}.schema.json").read_text())
+
+
 def swept(call: Caller, runs: Path, *args: str | Path, code: int = 1) -> Any:
     done = call("ci", runs, "--each", "--base", runs / "base", *args, "--json")
     assert done.code == code, done.err
     described = Registry().with_resources(
         [
             ("urn:lora-tool:report:1", Resource.from_contents(report_schema())),
-            ("urn:lora-tool:ci:1", Resource.from_contents(render.outcome_schema())),
+            ("urn:lora-tool:ci:1", Resource.from_contents(schema("ci"))),
         ]
     )
-    Draft202012Validator(render.sweep_schema(), registry=described).validate(done.json)
+    Draft202012Validator(schema("ci-each"), registry=described).validate(done.json)
     return done.json
 
 

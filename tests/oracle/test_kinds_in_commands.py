@@ -24,8 +24,8 @@ from lora_tool.checkpoints import ShardedKind, kinds
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.fsdp import DCP
 from lora_tool.verification.validating import unresumable_reason
-from lora_tool_train.errors import TrainingFailed
-from lora_tool_train.remains import named
+from lora_tool_train.results import named
+from lora_tool_train.traps import TrainingFailed
 from tests.hostile.folders import FIXTURES, environment
 
 COMMANDS = """

@@ -10,11 +10,11 @@ import pytest
 
 from lora_tool_train.checks import require_inputs, static_findings, with_task_type
 from lora_tool_train.config import RunConfig, read_run_config, trl_parser
-from lora_tool_train.errors import BadRunConfig
 from lora_tool_train.init_command import first_run
 from lora_tool_train.methods import METHODS
-from lora_tool_train.remains import ResumeChoice
-from lora_tool_train.train_command import launch_command
+from lora_tool_train.results import ResumeChoice
+from lora_tool_train.running import launch_command
+from lora_tool_train.traps import BadRunConfig
 
 REWARD = METHODS["reward"]
 

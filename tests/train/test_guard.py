@@ -13,10 +13,10 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from lora_tool_train import guard
-from lora_tool_train.errors import TrainingStopped
 from lora_tool_train.job import GuardSettings, TrainingJob, TrainingStatus, read_outcomes
 from lora_tool_train.live_checks import leak
-from lora_tool_train.remains import saved_in
+from lora_tool_train.results import saved_in
+from lora_tool_train.traps import TrainingStopped
 from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, attached, overflowing, pairs, texts
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool_train.errors import TrainingFailed
-from lora_tool_train.remains import last_valid, named
+from lora_tool_train.results import last_valid, named
+from lora_tool_train.traps import TrainingFailed
 from tests.cli.calling import Caller
 from tests.train.running import QWEN2, Trainings, pairs
 

@@ -107,14 +107,10 @@ def _placed(option: click.Option, value: Any, folder: Path) -> Any:  # noqa: ANN
     if isinstance(option.type, UserPath):
         return str(folder / value)
     if option.name == "reports":
-        return [_report_beside(entry, folder) for entry in value]
+        parts = [(entry, *entry.partition("=")) for entry in value]
+        return [f"{form}={folder / path}" if equals and path else entry for entry, form, equals, path in parts]
     if isinstance(option.type, FolderOrId):
         listed = value if option.multiple else [value]
         placed = [str(folder / each) if (folder / each).is_dir() else each for each in listed]
         return placed if option.multiple else placed[0]
     return value
-
-
-def _report_beside(entry: str, folder: Path) -> str:
-    form, equals, path = entry.partition("=")
-    return f"{form}={folder / path}" if equals and path else entry

@@ -207,10 +207,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     try:
         code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Abort:
-        code = _interrupted()
-    except KeyboardInterrupt:
-        code = _interrupted()
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            click.echo("interrupted", err=True)
+        code = INTERRUPTED
     except click.ClickException as error:
         code = error.exit_code
         show_error(_of_usage(error), code, as_json=as_json)
@@ -225,7 +225,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         leave_stdout()
         code = NOBODY_READS
     except OSError as error:
-        show_error(_of_system(error))
+        # where no file is named: the working directory was removed, and files are written elsewhere, which say so
+        nameless = {errno.ENOENT: "the working directory", errno.ENOSPC: "stdout"}
+        show_error(of_system(error, nameless.get(error.errno or 0, "system")))
         code = CANNOT
     _end_soon()
     sys.exit(code if isinstance(code, int) else 0)
@@ -268,12 +270,6 @@ def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
     raise error
 
 
-def _of_system(error: OSError) -> LoraToolError:
-    # where no file is named: the working directory was removed, and files are written elsewhere, which say so
-    nameless = {errno.ENOENT: "the working directory", errno.ENOSPC: "stdout"}
-    return of_system(error, nameless.get(error.errno or 0, "system"))
-
-
 def _require_machine() -> None:
     """Raise `LoraToolError` on a machine where weights would be misread, or files cannot be read as we do."""
     if sys.byteorder != "little":
@@ -305,12 +301,6 @@ def _note(what: str) -> None:
     if ctx is None or not ctx.params.get("quiet"):
         with contextlib.suppress(OSError):  # the terminal may be gone
             click.echo(printable(what), err=True)
-
-
-def _interrupted() -> int:
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        click.echo("interrupted", err=True)
-    return INTERRUPTED
 
 
 def _as_interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:

@@ -81,10 +81,6 @@ def _row(one: MergedOne, *, dry_run: bool) -> Iterator[str]:
         yield "verified" if one.written is not None and one.written.verification is not None else "written"
     yield "" if one.data_bytes is None or one.error is not None else size(one.data_bytes)
     yield duration(one.seconds)
-    yield "" if one.error is None else _reason(one)
-
-
-def _reason(one: MergedOne) -> str:
     report = one.error.report if isinstance(one.error, FindingsFound) else None
     first = report.findings[0] if report is not None and report.findings else one.error
-    return as_cell(str(first))
+    yield "" if first is None else as_cell(str(first))

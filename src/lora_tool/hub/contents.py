@@ -68,7 +68,11 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
             why = f": {matched[0]} is never pushed: {never(matched[0])}" if matched else ""
             raise PlanError(f"--include {pattern} matches no file of {root} that may be pushed{why}")
         allowed |= {name: "included by name" for name in good if name != README and name not in allowed}
-    contents = [_content(root, name, reason) for name, reason in sorted(allowed.items())]
+    contents = []
+    for name, reason in sorted(allowed.items()):
+        path = root / name
+        require_own_file(root, path)
+        contents.append(PushContent(name=name, source=path, stamp=FileStamp.of(path), reason=reason))
     return contents, list(_left_out(checkpoint, set(allowed)))
 
 
@@ -121,12 +125,6 @@ def _modules(folder: Folder) -> Iterator[str]:
                 yield from sentence_transformers.files_of(folder.root, module).kept
 
 
-def _content(root: Path, name: str, reason: str) -> PushContent:
-    path = root / name
-    require_own_file(root, path)
-    return PushContent(name=name, source=path, stamp=FileStamp.of(path), reason=reason)
-
-
 def _left_out(checkpoint: AdapterDir | ModelDir, allowed: set[str]) -> Iterator[LeftOut]:
     kind = "an adapter" if isinstance(checkpoint, AdapterDir) else "a model"
     for name in checkpoint.folder.files:
@@ -163,6 +161,8 @@ def read_readme(checkpoint: AdapterDir | ModelDir) -> bytes | None:
 
 # Taking this machine's paths out of what is published.
 
+_ABSOLUTE = re.compile(r"(?!.\Z)(?:/|~/|[A-Za-z]:\\)[^\0\n]*\Z")
+
 
 def without_paths(content: PushContent, origin: Origin) -> PushContent:
     """Return the file without this machine's paths: they tell others nothing but who and where you are.
@@ -190,11 +190,7 @@ def _absolute_paths(value: Any) -> set[str]:  # noqa: ANN401 - JSON
         return {path for inner in value.values() for path in _absolute_paths(inner)}
     if isinstance(value, list):
         return {path for inner in value for path in _absolute_paths(inner)}
-    return {value} if isinstance(value, str) and _is_absolute(value) else set()
-
-
-def _is_absolute(text: str) -> bool:
-    return bool(re.match(r"(?:/|~/|[A-Za-z]:\\)[^\0\n]*\Z", text)) and len(text) > 1
+    return {value} if isinstance(value, str) and _ABSOLUTE.match(value) else set()
 
 
 def _cleaned(value: Any, paths: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON

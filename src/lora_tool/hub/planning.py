@@ -27,7 +27,7 @@ from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
-from lora_tool.hub.session import Session, session
+from lora_tool.hub.session import session
 from lora_tool.verification.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
@@ -55,7 +55,7 @@ def plan_push(
     contents, left_out = selected(checkpoint, options.include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False, doing=PLANNING) as opened:
-        full_name = _with_owner(opened, repo)
+        full_name = repo if "/" in repo else f"{opened.ask(opened.api.whoami)['name']}/{repo}"
         remote = read_remote(opened, full_name, options.revision or MAIN, tags=tag is not None)
         _require_room(checkpoint, remote, private=private, create_pr=options.create_pr)
         origin = origin_of(checkpoint, written)
@@ -140,13 +140,6 @@ def _warnings(
         )
     if gated_made_public:
         yield f"the base model {origin.base} is gated: check that its licence lets you publish derived models"
-
-
-def _with_owner(opened: Session, repo: str) -> str:
-    if "/" in repo:
-        return repo
-    name = opened.ask(opened.api.whoami)["name"]
-    return f"{name}/{repo}"
 
 
 def _require_room(checkpoint: AdapterDir | ModelDir, remote: Remote, *, private: bool | None, create_pr: bool) -> None:

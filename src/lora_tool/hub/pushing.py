@@ -48,7 +48,9 @@ def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: b
         tree = read_tree(opened, repo, landed.commit)
         check_tree(plan, tree, landed.commit)
         if check is PushCheck.DOWNLOAD:
-            _read_back(opened, plan, landed.commit)
+            # the folder belongs to this thread: it goes on Ctrl-C, too, while a download may still be writing into it
+            with tempfile.TemporaryDirectory(prefix="lora-tool-", ignore_cleanup_errors=True) as folder:
+                opened.work(lambda: check_download(opened.api, plan, landed.commit, Path(folder)))
         if plan.tag is not None:
             _tag(opened, plan, landed.commit)
         notes = (*landed.notes, *opened.warnings)
@@ -64,12 +66,6 @@ def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: b
         check=check,
         notes=notes,
     )
-
-
-def _read_back(opened: Session, plan: PushPlan, commit: str) -> None:
-    # the folder belongs to this thread: it goes on Ctrl-C, too, while a download may still be writing into it
-    with tempfile.TemporaryDirectory(prefix="lora-tool-", ignore_cleanup_errors=True) as folder:
-        opened.work(lambda: check_download(opened.api, plan, commit, Path(folder)))
 
 
 def _require_unchanged(plan: PushPlan) -> None:

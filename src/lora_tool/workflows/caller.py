@@ -49,12 +49,3 @@ class Caller(Struct, frozen=True, kw_only=True):
 
 LIBRARY = Caller()
 """A program that calls the library: everything is written, and nothing is shown."""
-
-
-def whole(done: Done) -> Written:
-    """Return the folder that was written for a caller that wants all of it."""
-    from lora_tool.workflows.written import Written  # which knows plans
-
-    if not isinstance(done, Written):
-        raise TypeError(f"a whole folder was to be written, not {done!r}")
-    return done

@@ -43,15 +43,14 @@ class InspectEachOptions(InspectOptions):
     )
     plot: Path | None = option(None, "Picture of the checkpoint that is written.", library_only=True)
 
-    def require(self, count: int) -> None:
-        """Return if so many checkpoints can be inspected with these options. Raises `WrongValue`."""
-        if self.plot is not None and count > 1:
-            raise WrongValue("`plot=FILE` draws one folder; lora-tool diff A B --plot FILE draws the difference of two")
-
 
 def inspect_each(checkpoints: Sequence[Reference], options: InspectEachOptions) -> tuple[Inspection, ...]:
-    """Return what each checkpoint holds, and write the picture of one. Raises `CheckpointError`, `ExecutionError`, `MissingDependency`."""
-    options.require(len(checkpoints))
+    """Return what each checkpoint holds, and write the picture of one.
+
+    Raises `CheckpointError`, `ExecutionError`, `MissingDependency`, `WrongValue`.
+    """
+    if options.plot is not None and len(checkpoints) > 1:
+        raise WrongValue("`plot=FILE` draws one folder; lora-tool diff A B --plot FILE draws the difference of two")
     found = [opened(each) for each in checkpoints]
     inspections = tuple(inspect_checkpoint(each, norms=options.norms, spectra=options.spectra) for each in found)
     if options.plot is not None:

@@ -22,7 +22,7 @@ from lora_tool.workflows import prepare as preparing
 from lora_tool.workflows import resize as resizing
 from lora_tool.workflows import validate as validating
 from lora_tool.workflows import verify as verifying
-from lora_tool.workflows.caller import Caller, Done, whole
+from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Written
 
 _Chosen = TypeVar("_Chosen", bound=Options)
@@ -62,7 +62,10 @@ def _writing(function: Callable[..., Done]) -> Callable[..., Written]:
 
     @functools.wraps(quiet)
     def call(*given: Any) -> Written:
-        return whole(quiet(*given))
+        done = quiet(*given)
+        if not isinstance(done, Written):
+            raise TypeError(f"a whole folder was to be written, not {done!r}")
+        return done
 
     vars(call)["__signature__"] = signature(function, eval_str=True).replace(return_annotation=Written)
     return call

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from lora_tool.adapters.weighted import weighted
 from lora_tool.checkpoints import ModelDir
@@ -104,30 +104,16 @@ def _merged(
 ) -> MergedOne:
     """Merge one adapter, or plan that; an error of ours is in the result, any other is raised."""
     began, path, notes = time.monotonic(), Path(str(options.out)), list[str]()
-    own = Caller(
-        dry_run=caller.dry_run,
-        progress=caller.progress,
-        note=notes.append,
-        findings=caller.findings,
-        own_process=caller.own_process,
-    )
-    written, plan, failed = None, None, None
+    own = structs.replace(caller, note=notes.append, planned=lambda _: None, done=lambda _: None)
+    became: dict[str, Any] = {}
     try:
         with errors_of_the_system(None, path):
             done = merge((adapter,), options, own, open_base=open_base)
-            plan = done.plan if isinstance(done, Written | Planned) else None
-            written = done if isinstance(done, Written) else None
+            became["plan"] = done.plan if isinstance(done, Written | Planned) else None
+            became["written"] = done if isinstance(done, Written) else None
     except LoraToolError as error:
-        failed = error
-    return MergedOne(
-        name=name,
-        path=path,
-        written=written,
-        plan=plan,
-        error=failed,
-        seconds=time.monotonic() - began,
-        notes=tuple(notes),
-    )
+        became["error"] = error
+    return MergedOne(name=name, path=path, seconds=time.monotonic() - began, notes=tuple(notes), **became)
 
 
 def names_of(adapters: Sequence[Reference]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,8 +69,19 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
             require_output(folder, options, adapter)
     opened = opened_adapter(adapter)
     require_apart(out, options, opened.root)
+    from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
+
     with contextlib.ExitStack() as stack:
-        plan = _planned(opened, server, options, lambda: _spool(out, stack))
+        plan = plan_prepare(
+            opened,
+            server,
+            base=options.base,
+            max_rank=options.max_rank,
+            approximate=options.approximate,
+            dtype=options.dtype,
+            ignore=options.ignore,
+            spool=lambda: _spool(out, stack),
+        )
         head_plan = None if head_out is None else _plan_reward_base(opened, options.base)
         if head_plan is not None and head_out is not None:
             require_apart(head_out, options, opened.root, *head_plan.folders)
@@ -78,21 +89,6 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
     if head_plan is not None and head_out is not None:
         carry_out(head_plan, head_out, options, caller)
     return done
-
-
-def _planned(opened: AdapterDir, server: str, options: PrepareOptions, spool: Callable[[], Spool]) -> Plan:
-    from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
-
-    return plan_prepare(
-        opened,
-        server,
-        base=options.base,
-        max_rank=options.max_rank,
-        approximate=options.approximate,
-        dtype=options.dtype,
-        ignore=options.ignore,
-        spool=spool,
-    )
 
 
 def _spool(out: Path, stack: contextlib.ExitStack) -> Spool:

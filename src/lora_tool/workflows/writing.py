@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,7 @@ def work_of(plan: Plan) -> tuple[str, int]:
     return "checking and writing" if looked_at else "writing", plan.data_bytes + looked_at
 
 
-class ReadBack(Struct, kw_only=True, dict=True):
+class ReadBack(Struct, kw_only=True):
     """A folder that is written as `plan` says, and what reading samples of it back shows, told to `found`."""
 
     plan: Plan
@@ -164,15 +164,10 @@ class ReadBack(Struct, kw_only=True, dict=True):
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
     _tables: dict[str, TensorTable] = field(default_factory=dict)
 
-    @cached_property
-    def _at_the_end(self) -> bool:
-        """Whether no file is read back while others are written."""
-        # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
-        return self.plan.recomputes_inits
-
     def look(self, folder: Path, shard: Shard, steps: Sequence[Step]) -> None:
         """Read samples of these tensors of a large file back while others are written; `check` reads those of small ones."""
-        if not self._at_the_end and shard.data_bytes >= _LARGE_FILE:
+        # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
+        if not self.plan.recomputes_inits and shard.data_bytes >= _LARGE_FILE:
             from lora_tool.verification.written import check_file  # only where checked
 
             workers = self.jobs or available_cores()

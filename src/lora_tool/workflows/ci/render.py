@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict, replace
@@ -19,7 +17,7 @@ _MARKS = {Status.PASSED: "✅", Status.REUSED: "✅ as proven before", Status.FA
 
 
 def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
-    """Return the run as JSON data; `report` has the findings of all its stages. `outcome_schema` describes it."""
+    """Return the run as JSON data; `report` has the findings of all its stages. `ci.schema.json` describes it."""
     return {
         "schema_version": 1,
         "passed": outcome.passed,
@@ -39,12 +37,6 @@ def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
     }
 
 
-def outcome_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of `outcome_json`'s form; its `report` is described by the report's own."""
-    parsed: dict[str, Any] = json.loads(Path(__file__).with_name("ci.schema.json").read_text(encoding="utf-8"))
-    return parsed
-
-
 def outcome_markdown(outcome: Outcome, report: Report, *, pages: Mapping[str, Page]) -> str:
     """Return the run as Markdown: a line per stage, then what was found."""
     # what stopped a stage stands in its line
@@ -52,7 +44,7 @@ def outcome_markdown(outcome: Outcome, report: Report, *, pages: Mapping[str, Pa
 
 
 def sweep_json(swept: Sequence[Swept], reports: Sequence[Report], codes: Sequence[int]) -> dict[str, Any]:
-    """Return several runs as JSON data, with the report and the exit code of each. `sweep_schema` describes it."""
+    """Return several runs as JSON data, with the report and the exit code of each. `ci-each.schema.json` describes it."""
     best = best_of(swept)
     return {
         "schema_version": 1,
@@ -70,12 +62,6 @@ def sweep_json(swept: Sequence[Swept], reports: Sequence[Report], codes: Sequenc
             for each, report, code in zip(swept, reports, codes, strict=True)
         ],
     }
-
-
-def sweep_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of `sweep_json`'s form; an outcome in it is described by `outcome_schema`."""
-    parsed: dict[str, Any] = json.loads(Path(__file__).with_name("ci-each.schema.json").read_text(encoding="utf-8"))
-    return parsed
 
 
 def sweep_markdown(swept: Sequence[Swept], report: Report, *, pages: Mapping[str, Page]) -> str:

@@ -80,15 +80,11 @@ def _outcome(job: Job, steps: Stages, on_stage: Callable[[Stage], None]) -> Outc
 
 
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:
+    """Return the stage, or what the error that ended it makes of it."""
     try:
         return step()
-    except (LoraToolError, OSError) as error:
-        return _failed(name, error)
-
-
-def _failed(name: str, error: LoraToolError | OSError) -> Stage:
-    if isinstance(error, OSError):
-        error = of_system(error)
+    except (LoraToolError, OSError) as raised:
+        error = of_system(raised) if isinstance(raised, OSError) else raised
     if isinstance(error, FindingsFound) and error.report is not None:
         return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     error.hint = error.hint and as_options(error.hint)
