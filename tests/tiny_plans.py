@@ -13,9 +13,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.core.tensors import DType
 from lora_tool.models.mapping.model import ModelFacts
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.merge.draft import Draft
-from lora_tool.plans.merge.inputs import MergeInputs
-from lora_tool.plans.merge.model.model import Model
+from lora_tool.plans.merge.draft import Draft, MergeInputs, Model
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.deltas import with_deltas

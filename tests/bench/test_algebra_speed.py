@@ -23,9 +23,8 @@ from lora_tool.checkpoints import open_adapter
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
-from lora_tool.plans.algebra.grams import Reader
 from lora_tool.plans.algebra.krylov import nearest
-from lora_tool.plans.algebra.spectrum import compressed
+from lora_tool.plans.algebra.spectrum import Reader, compressed
 from lora_tool.plans.algebra.terms import factors_of_sum
 from tests.bench import processes
 from tests.bench.models import EIGHT_BILLION, SMALL, Sizes, make_adapter, make_base

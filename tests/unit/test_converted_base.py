@@ -17,9 +17,9 @@ from lora_tool.models.mapping.model import LABELS, ModelFacts, RowMapping, RowSl
 from lora_tool.plans.adapter.combine import AdapterModules
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plans.merge.draft import Model, ParameterConversion
 from lora_tool.plans.merge.fused.parts import parts_of_fused, steps_on_disk
 from lora_tool.plans.merge.model.converted import complete, converted
-from lora_tool.plans.merge.model.model import Model, ParameterConversion
 from lora_tool.plans.merge.passes.steps import added_steps, base_steps
 from lora_tool.rules.merging import MergeJudge
 from tests.tiny_plans import HIDDEN, VOCABULARY, Array, drafted, facts, lora, numbers

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.weights import read_single
-from lora_tool.plans.algebra.grams import Reader
-from lora_tool.plans.algebra.spectrum import compressed
+from lora_tool.plans.algebra.spectrum import Reader, compressed
 from lora_tool.plans.algebra.terms import Factors, Term
 
 Matrix = NDArray[Any]

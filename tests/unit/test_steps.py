@@ -14,8 +14,13 @@ from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.draft import Draft
-from lora_tool.plans.merge.passes.ledger import adapter_leftovers, require_all_consumed
-from lora_tool.plans.merge.passes.steps import added_steps, base_steps, dropped_from_base
+from lora_tool.plans.merge.passes.steps import (
+    adapter_leftovers,
+    added_steps,
+    base_steps,
+    dropped_from_base,
+    require_all_consumed,
+)
 from tests.tiny_plans import (
     EMBED,
     HIDDEN,

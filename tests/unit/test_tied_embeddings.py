@@ -9,7 +9,7 @@ import pytest
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.models import ARCHITECTURES
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.merge.model.model import as_stored
+from lora_tool.plans.merge.model.reading import as_stored
 from lora_tool.plans.merge.passes.ends import tied_copies, tied_under_one_name
 from lora_tool.plans.merge.passes.steps import base_steps
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Q, drafted, facts, llama, lora, numbers

@@ -10,8 +10,7 @@ import pytest
 
 from lora_tool.models import ARCHITECTURES
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.merge.model.model import as_stored
-from lora_tool.plans.merge.model.reading import looks_plain, names_are_known
+from lora_tool.plans.merge.model.reading import as_stored, looks_plain, names_are_known
 from tests.tiny_plans import EMBED, HIDDEN, NORM, OUTPUT, VOCABULARY, Array, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base

@@ -13,7 +13,7 @@ from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import Copy, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.draft import Draft
-from lora_tool.plans.merge.model.model import as_stored
+from lora_tool.plans.merge.model.reading import as_stored
 from lora_tool.plans.merge.passes.steps import base_steps
 from lora_tool.plans.merge.untying import require_no_lora_on_tied_ends, untying_steps
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Array, Q, drafted, embedding_lora, llama, lora, numbers

@@ -13,10 +13,9 @@ from lora_tool.core.choices import assert_never
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import DType
 from lora_tool.formats.manifest import Manifest
-from lora_tool.plans.algebra.factor_steps import bias_steps
+from lora_tool.plans.algebra.factor_steps import bias_steps, padded_steps
 from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plans.algebra.served import Idle, beside_which
-from lora_tool.plans.algebra.serving_steps import padded_steps
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
 from lora_tool.plans.algebra.whole_plan import magnitude_steps, whole_tensors
 from lora_tool.plans.computed import ComputedInputs

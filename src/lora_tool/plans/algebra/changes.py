@@ -15,8 +15,14 @@ from lora_tool.core.tensors import FileStamp, StoredTensor, TensorAction
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.models import architecture_of
 from lora_tool.models.ends import is_end, is_tied
-from lora_tool.plans.algebra.dora import nearest_to_dora
-from lora_tool.plans.algebra.from_base import ChangedRows, base_weight, factors_of_rows, rows_that_differ, without_init
+from lora_tool.plans.algebra.from_base import (
+    ChangedRows,
+    base_weight,
+    factors_of_rows,
+    nearest_to_dora,
+    rows_that_differ,
+    without_init,
+)
 from lora_tool.plans.algebra.ranks import ModuleRank
 from lora_tool.plans.algebra.spool import OpenSpool, Spool
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum

@@ -17,8 +17,7 @@ from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import DType
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import json_bytes
-from lora_tool.plans.algebra.factor_steps import step_of
-from lora_tool.plans.algebra.serving_steps import padded, padded_steps, zero_rows
+from lora_tool.plans.algebra.factor_steps import padded, padded_steps, step_of, zero_rows
 from lora_tool.plans.algebra.terms import Factors
 from lora_tool.plans.algebra.whole_plan import SAME, Beginnings
 from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix

@@ -23,11 +23,10 @@ from lora_tool.models import architecture_of
 from lora_tool.models.ends import head_of
 from lora_tool.models.module_names import module_names
 from lora_tool.plans.algebra.differing import Differing, differing
+from lora_tool.plans.algebra.factor_steps import zero_rows
 from lora_tool.plans.algebra.peft_config import PLAIN, rank_fields
-from lora_tool.plans.algebra.ranks import equal_for_experts, keeping_little, least_kept
-from lora_tool.plans.algebra.serving_steps import zero_rows
+from lora_tool.plans.algebra.ranks import Ranks, equal_for_experts, keeping_little, least_kept
 from lora_tool.plans.algebra.spool import Spool
-from lora_tool.plans.algebra.turning import Ranks
 from lora_tool.plans.algebra.whole_plan import described, stamps_of, tokenizer_files
 from lora_tool.plans.base.task import auto_class_for
 from lora_tool.plans.core.factor_ops import Beside, Columns

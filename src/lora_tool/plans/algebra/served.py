@@ -16,12 +16,17 @@ from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.tensors import DType
-from lora_tool.plans.algebra.factor_steps import bias_steps, step_of
+from lora_tool.plans.algebra.factor_steps import bias_steps, padded_steps, step_of, zero_rows
 from lora_tool.plans.algebra.mlx_form import is_of_expert, mlx_steps, stacked_steps
-from lora_tool.plans.algebra.ranks import equal_for_experts, largest_of_experts, missing_experts
-from lora_tool.plans.algebra.serving_steps import padded_steps, zero_rows
+from lora_tool.plans.algebra.ranks import (
+    Ranks,
+    Turned,
+    equal_for_experts,
+    largest_of_experts,
+    missing_experts,
+    turned_to,
+)
 from lora_tool.plans.algebra.terms import Factors, alpha_for, common_scale, unscaled
-from lora_tool.plans.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plans.core.operation import rows_of
 from lora_tool.plans.core.ops import Assemble, copied_as
 from lora_tool.plans.core.steps import Step

@@ -48,7 +48,7 @@ def small_warnings(sums: Sequence[Factors], dtype: DType, ranks: Iterable[Module
 
 def _shares(sums: Sequence[Factors], dtype: DType, lower: Mapping[str, ModuleRank]) -> Iterator[tuple[str, float]]:
     """Yield each module and the larger share that rounding takes of the norm of A or B."""
-    from lora_tool.plans.algebra.grams import Reader  # numpy, only where values are read
+    from lora_tool.plans.algebra.spectrum import Reader  # numpy, only where values are read
 
     with OpenFiles(opened_regular) as files:
         reader = Reader(files=files)
@@ -73,3 +73,49 @@ def _share(apart: float, numel: int, norm: float) -> float:
     The errors of many values are spread evenly over that distance, so that their mean square is apart²/12.
     """
     return min(1.0, apart * math.sqrt(numel / 12 / norm)) if norm > 0 else 0.0
+
+
+_LITTLE = 0.05
+"""A share of the sum of the terms' norms. A smaller ΔW loses a tenth when both factors are rounded to bfloat16."""
+_SMALL = 16 << 20
+"""Up to so many bytes of factors every module is checked; of larger adapters only `_SOME`."""
+_SOME = 4
+
+
+def cancel_warnings(sums: Sequence[Factors]) -> Iterator[str]:
+    """Yield a warning where ‖ΔW‖ is a small share of the sum of the norms of its terms, from Gram matrices.
+
+    Checks all modules of small adapters, and a few of large ones, evenly spaced. Raises `OSError`, `SourceChanged`.
+    """
+    several = [each for each in sums if len(each.terms) > 1]
+    if not several:
+        return
+    if sum(part.nbytes for each in several for part in (*each.a_parts, *each.b_parts)) > _SMALL:
+        last = len(several) - 1
+        several = [several[at * last // (_SOME - 1)] for at in range(_SOME)] if last >= _SOME else several
+    shares = dict(_kept_shares(several))
+    little = sorted((share, module) for module, share in shares.items() if share < _LITTLE)
+    if little:
+        share, module = little[0]
+        checked = "" if len(shares) == len(sums) else " that were looked at"
+        yield (
+            f"the adapters nearly cancel: in {len(little)} of {counted(len(shares), 'module')}{checked} ‖ΔW‖ of the sum is "
+            f"below {_LITTLE:.0%} of what its terms are by themselves, in {module} {100 * share:.2g}%; a server "
+            "that computes in 16 bits loses much of that to rounding"
+        )
+
+
+def _kept_shares(sums: Sequence[Factors]) -> Iterator[tuple[str, float]]:
+    """Yield each module and ‖ΔW‖ as a share of the sum of its terms' norms."""
+    from lora_tool.plans.algebra.spectrum import (
+        Reader,  # numpy, only where values are read
+        grams_and_scales,
+        left_of_terms,
+    )
+
+    with OpenFiles(opened_regular) as files:
+        reader = Reader(files=files)
+        for each in sums:
+            share = left_of_terms(*grams_and_scales(each, reader), each)
+            if math.isfinite(share):
+                yield each.module, share

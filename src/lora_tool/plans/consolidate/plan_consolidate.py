@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
+from lora_tool.checkpoints.folders import listed
 from lora_tool.checkpoints.states.frozen_heads import has_lora
 from lora_tool.checkpoints.states.state import TrainingState, wrapper_of
 from lora_tool.checkpoints.states.training_state import training_state
@@ -23,16 +24,16 @@ from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
 from lora_tool.core.report.findings import refuse_errors
-from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
-from lora_tool.formats import model_config
+from lora_tool.core.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
+from lora_tool.formats import generation_config, model_config, tokenizer
+from lora_tool.formats.files import is_folder, json_bytes, read_object, require_own_file
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plans.consolidate.rebuilt_config import FoundConfig, adapter_config_of
-from lora_tool.plans.consolidate.side_files import model_files, tokenizer_files
 from lora_tool.plans.core import sharding
 from lora_tool.plans.core.ops import Precision, copied_as
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_files
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
@@ -290,3 +291,46 @@ def _inputs(
     used = Counter(place.path for tensor in tensors for place in tensor.places)
     copied = [FileStamp.of(file.source) for file in side_files if file.source is not None]
     return (*(state.stamps[path] for path in used), *copied)
+
+
+def model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    """Return a model's files near the checkpoint, the config with the `dtype` that is written; and warnings, where none is near.
+
+    Raises `BrokenFile` for a config that cannot be read, and as `tokenizer_files`.
+    """
+    path = _find(state, model_config.FILE_NAME)
+    tokenizers = tuple(tokenizer_files(state))
+    if path is None:
+        places = ", ".join(map(str, state.near))
+        return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
+    require_own_file(path.parent, path)
+    raw = read_object(path)
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = FLOAT_NAMES[dtype]
+    reason = f"that of {path.parent}, with the dtype of the written weights"
+    config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
+    generation = _find(state, generation_config.FILE_NAME)
+    copied = [copied_file(generation.parent, generation.name, generation.parent)] if generation else []
+    return (config, *copied, *tokenizers), ()
+
+
+def tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
+    """Yield the tokenizer's files of the nearest folder that has some, and its named chat templates.
+
+    Raises `CorruptFile` for one that is not a regular file inside its folder.
+    """
+    for folder in state.near:
+        names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_there(folder, name)]
+        if names:
+            names += tokenizer.templates_among(listed(folder / tokenizer.TEMPLATES))
+            yield from (copied_file(folder, name, folder) for name in names)
+            return
+
+
+def _find(state: TrainingState, name: str) -> Path | None:
+    return next((folder / name for folder in state.near if _is_there(folder, name)), None)
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    """Return whether the folder has the file, also where it is a link that leads nowhere: it is named, not left out."""
+    return os.path.lexists(folder / name) and not is_folder(folder / name)

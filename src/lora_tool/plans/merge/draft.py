@@ -2,22 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.adapters.support import OTHER_BASE
-from lora_tool.checkpoints import ModelDir
+from lora_tool.adapters.support import OTHER_BASE, require_mergeable, require_weightable
+from lora_tool.adapters.view import view_of
+from lora_tool.adapters.weighted import all_weighted
+from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.core.options import Options
+from lora_tool.core.tensors import DType, StoredTensor, TensorTable
+from lora_tool.models import Architecture, is_computed
 from lora_tool.models.ends import Vocabulary
 from lora_tool.plans.adapter.combine import Adapted, AdapterModules
+from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.plans.core.terms import LoraTerm
-from lora_tool.plans.merge.inputs import MergeInputs
-from lora_tool.plans.merge.model.model import Model
+
+if TYPE_CHECKING:
+    from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk
+
+
+class ParameterConversion(Struct, frozen=True, kw_only=True):
+    """How the parameters in memory are made of tensors on disk, where the two differ."""
+
+    mapping: NamesOnDisk
+    disk: TensorTable
+    copied_only: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
+    same_names: bool = False
+    """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
+    partly_quantised: frozenset[str] = frozenset()
+    """Parameters with quantised and plain rows on disk: they can only be left as they are."""
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The decisions about the merged model, which every later pass reads."""
+
+    base: ModelDir
+    """The base with the parameters of its model, by their names in memory."""
+    adapters: tuple[AdapterDir, ...]
+    """The adapters, with the module paths of the same names."""
+    arch: Architecture
+    """The classes that the model may be, and their heads."""
+    task: Task
+    """The merged model's task, which with `arch` or `facts` gives its class; never `Task.AUTO`."""
+    leftovers: tuple[InputRecord, ...] = ()
+    """Tensors of the base that the model has no place for."""
+    conversion: ParameterConversion | None = None
+    """None where the base is stored as it is in memory."""
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What transformers, or a table, knows of the class; None where names on disk are enough."""
+        return None if self.conversion is None else self.conversion.mapping.facts
+
+    @property
+    def missing_keys(self) -> frozenset[str]:
+        """Parameters of the class for which the base has no tensor."""
+        return frozenset() if self.conversion is None else frozenset(self.conversion.mapping.missing)
+
+    @property
+    def tied_by_config(self) -> Mapping[str, str]:
+        """Parameter → the one that it is tied to for as long as the config says `tie_word_embeddings`."""
+        if self.conversion is not None:
+            return self.conversion.mapping.tied_by_config
+        # the second bias of BERT's kin, `X.decoder.bias`, is `X.bias`
+        ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
+        return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
+
+    @property
+    def of_no_class(self) -> frozenset[str]:
+        """The weights among `leftovers`, which servers may use: layers that predict further tokens, say."""
+        if self.conversion is None:
+            return frozenset()
+        return frozenset(name for name in self.conversion.mapping.unexpected if not is_computed(name))
+
+    def parameter_of(self, name: str) -> str:
+        """Return the parameter in memory that a tensor of this name on disk is, or is a part of."""
+        return name if self.conversion is None else self.conversion.mapping.place(name)
+
 
 NO_MODULES = AdapterModules(
     lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
@@ -120,3 +188,32 @@ class Draft(Struct, frozen=True, kw_only=True):
     """The texts in the headers of the weight files; None for the usual."""
     recorded: Mapping[str, object] = field(default_factory=dict)
     """The options, as the manifest records them."""
+
+
+class MergeInputs(Struct, frozen=True, kw_only=True):
+    """The opened inputs."""
+
+    stored: ModelDir
+    """The base as it is on disk."""
+    base: ModelDir
+    """The base with the values and the config that the merge starts from: dequantised, rounded, or its text model."""
+    adapters: tuple[AdapterDir, ...]
+    weights: tuple[float, ...]
+    """The weight of each adapter's ΔW."""
+    is_quantised: bool = False
+    is_text_only: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> MergeInputs:
+    """Return the inputs; `weights` None is 1 for each adapter. Raises `WrongValue` for another number of weights."""
+    _, factors = all_weighted(adapters, weights)
+    return MergeInputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
+
+
+def require_exact(inputs: MergeInputs, _: Options) -> MergeInputs:
+    """Return the inputs. Raises `UnsupportedAdapter` for adapters that cannot be merged exactly, with their weights."""
+    for adapter in inputs.adapters:
+        require_mergeable(view_of(adapter))
+    require_weightable(inputs.adapters, inputs.weights)
+    return inputs

@@ -20,7 +20,7 @@ from lora_tool.plans.merge.passes.base_as import BaseAs
 from lora_tool.plans.merge.passes.deltas import Deltas
 from lora_tool.plans.merge.passes.ends import Untie
 from lora_tool.plans.merge.passes.head import ForTask
-from lora_tool.plans.merge.passes.shards import Shards
+from lora_tool.plans.merge.passes.side_files import Shards
 from lora_tool.plans.merge.passes.steps import OutputType
 from lora_tool.plans.merge.passes.store import Store
 from lora_tool.plans.merge.passes.text_only import TextOnly

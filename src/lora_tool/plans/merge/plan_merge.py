@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.checkpoints.sources import source_of
+from lora_tool.core.display import counted, from_here
 from lora_tool.core.options import recorded
-from lora_tool.plans.base.task import Task
+from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.model import Report, joined
+from lora_tool.core.tensors import FileStamp, TensorAction
+from lora_tool.formats.manifest import fingerprint
+from lora_tool.models.mapping.class_tensors import class_tensors
+from lora_tool.plans.base.task import CLASSIFIERS, Task
+from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.merge.draft import Draft
-from lora_tool.plans.merge.finish import plan_of
-from lora_tool.plans.merge.inputs import MergeInputs, inputs_of, require_exact
-from lora_tool.plans.merge.judged import judge_of, judged_in_memory
+from lora_tool.plans.core.steps import InputRecord
+from lora_tool.plans.merge.draft import Draft, MergeInputs, Model, inputs_of, require_exact
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.base_as import rounded_base
 from lora_tool.plans.merge.passes.deltas import require_same_everywhere, with_deltas
 from lora_tool.plans.merge.passes.ends import with_ends
-from lora_tool.plans.merge.passes.fused import on_disk, on_layers
 from lora_tool.plans.merge.passes.head import with_head
-from lora_tool.plans.merge.passes.ledger import accounted_for
-from lora_tool.plans.merge.passes.shards import in_files
-from lora_tool.plans.merge.passes.side_files import with_side_files
-from lora_tool.plans.merge.passes.steps import with_steps
+from lora_tool.plans.merge.passes.seldom import on_disk, on_layers, require_own_ends, with_untied
+from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
+from lora_tool.plans.merge.passes.steps import accounted_for, with_steps
 from lora_tool.plans.merge.passes.store import dequantised_base, stored_again
 from lora_tool.plans.merge.passes.text_only import text_model
-from lora_tool.plans.merge.passes.untie import require_own_ends, with_untied
+from lora_tool.rules.merging import MergeJudge
+
+
+def judge_of(options: PlanOptions) -> MergeJudge:
+    """Return the judge of a merge with these options."""
+    return MergeJudge(
+        task=Task(options.task).expected,
+        num_labels=options.num_labels,
+        untie=options.untie,
+        select=tuple(options.select),
+        ignore=tuple(options.ignore),
+        fail_on=Severity(options.fail_on),
+        ask=class_tensors,
+    )
+
+
+def judged_in_memory(judge: MergeJudge, model: Model, report: Report) -> Report:
+    """Return the report, with the rules' findings under the names in memory too where those on disk differ.
+
+    Raises `FindingsFound`.
+    """
+    if model.conversion is None:
+        return report
+    from lora_tool.plans.merge.model.converted import complete
+
+    return joined([report, judge.in_memory(model.adapters, complete(model, model.conversion))])
+
 
 ON_INPUTS: tuple[Callable[[MergeInputs, PlanOptions], MergeInputs], ...] = (
     require_exact,
@@ -70,3 +101,100 @@ def plan_merge(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanOpti
     for each in PASSES:
         draft = each(draft, options)
     return plan_of(draft, report.findings)
+
+
+def plan_of(draft: Draft, findings: tuple[Finding, ...]) -> Plan:
+    """Return the plan; `findings` are those of the rules about its inputs."""
+    base = draft.inputs.stored
+    adapters = {input_name(number): part.adapter for number, part in enumerate(draft.adapted, start=1)}
+    read: dict[str, AdapterDir | ModelDir] = {"base": base, **adapters}
+    fingerprints = {name: fingerprint(each.weights) for name, each in read.items()}
+    weights = {
+        name: {"weight": part.weight} for name, part in zip(adapters, draft.adapted, strict=True) if part.weight != 1
+    }
+    merged = [(each, fingerprints[name]) for name, each in adapters.items()]
+    earlier = base.manifest.merged_adapters if base.manifest else ()
+    return Plan(
+        shards=draft.shards,
+        side_files=draft.side_files,
+        leftovers=draft.leftovers,
+        inputs=_stamps(draft, read.values()),
+        precision=draft.precision,
+        findings=findings,
+        warnings=draft.warnings,
+        notes=(
+            _task_note(draft),
+            *_weight_note(draft),
+            *_one_delta_note(draft),
+            *_left_out_notes(draft.leftovers, base),
+            *draft.notes,
+        ),
+        # the tensors of one adapter need no telling apart
+        input_names={each.root: name for name, each in read.items()} if read.keys() - {"base", "adapter"} else {},
+        hashed=tuple(file.path for each in adapters.values() for file in each.weights.files),
+        manifest={
+            "operation": "merge",
+            "task": (Task.SEQ_CLS if draft.model.task in CLASSIFIERS else draft.model.task).value,
+            "num_labels": draft.labels,
+            "dtype": draft.dtype.value if draft.dtype else "as in the base",
+            **draft.recorded,
+            "merged_adapters": [*earlier, *([] if draft.recorded.get("head_alone") else adapters_in(merged))],
+            "inputs": {
+                name: describe_input(source_of(each.root), each.weights, fingerprints[name]) | weights.get(name, {})
+                for name, each in read.items()
+            },
+        },
+    )
+
+
+def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterator[str]:
+    """Yield a line for each reason why tensors of the base are not in the output."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for item in leftovers:
+        if (
+            item.action is TensorAction.DROPPED
+            and item.name in base.tensors
+            and item.path == base.tensors[item.name].path
+        ):
+            by_reason[item.reason].append(item.name)
+    for reason, names in by_reason.items():
+        others = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        yield f"left out of the base: {names[0]}{others}: {reason}"
+
+
+def _one_delta_note(draft: Draft) -> Iterator[str]:
+    tied = draft.ends.tied
+    if tied is not None and draft.ends.trained_as_one:
+        output, embedding = (name.removesuffix(".weight") for name in (tied.output, tied.embedding.name))
+        yield (
+            f"`{output}` and `{embedding}` are one matrix and were trained with one ΔW, which the merge adds once; PEFT's merge "
+            "adds it twice"
+        )
+
+
+def _task_note(draft: Draft) -> str:
+    sources = " + ".join(
+        str(part.adapter.root) if part.weight == 1 else f"{part.weight:g}·{part.adapter.root}" for part in draft.adapted
+    )
+    labels = "" if draft.labels is None else counted(draft.labels, "label")
+    if draft.head is None:
+        model = f"{draft.model.arch.causal_lm}, {labels}" if draft.labels is not None else draft.model.arch.causal_lm
+        return f"merging {sources} into {from_here(draft.base.root)} as {model}"
+    head = f"head from {draft.head.weight.path.parent}"
+    return f"merging {sources} into {from_here(draft.base.root)} as {draft.model.arch.sequence_classification}, {labels}, {head}"
+
+
+def _weight_note(draft: Draft) -> Iterator[str]:
+    """Yield a note on the tensors that a weight does not scale."""
+    for part in draft.adapted:
+        whole = [*part.modules.saved, *part.modules.tokens]
+        if part.weight != 1 and whole:
+            others = f" and {counted(len(whole) - 1, 'other')}" if len(whole) > 1 else ""
+            yield f"the weight {part.weight:g} scales only ΔW: {whole[0]}{others} of {part.adapter.root} stay as trained"
+
+
+def _stamps(draft: Draft, read: Iterable[AdapterDir | ModelDir]) -> tuple[FileStamp, ...]:
+    weights = (draft.base.weights, *(part.adapter.weights for part in draft.adapted), *(each.weights for each in read))
+    stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
+    extra = {str(file.source): FileStamp.of(file.source) for file in draft.side_files if file.source is not None}
+    return tuple({**stamps, **extra}.values())

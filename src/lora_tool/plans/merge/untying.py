@@ -17,8 +17,7 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import StoredTensor, TensorAction, TensorSpec
 from lora_tool.plans.core.ops import copied_as
 from lora_tool.plans.core.steps import Step
-from lora_tool.plans.merge.draft import Draft, TiedEmbeddings
-from lora_tool.plans.merge.model.model import Model
+from lora_tool.plans.merge.draft import Draft, Model, TiedEmbeddings
 from lora_tool.plans.merge.passes.ends import tied_copies, tied_ends, tied_under_one_name
 from lora_tool.plans.merge.passes.steps import lora_step, own_dtype, recomputed_init, tokens_step
 

@@ -18,9 +18,9 @@ from lora_tool.plans.adapter.combine import AdapterModules
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.core.terms import LoraTerm
+from lora_tool.plans.merge.draft import Model, ParameterConversion
 from lora_tool.plans.merge.fused.split_steps import disk_steps
-from lora_tool.plans.merge.model.adapter_names import disk_name, homes
-from lora_tool.plans.merge.model.model import Model, ParameterConversion
+from lora_tool.plans.merge.model.converted import disk_name, homes
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
 """Tensor on disk → its own deltas, as a part of a fused parameter."""

@@ -20,8 +20,7 @@ from lora_tool.models.mapping import meta
 from lora_tool.models.mapping.text_class import WholeInTextNames
 from lora_tool.models.mapping.weight_mapping import WeightMapping
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
-from lora_tool.plans.merge.model.adapter_names import lacks_layers, strangers
-from lora_tool.plans.merge.model.model import class_row
+from lora_tool.plans.merge.model.converted import class_row, lacks_layers, strangers
 
 _WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}
 """Auto class that may give a text model → the one that gives the whole; the others give the whole themselves."""

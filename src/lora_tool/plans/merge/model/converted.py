@@ -12,8 +12,10 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
+from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import IncompatibleBase
+from lora_tool.core.keys import AdapterKey, Part, without_wrapped
 from lora_tool.core.tensors import (
     DType,
     Span,
@@ -24,15 +26,83 @@ from lora_tool.core.tensors import (
     TransposedSpan,
     contiguous,
 )
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import encoding_of, rounded
 from lora_tool.models import Architecture
-from lora_tool.models.mapping.model import LABELS, NamesOnDisk, RowMapping
+from lora_tool.models.ends import LAST_LAYERS
+from lora_tool.models.mapping.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.operation import rows_of
 from lora_tool.plans.core.steps import InputRecord
-from lora_tool.plans.merge.model.adapter_names import disk_name, in_memory
-from lora_tool.plans.merge.model.model import Model, ParameterConversion
+from lora_tool.plans.merge.draft import Model, ParameterConversion
 from lora_tool.rules.engine.subjects import BaseMatch
+
+
+def in_memory(adapter: AdapterDir, mapping: NamesOnDisk) -> AdapterDir:
+    """Return the adapter with the module paths of this transformers."""
+    found = homes(adapter, mapping)
+    if all(path in (None, module) for (module, _), path in found.items()):
+        return adapter  # whose view is kept
+
+    def placed(key: AdapterKey) -> AdapterKey:
+        path = found[key.module, _leaf_in_memory(key)] or key.module
+        return key if path == key.module else replace(key, module=path)
+
+    return replace(adapter, keys={name: placed(key) for name, key in adapter.keys.items()})
+
+
+def homes(adapter: AdapterDir, mapping: NamesOnDisk) -> dict[tuple[str, str], str | None]:
+    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
+
+    None where there is none.
+    """
+    # in the file's order: a rule of transformers may wait for a name before it applies to others
+    wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
+    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
+
+
+def strangers(adapter: AdapterDir, mapping: NamesOnDisk) -> int:
+    """Return how many of the adapter's tensors the class has no module for."""
+    return sum(home is None for home in set(homes(adapter, mapping).values()))
+
+
+def lacks_layers(adapter: AdapterDir, mapping: NamesOnDisk) -> bool:
+    """Return whether the config targets a layer of the class on which the adapter has no LoRA."""
+    view = view_of(adapter)
+    layers = mapping.facts.layers.difference(layer.target for layer in view.layers)
+    return any(map(view.config.targets, layers))
+
+
+def _leaf_in_memory(key: AdapterKey) -> str:
+    """Return the parameter of its module that an adapter's tensor is for."""
+    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
+
+
+def _home(module: str, leaf: str, mapping: NamesOnDisk) -> str | None:
+    """Return the path in memory of a module that an adapter names.
+
+    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
+    """
+    module = bare = without_wrapped(module)
+    while bare.endswith(".base_layer"):
+        bare = bare.removesuffix(".base_layer")
+    if bare in mapping.facts.modules:
+        return module
+    placed = mapping.place(f"{bare}.{leaf}")
+    if placed not in mapping.facts.shapes:
+        return None
+    path, _, found = placed.rpartition(".")
+    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
+    return path + module.removeprefix(bare) if found == leaf else module
+
+
+def disk_name(mapping: NamesOnDisk, module: str) -> str | None:
+    """Return the tensor on disk that is the weight of `module`, a part of a fused parameter; None if it is none."""
+    name = f"{module}.weight"
+    held = mapping.piece_names(mapping.place(name))
+    if name in held:
+        return name
+    return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
 def converted(
@@ -177,3 +247,18 @@ def _of_one_type(made: RowMapping, disk: TensorTable) -> tuple[TensorTable, bool
         return disk, False
     (dtype,) = plain
     return {name: rounded(tensor, dtype) for name, tensor in held.items()}, True
+
+
+def class_row(config: ModelConfig, generator: ModelFacts | None, classifier: ModelFacts | None) -> Architecture:
+    """Return the classes that transformers has for a model type, as a row like those of the table of architectures."""
+    head = classifier.head if classifier else None
+    last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
+    output = generator.output if generator else None
+    return Architecture(
+        model_type=config.model_type or "",
+        causal_lm=generator.class_name if generator else None,
+        sequence_classification=classifier.class_name if classifier and head else None,
+        head=head.removesuffix(last) if head else None,
+        causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
+        conv1d=frozenset().union(*(each.conv1d for each in (generator, classifier) if each)),
+    )

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core import keys
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter, require_packages
 from lora_tool.core.keys import Part
 from lora_tool.core.progress import decided
-from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.core.tensors import DType, StoredTensor, TensorAction
 from lora_tool.models import Architecture, architecture_of, is_computed
 from lora_tool.models.ends import embeddings, output_name, stored_twice
 from lora_tool.plans.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
-from lora_tool.plans.merge.model.model import Model, as_stored, class_row
+from lora_tool.plans.core.steps import InputRecord
+from lora_tool.plans.merge.draft import Model
 
 if TYPE_CHECKING:
     from lora_tool.models.mapping.model import NamesOnDisk
@@ -50,7 +53,7 @@ def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, 
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
             return as_stored(base, adapters, row, task)
-    from lora_tool.plans.merge.model.converted import converted
+    from lora_tool.plans.merge.model.converted import class_row, converted
 
     mixture = _known_mixture(base, adapters, wanted) if task is None else None
     if mixture is not None:
@@ -117,7 +120,7 @@ def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task)
     if wanted not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
     from lora_tool.models.mapping.mixture import mixture_mapping
-    from lora_tool.plans.merge.model.adapter_names import strangers
+    from lora_tool.plans.merge.model.converted import strangers
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
@@ -217,4 +220,26 @@ def _same_roots(arch: Architecture, tensors: list[StoredTensor], *, classifier: 
     return all(
         tensor.name.partition(".")[0] in allowed or (heads is not None and tensor.name.startswith(heads))
         for tensor in tensors
+    )
+
+
+def as_stored(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> Model:
+    """Return the model of a base that is stored as it is in memory.
+
+    It is without the buffers of old checkpoints, which transformers computes.
+    """
+    computed = [tensor for name, tensor in base.tensors.items() if is_computed(name)]
+    if computed:
+        tensors = {name: tensor for name, tensor in base.tensors.items() if not is_computed(name)}
+        base = replace(base, weights=replace(base.weights, tensors=tensors))
+    reason = "a buffer that transformers computes and never loads"
+    return Model(
+        base=base,
+        adapters=tuple(adapters),
+        arch=arch,
+        task=task,
+        leftovers=tuple(
+            InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+            for tensor in computed
+        ),
     )

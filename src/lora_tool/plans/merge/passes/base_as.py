@@ -13,7 +13,7 @@ from lora_tool.formats.quantised.four_bits import TrainedAs
 from lora_tool.formats.quantised.names import full_precision_name
 
 if TYPE_CHECKING:
-    from lora_tool.plans.merge.inputs import MergeInputs
+    from lora_tool.plans.merge.draft import MergeInputs
 
 
 @dataclass(frozen=True, kw_only=True)

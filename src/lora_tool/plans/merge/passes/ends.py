@@ -23,8 +23,7 @@ from lora_tool.formats.stored import same_values
 from lora_tool.models import Architecture
 from lora_tool.models.ends import Vocabulary, embeddings, other_vocabulary, output_name, stored_twice
 from lora_tool.plans.adapter.combine import Adapted, AdapterModules
-from lora_tool.plans.merge.draft import Draft, ModelEnds, TiedEmbeddings
-from lora_tool.plans.merge.model.model import Model
+from lora_tool.plans.merge.draft import Draft, Model, ModelEnds, TiedEmbeddings
 
 if TYPE_CHECKING:
     from lora_tool.models.mapping.model import ModelFacts

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lora_tool.core.tensors import StoredTensor
     from lora_tool.models.mapping.model import ModelFacts
     from lora_tool.plans.adapter.combine import AdapterModules
-    from lora_tool.plans.merge.model.model import Model
+    from lora_tool.plans.merge.draft import Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from lora_tool.plans.merge.storages import Storage
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints import ModelDir
-    from lora_tool.plans.merge.draft import Draft
-    from lora_tool.plans.merge.inputs import MergeInputs
+    from lora_tool.plans.merge.draft import Draft, MergeInputs
 
 
 def storage_of(merged: ModelDir, base: ModelDir) -> Storage:

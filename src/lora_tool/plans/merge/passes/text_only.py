@@ -12,7 +12,7 @@ from lora_tool.core.options import Options, Recorded, option
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints import ModelDir
-    from lora_tool.plans.merge.inputs import MergeInputs
+    from lora_tool.plans.merge.draft import MergeInputs
 
 
 def is_text_of(merged: ModelDir, base: ModelDir) -> bool:
