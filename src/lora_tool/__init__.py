@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from lora_tool.plans.algebra.plan_prepare import plan_prepare as plan_prepare
     from lora_tool.plans.algebra.spool import Spool as Spool
     from lora_tool.plans.base.task import Task as Task
+    from lora_tool.plans.consolidate.library import plan_consolidate as plan_consolidate
     from lora_tool.plans.consolidate.plan_consolidate import What as What
-    from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
     from lora_tool.plans.convert.forms import AdapterForm as AdapterForm
     from lora_tool.plans.core.ops import Precision as Precision
     from lora_tool.plans.core.plan import Plan as Plan
@@ -105,7 +105,8 @@ _HOMES = {
     "plans.algebra.plan_prepare": "plan_prepare",
     "plans.algebra.spool": "Spool",
     "plans.base.task": "Task",
-    "plans.consolidate.plan_consolidate": "What plan_consolidate",
+    "plans.consolidate.library": "plan_consolidate",
+    "plans.consolidate.plan_consolidate": "What",
     "plans.convert.forms": "AdapterForm",
     "plans.core.ops": "Precision",
     "plans.core.plan": "Plan",

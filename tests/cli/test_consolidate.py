@@ -15,7 +15,7 @@ import pytest
 from lora_tool.checkpoints import open_sharded
 from lora_tool.checkpoints.states import file_values
 from lora_tool.execution import local_engine as worker
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from tests.cli.calling import FIXTURES, Caller
 
 REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
@@ -26,7 +26,7 @@ from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.checkpoints import open_sharded
 from lora_tool.checkpoints.states import file_values
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 file_values.BLOCK_BYTES = 64
 look = file_values._Values.look_at

@@ -20,7 +20,7 @@ from lora_tool.execution.local_engine import Worker, batches_of
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.manifest import sha256_of
 
 ROOT = Path(__file__).parents[2]

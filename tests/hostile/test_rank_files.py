@@ -20,7 +20,7 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import DType
 from lora_tool.formats.dcp import Chunk, DcpTensor, uncovered
 from lora_tool.formats.safetensors import build_header
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.validating import validate
 from tests.bench.zero_checkpoints import write

@@ -24,7 +24,7 @@ from lora_tool.core.report.findings import refuse_errors
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import StoredChunk
 from lora_tool.formats.torch_zip import read_torch_file
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.validating import validate
 

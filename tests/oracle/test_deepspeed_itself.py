@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoints import open_sharded
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("LORA_TOOL_DEEPSPEED_PYTHON") or sys.executable

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
 from tests.made_once import made_once
 from tests.oracle.deepspeed_saves import KINDS, TAG, make

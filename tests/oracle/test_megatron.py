@@ -18,7 +18,7 @@ from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import read_dcp
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.inventory import inventory
 from lora_tool_megatron.model import Geometry, LayerNames, MegatronModel

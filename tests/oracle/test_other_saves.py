@@ -25,7 +25,7 @@ from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.core.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.convert.plan_convert import plan_convert
 from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES

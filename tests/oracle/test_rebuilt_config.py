@@ -22,7 +22,7 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.execution.engine import execute
 from lora_tool.formats.adapter_config import FILE_NAME, read_adapter_config
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.consolidate.rebuilt_config import adapter_config_of
 from tests.cli.calling import FIXTURES, Caller
 from tests.oracle.peft_merge import load_model

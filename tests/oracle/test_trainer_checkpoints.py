@@ -23,7 +23,7 @@ from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.inventory import Why, choose, inventory
 from tests.contract.test_checkpoint_kinds import require_plain_data

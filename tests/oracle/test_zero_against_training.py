@@ -17,7 +17,7 @@ from lora_tool.core import keys
 from lora_tool.core.errors import FindingsFound
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -128,7 +128,7 @@ def test_the_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
 def test_a_smaller_type_is_rounded_once(tmp_path: Path) -> None:
     from lora_tool.core.tensors import DType
 
-    execute(plan_consolidate(opened("stage3-full"), dtype=DType.BF16, max_shard_bytes=4000), tmp_path / "model")
+    execute(plan_consolidate(opened("stage3-full"), dtype=DType.BF16, max_shard_size=4000), tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     truth = load_file(ZERO / "stage3-full" / "truth.safetensors")
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1

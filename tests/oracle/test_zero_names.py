@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lora_tool.checkpoints import ShardedDir, open_sharded
 from lora_tool.core.errors import FindingsFound
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.validating import validate
 from tests.bench.zero_checkpoints import Shapes, write

@@ -16,7 +16,7 @@ from lora_tool.checkpoints import open_sharded
 from lora_tool.core.errors import FindingsFound
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES
 

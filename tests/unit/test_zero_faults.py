@@ -21,7 +21,7 @@ from lora_tool.checkpoints import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.core.errors import Defect, FindingsFound, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.core.report.findings import refuse_errors
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.consolidating import judge_files
 from lora_tool.rules.training.sharded_subject import sharded_subject

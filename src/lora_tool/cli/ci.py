@@ -23,11 +23,11 @@ from lora_tool.core.display import from_here, printable
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report
 from lora_tool.hub.options import BranchOptions
+from lora_tool.plans.consolidate.plan_consolidate import RankFileOptions
 from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.verification.validating import Criteria
 from lora_tool.workflows.ci.model import CiOptions, Job, Outcome, Status
-from lora_tool.workflows.consolidate import RankFileOptions
 from lora_tool.workflows.verify import PairOptions, read_given_pairs
 
 

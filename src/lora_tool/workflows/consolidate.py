@@ -3,59 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir, open_sharded
-from lora_tool.core.choices import above_zero, codes, flag, number_of_bytes
+from lora_tool.core.choices import flag
 from lora_tool.core.display import from_here
 from lora_tool.core.options import Options, option
-from lora_tool.core.tensors import DType
-from lora_tool.plans.consolidate.plan_consolidate import What, plan_consolidate
-from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, SHARD_SIZE, ResumableOptions, SpreadOptions
+from lora_tool.plans.consolidate.plan_consolidate import StateOptions, What, plan_consolidate
+from lora_tool.plans.core.options import OUTPUT, ResumableOptions, SpreadOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFileOptions(Options):
-    """What rank files do not say themselves."""
-
-    tag: str | None = option(
-        None,
-        "Saved step to use, such as global_step500, or which module, if several were saved together, such as critic.  "
-        "[default: the step in the file `latest`]",
-    )
-    adapter_config: str | os.PathLike[str] | None = option(
-        None,
-        "adapter_config.json, or the file with the run's arguments.  [default: beside the rank files]",
-        metavar="PATH",
-        existing=True,
-    )
-    lora_alpha: float | None = option(
-        None,
-        "lora_alpha of an adapter that has no adapter_config.json, if no file of the run records it.",
-        parse=above_zero,
-        metavar="N",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConsolidateOptions(SpreadOptions, ResumableOptions, RankFileOptions):
-    """The options of a consolidation."""
+class _Place(Options):
+    """Where a consolidation writes."""
 
     out: str | os.PathLike[str] | None = option(
         None, "Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]", **OUTPUT
     )
-    what: What | str = option(
-        What.AUTO,
-        "auto: an adapter if there are LoRA tensors, else a model; state: all tensors under their saved names.",
-        parse=What,
-    )
-    dtype: DType | str | None = option(None, "Data type of all weights.  [default: as saved]", **FLOAT_DTYPE)
-    ignore: Iterable[str] = option((), "Continue despite these findings: LT404,LT41.", parse=codes)
-    max_shard_size: int | str | None = option(None, "Maximum size of a weights file.  [default: 5GB]", **SHARD_SIZE)
+
+
+# the fields of the last base come first
+@dataclass(frozen=True, kw_only=True)
+class ConsolidateOptions(SpreadOptions, ResumableOptions, StateOptions, _Place):
+    """The options of a consolidation."""
+
     verify: bool = option(
         default=False,
         text="Read samples back and check them before the output gets its name.",
@@ -80,16 +54,7 @@ def consolidate(
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     if options.out is not None or options.what is not What.AUTO:
         require_apart(_output(opened, options, str(options.what)), options, opened.root)  # before hours of reading
-    plan = plan_consolidate(
-        opened,
-        what=options.what,
-        tag=options.tag,
-        adapter_config=options.adapter_config,
-        lora_alpha=options.lora_alpha,
-        dtype=options.dtype,
-        max_shard_bytes=None if options.max_shard_size is None else number_of_bytes(options.max_shard_size),
-        ignore=options.ignore,
-    )
+    plan = plan_consolidate(opened, options)
     out = _output(opened, options, str(plan.manifest["what"]))
     require_apart(out, options, opened.root)
     return carry_out(plan, out, options, caller, spread)

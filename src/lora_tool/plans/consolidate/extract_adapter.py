@@ -41,13 +41,15 @@ class Selection(Struct, frozen=True, kw_only=True):
 
     names: Mapping[str, str]
     """Name in the output → name in the training module."""
-    beside: Mapping[str, str] = field(default_factory=dict)
+    value_head: Mapping[str, str] = field(default_factory=dict)
     """The same of a value head around the PEFT model, which goes into a file of its own."""
     leftovers: tuple[tuple[str, str], ...] = ()
     """Names that stay behind, each with the reason."""
     side_files: tuple[SideFile, ...] = ()
     heads: Heads | None = None
-    """The heads of an adapter's model that `save_pretrained` would not save."""
+    """The heads of an adapter's model that `save_pretrained` would not save; None where no adapter is written."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Field of a rebuilt config → where it is from."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -93,10 +95,11 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     }
     return Selection(
         names=names,
-        beside=value_head,
+        value_head=value_head,
         leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *value_head.values())), outside)),
         side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
         heads=heads,
+        origins=found.origins,
         notes=(
             *(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued),
             *(

@@ -8,22 +8,25 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir, open_sharded
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir
 from lora_tool.checkpoints.folders import listed
 from lora_tool.checkpoints.states.frozen_heads import has_lora
 from lora_tool.checkpoints.states.state import TrainingState, wrapper_of
 from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core import keys
-from lora_tool.core.choices import Choice, codes
+from lora_tool.core.choices import Choice, above_zero, codes, number_of_bytes
 from lora_tool.core.display import counted
 from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
+from lora_tool.core.options import Options, option
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
-from lora_tool.core.report.findings import refuse_errors
+from lora_tool.core.report.findings import Finding, refuse_errors
 from lora_tool.core.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import is_folder, json_bytes, read_object, require_own_file
@@ -32,6 +35,7 @@ from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapte
 from lora_tool.plans.consolidate.rebuilt_config import FoundConfig, adapter_config_of
 from lora_tool.plans.core import sharding
 from lora_tool.plans.core.ops import Precision, copied_as
+from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_files
@@ -55,50 +59,86 @@ class What(Choice):
     """The training module's own state dict, names as saved."""
 
 
-def plan_consolidate(
-    checkpoint: ShardedDir | str | os.PathLike[str],
-    *,
-    what: What | str = What.AUTO,
-    tag: str | None = None,
-    adapter_config: str | os.PathLike[str] | None = None,
-    lora_alpha: float | None = None,
-    dtype: DType | str | None = None,
-    max_shard_bytes: int | None = None,
-    ignore: Iterable[str] = (),
-) -> Plan:
-    """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
+@dataclass(frozen=True, kw_only=True)
+class RankFileOptions(Options):
+    """What rank files do not say themselves."""
 
-    Writes nothing and reads no values. `what` is "adapter", "model", "state", or "auto": an adapter if there are LoRA
-    tensors, else a model. `tag` is the saved step, by default the one that the checkpoint points at. `adapter_config`
-    is adapter_config.json, its folder, or the file of the run's arguments, by default the one near the checkpoint. If
-    there is none, the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`.
-    `dtype` None keeps the dtype of each tensor: float32 for trained ones, the model's for frozen ones.
-    `max_shard_bytes` None cuts files at 5 GB. `ignore` are codes of rules, or their beginnings, whose errors do not
-    refuse the checkpoint; they stay among the plan's findings. The execution of the plan checks every byte that it uses
-    (CRC32, NaN, all-zero parts, rounding), unless `ignore` covers all of these checks. Raises `FindingsFound` for
-    errors, as the execution does for errors in the values; `UnknownRule` for a code that no rule has;
-    `UnsupportedCheckpoint` and `CheckpointError` for a checkpoint that cannot be consolidated.
+    tag: str | None = option(
+        None,
+        "Saved step to use, such as global_step500, or which module, if several were saved together, such as critic.  "
+        "[default: the step in the file `latest`]",
+    )
+    adapter_config: str | os.PathLike[str] | None = option(
+        None,
+        "adapter_config.json, or the file with the run's arguments.  [default: beside the rank files]",
+        metavar="PATH",
+        existing=True,
+    )
+    lora_alpha: float | None = option(
+        None,
+        "lora_alpha of an adapter that has no adapter_config.json, if no file of the run records it.",
+        parse=above_zero,
+        metavar="N",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions(RankFileOptions):
+    """The options of `plan_consolidate`: what is written. Raises `WrongValue` for a bad value."""
+
+    what: What | str = option(
+        What.AUTO,
+        "auto: an adapter if there are LoRA tensors, else a model; state: all tensors under their saved names.",
+        parse=What,
+    )
+    dtype: DType | str | None = option(None, "Data type of all weights.  [default: as saved]", **FLOAT_DTYPE)
+    ignore: Iterable[str] = option((), "Continue despite these findings: LT404,LT41.", parse=codes)
+    max_shard_size: int | str | None = option(None, "Maximum size of a weights file.  [default: 5GB]", **SHARD_SIZE)
+
+
+class Reassembly(Struct, frozen=True, kw_only=True):
+    """A training state, what of it is written, and where each of those tensors lies."""
+
+    state: TrainingState
+    target: What
+    selection: Selection
+    tensors: Mapping[str, StoredTensor]
+    """By their names in the training module."""
+    dtype: DType | None
+    """The type of all weights; None for each as it was saved."""
+    ignored: tuple[str, ...]
+    """Rules whose errors do not refuse the checkpoint."""
+
+
+def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
+    """Return the plan that reassembles the tensors of `checkpoint`, from headers only.
+
+    The execution of the plan checks every byte that it uses, unless `ignore` covers all of these checks. Raises
+    `FindingsFound` for errors, as the execution does for errors in the values; `UnknownRule` for a code that no rule
+    has; `UnsupportedCheckpoint` and `CheckpointError` for a checkpoint that cannot be consolidated.
     """
-    ignored = _rules(codes(ignore))
-    cast = None if dtype is None else float_type(dtype)
-    if not isinstance(checkpoint, ShardedDir):
-        checkpoint = open_sharded(checkpoint)
-    state = training_state(checkpoint, tag=tag)
+    ignored = _known_rules(tuple(options.ignore))
+    dtype = None if options.dtype is None else float_type(options.dtype)
+    state = training_state(checkpoint, tag=options.tag)
     lora = has_lora(state.entries)
-    target = _target(What(what), lora=lora)
+    target = _target(What(options.what), lora=lora)
     subject = ShardedSubject(checkpoint=checkpoint, state=state, as_model=target is What.MODEL and not lora)
-    of_checkpoint = refuse_errors(judge_files(subject), ignored)
-    given = Path(adapter_config) if adapter_config else None
-    found = _config_of(checkpoint, state, given, lora_alpha) if target is What.ADAPTER and lora else None
-    selection = _choose(target, state, found, cast)
-    chosen = replace(subject, chosen=tuple(selection.names.values()), chosen_heads=selection.heads)
-    of_adapter = judge_adapter(chosen) if found else ()
-    findings = (*of_checkpoint, *refuse_errors(of_adapter, ignored))
+    findings = refuse_errors(judge_files(subject), ignored)
+    selection = _selected(target, subject, options, dtype)
+    if selection.heads is not None:
+        chosen = replace(subject, chosen=tuple(selection.names.values()), chosen_heads=selection.heads)
+        findings = (*findings, *refuse_errors(judge_adapter(chosen), ignored))
     _require_shapes(state, selection)
-    tensors = state.assemble(frozenset((*selection.names.values(), *selection.beside.values())))
-    values = check_of_values(state, tensors, ignored)
-    shards = _shards(target, tuple(_steps(selection.names, tensors, state.entries, cast)), max_shard_bytes)
-    head = tuple(_steps(selection.beside, tensors, state.entries, cast))
+    tensors = state.assemble(frozenset((*selection.names.values(), *selection.value_head.values())))
+    draft = Reassembly(state=state, target=target, selection=selection, tensors=tensors, dtype=dtype, ignored=ignored)
+    return _plan_of(draft, findings, options)
+
+
+def _plan_of(draft: Reassembly, findings: tuple[Finding, ...], options: StateOptions) -> Plan:
+    state, selection = draft.state, draft.selection
+    values = check_of_values(state, draft.tensors, draft.ignored)
+    shards = _shards(draft, options)
+    head = tuple(_steps(draft, selection.value_head))
     side_files = (*selection.side_files, *sharding.index_files(shards))
     return Plan(
         shards=(*shards, Shard(filename=VALUE_HEAD, steps=head)) if head else shards,
@@ -107,24 +147,24 @@ def plan_consolidate(
             InputRecord(path=state.folder, name=name, action=TensorAction.DROPPED, reason=reason)
             for name, reason in selection.leftovers
         ),
-        inputs=_inputs(state, tensors.values(), side_files),
+        inputs=_inputs(state, draft.tensors.values(), side_files),
         precision=Precision.FLOAT32,
         findings=findings,
         warnings=selection.warnings,
         notes=(
-            f"{target} from {state.title}",
+            f"{draft.target} from {state.title}",
             *(str(fault) for fault in findings if fault.severity < Severity.WARNING),
             *selection.notes,
             *([f"left in the checkpoint, beside the weights: {', '.join(state.beside[:8])}"] if state.beside else []),
         ),
         manifest={
             "operation": "consolidate",
-            "what": target.value,
-            "dtype": cast.value if cast else "as saved",
+            "what": draft.target.value,
+            "dtype": draft.dtype.value if draft.dtype else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,
-            **({"adapter_config": dict(found.origins)} if found and found.origins else {}),
-            "ignored": list(ignored),
+            **({"adapter_config": dict(selection.origins)} if selection.origins else {}),
+            "ignored": list(draft.ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
         values=values,
@@ -140,7 +180,7 @@ def _target(requested: What, *, lora: bool) -> What:
     return found
 
 
-def _rules(requested: tuple[str, ...]) -> tuple[str, ...]:
+def _known_rules(requested: tuple[str, ...]) -> tuple[str, ...]:
     """Return the codes as reports write them. Raises `UnknownRule`."""
     if requested:
         import lora_tool.rules.judging  # noqa: F401 - it registers the rules, which only this needs
@@ -150,14 +190,38 @@ def _rules(requested: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(code.upper() for code in requested)
 
 
-def _config_of(
-    checkpoint: ShardedDir, state: TrainingState, given: Path | None, lora_alpha: float | None
-) -> FoundConfig:
-    """Return the adapter's config. Raises `FindingsFound` where `validate` finds it broken, or the files that would make
-    one, and as `adapter_config_of`.
+def _selected(target: What, subject: ShardedSubject, options: StateOptions, dtype: DType | None) -> Selection:
+    """Return what is written of the state. Raises `UnsupportedCheckpoint`, and as `_config_of`."""
+    state = subject.state
+    lora = has_lora(state.entries)
+    if target is What.ADAPTER and lora:
+        selection = select_adapter(state, _config_of(subject.checkpoint, state, options))
+        return replace(selection, side_files=(*selection.side_files, *tokenizer_files(state)))
+    if target is What.ADAPTER:
+        _refuse_foreign(state)
+        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
+    if not state.entries:
+        raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
+    dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
+    if target is What.STATE:
+        return Selection(names={name: name for name in state.entries}, leftovers=dropped)
+    _refuse_foreign(state)
+    if lora:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} holds a PEFT model, which is not a plain model",
+            hint='consolidate the adapter with `what="adapter"`, then merge it; `what="state"` writes every tensor',
+        )
+    files, warnings = model_files(state, dtype or _usual_dtype(state))
+    return Selection(names=_plain_names(state.entries), leftovers=dropped, side_files=files, warnings=warnings)
+
+
+def _config_of(checkpoint: ShardedDir, state: TrainingState, options: StateOptions) -> FoundConfig:
+    """Return the adapter's config. Raises `FindingsFound` where `validate` finds the one near the checkpoint broken, or
+    the files that would make one, and as `adapter_config_of`.
     """
+    given = Path(options.adapter_config) if options.adapter_config else None
     try:
-        found = adapter_config_of(state, given=given, lora_alpha=lora_alpha)
+        found = adapter_config_of(state, given=given, lora_alpha=options.lora_alpha)
     except BrokenFile as error:
         if given is None:
             _refuse_broken_config(checkpoint, (error.problem,))
@@ -174,33 +238,6 @@ def _refuse_broken_config(checkpoint: ShardedDir, problems: tuple[Problem, ...])
 
         found = broken_files(checkpoint, problems)
         found.raise_at(Severity.ERROR, hint="give the config of this run: `adapter_config=FILE`")
-
-
-def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:
-    if what is What.ADAPTER and found is None:
-        _refuse_foreign(state)
-        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
-    if found is not None:
-        selection = select_adapter(state, found)
-        return replace(selection, side_files=(*selection.side_files, *tokenizer_files(state)))
-    if not state.entries:
-        raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
-    dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
-    if what is What.STATE:
-        return Selection(names={name: name for name in state.entries}, leftovers=dropped)
-    _refuse_foreign(state)
-    if has_lora(state.entries):
-        raise UnsupportedCheckpoint(
-            f"{state.folder} holds a PEFT model, which is not a plain model",
-            hint='consolidate the adapter with `what="adapter"`, then merge it; `what="state"` writes every tensor',
-        )
-    files, warnings = model_files(state, dtype or _usual_dtype(state))
-    return Selection(
-        names=_plain_names(state.entries),
-        leftovers=dropped,
-        side_files=files,
-        warnings=warnings,
-    )
 
 
 def _refuse_foreign(state: TrainingState) -> None:
@@ -222,7 +259,7 @@ def _refuse_foreign(state: TrainingState) -> None:
 
 def _require_shapes(state: TrainingState, selection: Selection) -> None:
     """Raise `UnsupportedCheckpoint` if a requested tensor is a row of elements without a shape."""
-    lost = sorted(state.shapeless.intersection((*selection.names.values(), *selection.beside.values())))
+    lost = sorted(state.shapeless.intersection((*selection.names.values(), *selection.value_head.values())))
     if lost:
         more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
         message = f"`{lost[0]}`{more} saved as {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
@@ -253,36 +290,30 @@ def _usual_dtype(state: TrainingState) -> DType:
     return found.most_common(1)[0][0] if found else DType.F32
 
 
-def _steps(
-    names: Mapping[str, str],
-    tensors: Mapping[str, StoredTensor],
-    entries: Mapping[str, StateEntry],
-    dtype: DType | None,
-) -> Iterator[Step]:
+def _steps(draft: Reassembly, names: Mapping[str, str]) -> Iterator[Step]:
+    """Yield the steps that write tensors of the training module, by their `names` in the output."""
     for name, saved in names.items():
-        tensor = tensors[saved]
-        out = TensorSpec(
-            name=name, dtype=dtype if dtype and tensor.dtype.is_float else tensor.dtype, shape=tensor.shape
-        )
-        reason = _reason(entries[saved].role, tensor)
+        tensor, role = draft.tensors[saved], draft.state.entries[saved].role
+        dtype = draft.dtype if draft.dtype and tensor.dtype.is_float else tensor.dtype
+        master = role is Role.TRAINED and tensor.dtype is DType.F32
+        reason = "float32 master weights" if master else f"{role}, {tensor.dtype}"
+        reason += f" from {counted(len(tensor.places), 'piece')}"
         if name != saved:
             reason += f", saved as {saved}"
-        op = copied_as(out.dtype, tensor)
-        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
-        cast = "" if op.is_copy else f", {tensor.dtype} to {out.dtype}"
-        yield Step(out=out, op=op, action=action, reason=f"{reason}{cast}")
+        op = copied_as(dtype, tensor)
+        if not op.is_copy:
+            reason += f", {tensor.dtype} to {dtype}"
+        out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+        yield Step(out=out, op=op, action=TensorAction.COPIED if op.is_copy else TensorAction.CAST, reason=reason)
 
 
-def _reason(role: Role, tensor: StoredTensor) -> str:
-    pieces = counted(len(tensor.places), "piece")
-    what = "float32 master weights" if role is Role.TRAINED and tensor.dtype is DType.F32 else f"{role}, {tensor.dtype}"
-    return f"{what} from {pieces}"
-
-
-def _shards(what: What, steps: tuple[Step, ...], max_shard_bytes: int | None) -> tuple[Shard, ...]:
-    if what is What.ADAPTER:
+def _shards(draft: Reassembly, options: StateOptions) -> tuple[Shard, ...]:
+    steps = tuple(_steps(draft, draft.selection.names))
+    if draft.target is What.ADAPTER:
         return (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
-    return sharding.lay_out(steps, homes={}, max_shard_bytes=max_shard_bytes or sharding.DEFAULT_MAX_SHARD_BYTES)
+    given = options.max_shard_size
+    most = sharding.DEFAULT_MAX_SHARD_BYTES if given is None else number_of_bytes(given)
+    return sharding.lay_out(steps, homes={}, max_shard_bytes=most)
 
 
 def _inputs(

@@ -17,10 +17,10 @@ from lora_tool.core.options import declared, option
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.model import Report
 from lora_tool.hub.options import BranchOptions
+from lora_tool.plans.consolidate.plan_consolidate import RankFileOptions
 from lora_tool.plans.merge.options import SAME_RESULT, MergeOptions
 from lora_tool.rules.merged.pairs import Ranking
 from lora_tool.verification.pairs import Pairs
-from lora_tool.workflows.consolidate import RankFileOptions
 from lora_tool.workflows.verify import PairOptions
 
 

@@ -35,7 +35,7 @@ from lora_tool.core.report.model import Report
 from lora_tool.execution.folder import check_output
 from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
-from lora_tool.plans.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plans.consolidate.plan_consolidate import StateOptions, plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.consolidating import is_about_rank_files
 from lora_tool.rules.shared.heads import head_weight
@@ -162,13 +162,13 @@ class Stages:
             done = self._cache.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
-        plan = plan_consolidate(
-            open_sharded(self._root),
+        settings = StateOptions(
             tag=options.tag,
             adapter_config=options.adapter_config,
             lora_alpha=options.lora_alpha,
             ignore=options.ignore,
         )
+        plan = plan_consolidate(open_sharded(self._root), settings)
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
         if job.options.dry_run:
             return self._planned("consolidate", plan, folder)
