@@ -30,7 +30,7 @@ from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.plans.merge.quantised.requantised import coded_steps
-from lora_tool.plans.merge.quantised.tall_tiles import extremes_of
+from lora_tool.plans.merge.quantised.samples import extremes_of
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import EIGHT_BITS, TILE, quantise
 from tests.unit.test_quantised_weights import encoding_in

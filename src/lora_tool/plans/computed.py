@@ -3,28 +3,99 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from lora_tool.adapters.mlx import is_mlx, read_mlx
 from lora_tool.adapters.view import view_of
-from lora_tool.checkpoints import ADAPTER, AdapterDir, require_whole
+from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, require_whole
 from lora_tool.checkpoints.folders import read_folder
-from lora_tool.checkpoints.sources import Reference, opened_adapter
+from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
+from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.files import is_file
-from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.manifest import Manifest, fingerprint, read_manifest
 from lora_tool.plans.algebra.provenance import (
     ExtractInputs,
     SumInputs,
     WrittenAdapter,
     extract_inputs,
     recorded_adapter,
+    recorded_input,
+    recorded_model,
     sum_inputs,
 )
-from lora_tool.plans.convert.provenance import ConvertInputs, convert_inputs
+from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.peft_names import Convertible, convertible
+from lora_tool.plans.convert.plan_convert import plan_convert
+from lora_tool.plans.core.plan import Plan
+
+
+class ConvertInputs(WrittenAdapter, frozen=True, kw_only=True):
+    """An adapter in another form, and the adapter that it was before."""
+
+    form: AdapterForm
+    before: Convertible
+    base: ModelDir | None
+    """The model whose modules or experts gave names; None where the adapter's own names were enough."""
+
+    @property
+    def sources(self) -> tuple[AdapterDir]:
+        """The inputs that a report names."""
+        return (self.before.adapter,)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the inputs' fingerprints by the names that the manifest gives them."""
+        own = {"adapter": fingerprint(self.before.adapter.weights)}
+        return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
+
+    def plan(self) -> Plan:
+        """Return the plan of the same conversion, made now, without judging its input again. Raises as `plan_convert`."""
+        return plan_convert(
+            self.before.adapter,
+            to=self.form,
+            rebuilt=self.before.rebuilt,
+            base=self.base,
+            reward="value_head" in self.manifest.raw,
+            ignore=("LT",),
+        )
+
+
+def convert_inputs(written: WrittenAdapter, adapters: Sequence[Reference], base: Reference | None) -> ConvertInputs:
+    """Return the adapter that the manifest says was converted, or the one of `adapters`.
+
+    Raises `NotACheckpoint` for an input that does not exist any more, and as `convertible`.
+    """
+    made, manifest = written.made, written.manifest
+    if len(adapters) > 1:
+        raise NotACheckpoint(
+            f"{made.root} was converted from one adapter, but {len(adapters)} were given", hint="give one: `adapters=A`"
+        )
+    form = AdapterForm(str(manifest.raw["to"]))
+    model = _base(manifest, made, form) if base is None else opened_model(base)
+    if adapters:
+        before = convertible(adapters[0], model)
+    else:
+        entry, again = manifest.input("adapter"), f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER"
+        before = recorded_input(entry, lambda path: convertible(path, model), made.root, "converted", again)
+    return ConvertInputs(made=made, stored=written.stored, manifest=manifest, form=form, before=before, base=model)
+
+
+def _base(manifest: Manifest, made: AdapterDir, form: AdapterForm) -> ModelDir | None:
+    """Return the base that the manifest names; PEFT's names may be planned without one that does not exist any more."""
+    named = manifest.input("base")
+    if not named:
+        return None
+    try:
+        return recorded_model(named, made.root, "converted")
+    except NotACheckpoint:
+        if form is not AdapterForm.PEFT:
+            raise
+        return None
+
 
 ComputedInputs: TypeAlias = SumInputs | ExtractInputs | ConvertInputs
 """A computed adapter with its inputs: of a sum, a difference of models, or another form of one adapter."""

@@ -18,8 +18,7 @@ from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plans.algebra.served import Idle, beside_which
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
 from lora_tool.plans.algebra.whole_plan import magnitude_steps, whole_tensors
-from lora_tool.plans.computed import ComputedInputs
-from lora_tool.plans.convert.provenance import ConvertInputs
+from lora_tool.plans.computed import ComputedInputs, ConvertInputs
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence

@@ -27,8 +27,8 @@ from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plans.algebra.terms import Term
+from lora_tool.plans.computed import ConvertInputs
 from lora_tool.plans.convert.forms import AdapterForm
-from lora_tool.plans.convert.provenance import ConvertInputs
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.checking import check_steps

@@ -33,9 +33,9 @@ _STACK = 3
 
 
 def parameter_term(
-    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer, layout: ExpertLayout | None
+    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer, layout: ExpertLayout | None, weight: float
 ) -> LoraTerm:
-    """Return the delta of one parameter; the rules have compared the shapes.
+    """Return the delta of one parameter times the `weight` of its adapter; the rules have compared the shapes.
 
     `layout` is the user's for lora_B; None to go by the config. Raises `UnsupportedAdapter` where the layout of lora_B
     cannot be known, `WrongValue` where the config says another.
@@ -49,7 +49,7 @@ def parameter_term(
     return LoraTerm(
         a=a,
         b=b,
-        scaling=config.scaling(parameter),
+        scaling=weight * config.scaling(parameter),
         experts=experts,
         layout=layout_of(config, b, layout) if experts > 1 else ExpertLayout.RANK_MAJOR,
     )
@@ -84,18 +84,18 @@ def layout_of(config: AdapterConfig, b: StoredTensor, requested: ExpertLayout | 
 class AdapterModules(Struct, frozen=True, kw_only=True):
     """An adapter's changes, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
-    lora: Mapping[str, tuple[LoraTerm, ...]]
+    lora: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """One term of each adapter that has LoRA on the module."""
-    lora_bias: Mapping[str, tuple[BiasTerm, ...]]
-    magnitudes: Mapping[str, StoredTensor]
+    lora_bias: Mapping[str, tuple[BiasTerm, ...]] = field(default_factory=dict)
+    magnitudes: Mapping[str, StoredTensor] = field(default_factory=dict)
     """DoRA's magnitude vectors, by module path."""
-    saved: Mapping[str, StoredTensor]
+    saved: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
-    frozen_base: Mapping[str, StoredTensor]
+    frozen_base: Mapping[str, StoredTensor] = field(default_factory=dict)
     """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
-    embeddings: frozenset[str]
+    embeddings: frozenset[str] = frozenset()
     """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
-    tokens: Mapping[str, StoredTensor]
+    tokens: Mapping[str, StoredTensor] = field(default_factory=dict)
     """The rows of `trainable_token_indices`, by module path."""
     parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """LoRA on bare parameters, by their names."""
@@ -135,11 +135,12 @@ def adapter_modules(
     layers = {layer.module: layer for layer in view.layers}
     wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
     parameters = {
-        name: (_weighted_term(parameter_term(view, name, facts, layers.pop(module), expert_layout), weight),)
+        name: (parameter_term(view, name, facts, layers.pop(module), expert_layout, weight),)
         for module, name in wrapped.items()
         if facts and module in layers
     }
     layers = {without_wrapped(module): layer for module, layer in layers.items()}
+    terms = {module: _term(layer, weight) for module, layer in layers.items()}
     repeated = {
         item.tensor.name: "the base's own, which is there already"
         for item in view.parts(Part.PLAIN)
@@ -147,9 +148,9 @@ def adapter_modules(
     }
     originals = (item.tensor.name for item in view.parts(Part.ORIGINAL_MODULE))
     return AdapterModules(
-        lora={module: (_weighted_term(_term(layer), weight),) for module, layer in layers.items()},
+        lora={module: (term,) for module, term in terms.items()},
         lora_bias={
-            module: (BiasTerm(bias=layer.bias, scaling=weight * _term(layer).scaling),)
+            module: (BiasTerm(bias=layer.bias, scaling=terms[module].scaling),)
             for module, layer in layers.items()
             if layer.bias is not None
         },
@@ -167,21 +168,16 @@ def adapter_modules(
     )
 
 
-def _weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
-    """Return the term times the weight of its adapter."""
-    return term if weight == 1 else replace(term, scaling=weight * term.scaling)
-
-
 def _repeats(name: str, tensor: StoredTensor, base: TensorTable) -> bool:
     """Return whether an unexplained tensor is the base's: PEFT saves whatever the first layer holds with embeddings."""
     held = base.get(name)
     return held is not None and same_values(held, tensor)
 
 
-def _term(layer: LoraLayer) -> LoraTerm:
+def _term(layer: LoraLayer, weight: float) -> LoraTerm:
     if layer.a is None or layer.b is None or layer.scaling is None:
         raise AssertionError("the rules let no half of a pair pass")
-    return LoraTerm(a=layer.a, b=layer.b, scaling=layer.scaling)
+    return LoraTerm(a=layer.a, b=layer.b, scaling=weight * layer.scaling)
 
 
 _Value = TypeVar("_Value")
@@ -227,9 +223,9 @@ def without_delta(part: Adapted) -> Adapted:
     """Return the adapter with only its heads and other whole tensors, for a server that adds ΔW itself."""
     tensors = [tensor for layer in part.view.layers for tensor in layer.parts.values()]
     dropped = {**part.modules.dropped, **{tensor.name: "the server of the adapter adds ΔW" for tensor in tensors}}
-    nothing: dict[str, tuple[LoraTerm, ...]] = {}
-    bare = replace(part.modules, lora=nothing, parameters=nothing, lora_bias={}, magnitudes={}, embeddings=frozenset())
-    return replace(part, modules=replace(bare, dropped=dropped))
+    modules = part.modules
+    bare = AdapterModules(saved=modules.saved, frozen_base=modules.frozen_base, tokens=modules.tokens, dropped=dropped)
+    return replace(part, modules=bare)
 
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
@@ -252,7 +248,6 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
         embeddings=frozenset().union(*(each.embeddings for each in modules)),
         tokens=_union(each.tokens for each in modules),
         parameters=_summed(each.parameters for each in modules),
-        dropped={},
     )
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir, require_whole
 from lora_tool.checkpoints.sources import Reference, opened_model, source_of
 from lora_tool.core.display import counted
-from lora_tool.core.errors import UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
 from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import told
@@ -89,8 +89,6 @@ def plan_extract(
     for what an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
     """
     requested = Ranks(rank=rank, keep=keep)
-    if requested.exact:
-        raise WrongValue("rank, keep: give one of the two", hint="rank=64, or keep=0.95")
     kind = DType.F32 if dtype is None else float_type(dtype)
     tuned, first = opened_model(model), opened_model(base)
     require_whole(tuned)

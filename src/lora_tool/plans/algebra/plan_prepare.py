@@ -19,9 +19,8 @@ from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end
 from lora_tool.plans.algebra.changes import changes_of
 from lora_tool.plans.algebra.factor_steps import exact_type
-from lora_tool.plans.algebra.fit import require_known
 from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, mlx_path, rope_notes
-from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, with_experts
+from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, require_known, with_experts
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plans.algebra.served import Idle, ServedFactors, idle_modules, served_factors, served_steps
 from lora_tool.plans.algebra.small_numbers import small_warnings

@@ -22,13 +22,18 @@ from lora_tool.plans.core.manifest import input_name
 Opened = TypeVar("Opened")
 
 
-class SumInputs(Struct, frozen=True, kw_only=True):
-    """An adapter that is a sum, and the adapters that it was computed from, with their weights."""
+class WrittenAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter that has a manifest."""
 
     made: AdapterDir
     stored: Weights
     """Its tensors as they are on the disk, where MLX-LM's have other names and shapes."""
     manifest: Manifest
+
+
+class SumInputs(WrittenAdapter, frozen=True, kw_only=True):
+    """An adapter that is a sum, and the adapters that it was computed from, with their weights."""
+
     adapters: tuple[AdapterDir, ...]
     weights: tuple[float, ...]
     base: ModelDir | None = None
@@ -78,12 +83,9 @@ class SumInputs(Struct, frozen=True, kw_only=True):
         return own if self.base is None else {**own, "base": fingerprint(self.base.weights)}
 
 
-class ExtractInputs(Struct, frozen=True, kw_only=True):
+class ExtractInputs(WrittenAdapter, frozen=True, kw_only=True):
     """An adapter that was extracted, and the two models that it is the difference of."""
 
-    made: AdapterDir
-    stored: Weights
-    manifest: Manifest
     model: ModelDir
     base: ModelDir
 
@@ -117,15 +119,6 @@ class ExtractInputs(Struct, frozen=True, kw_only=True):
         return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
 
 
-class WrittenAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter that has a manifest."""
-
-    made: AdapterDir
-    stored: Weights
-    """Its tensors as they are on the disk."""
-    manifest: Manifest
-
-
 def sum_inputs(written: WrittenAdapter, adapters: Sequence[Reference], base: Reference | None) -> SumInputs:
     """Return the adapters that the manifest says were added up, or `adapters`.
 
@@ -139,10 +132,9 @@ def sum_inputs(written: WrittenAdapter, adapters: Sequence[Reference], base: Ref
             f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give all of them, in their order: `adapters=A`",
         )
-    named = manifest.input("base")
-    model = (
-        (opened_model(base) if base is not None else recorded_model(named, made.root, "computed")) if named else None
-    )
+    model, named = None, manifest.input("base")
+    if named:
+        model = recorded_model(named, made.root, "computed") if base is None else opened_model(base)
     return SumInputs(
         made=made,
         stored=written.stored,
@@ -160,13 +152,8 @@ def extract_inputs(written: WrittenAdapter, base: Reference | None) -> ExtractIn
     """
     made, manifest = written.made, written.manifest
     first = recorded_model(manifest.input("base"), made.root, "extracted") if base is None else opened_model(base)
-    return ExtractInputs(
-        made=made,
-        stored=written.stored,
-        manifest=manifest,
-        model=recorded_model(manifest.input("model"), made.root, "extracted"),
-        base=first,
-    )
+    model = recorded_model(manifest.input("model"), made.root, "extracted")
+    return ExtractInputs(made=made, stored=written.stored, manifest=manifest, model=model, base=first)
 
 
 def _figures(manifest: Manifest, name: str) -> Iterator[tuple[str, float]]:

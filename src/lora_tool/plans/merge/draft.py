@@ -87,11 +87,6 @@ class Model(Struct, frozen=True, kw_only=True):
         return name if self.conversion is None else self.conversion.mapping.place(name)
 
 
-NO_MODULES = AdapterModules(
-    lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
-)
-
-
 class Head(Struct, frozen=True, kw_only=True):
     """The classification head of the merged model: the tensors that have no place in a causal LM."""
 
@@ -167,7 +162,7 @@ class Draft(Struct, frozen=True, kw_only=True):
     """The type of all weights; None for each as in the base."""
     adapted: tuple[Adapted, ...] = ()
     """Each adapter with its changes (`with_deltas`)."""
-    modules: AdapterModules = NO_MODULES
+    modules: AdapterModules = AdapterModules()
     """The changes of all adapters together."""
     per_expert: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """Tensor on disk → its own deltas, as a part of a fused parameter (`on_layers`)."""

@@ -19,12 +19,12 @@ from lora_tool.core.tensors import DType, StoredTensor, TensorAction, float_type
 from lora_tool.formats.quantised.names import give_full_precision
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import last_weights
-from lora_tool.plans.adapter.combine import Adapted
+from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Step
-from lora_tool.plans.merge.draft import NO_MODULES, Draft, Head, MergeInputs, Model, ModelEnds, inputs_of
+from lora_tool.plans.merge.draft import Draft, Head, MergeInputs, Model, ModelEnds, inputs_of
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.head import count_labels
@@ -136,7 +136,7 @@ def plan_in_memory(request: InMemory, staged: ModelDir, options: PlanOptions, *,
         base=request.base,
         precision=Precision.PEFT,
         dtype=request.dtype,
-        adapted=tuple(Adapted(view=view_of(adapter), modules=NO_MODULES) for adapter in request.adapters),
+        adapted=tuple(Adapted(view=view_of(adapter), modules=AdapterModules()) for adapter in request.adapters),
         head=head,
         labels=request.num_labels,
         ends=ModelEnds(untied=bool(was_tied) and is_tied is False),

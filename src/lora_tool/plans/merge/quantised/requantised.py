@@ -29,7 +29,6 @@ from lora_tool.plans.core.operation import rows_of
 from lora_tool.plans.core.ops import Assemble, Computed, Dequantise, LoraDelta, LowRank, RowOp, row_ops
 from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.plans.core.steps import Step
-from lora_tool.plans.merge.quantised.samples import PLACES, SAMPLED_ROWS, made_rows, numbers, raw
 
 LEAST_KEPT = 0.1
 """Share of ΔW below which the stored weight is the base: of 0.23 that was left in fp8, 83% of the gain in loss was."""
@@ -156,7 +155,15 @@ def _kept(op: Requantise[Computed]) -> DeltaRetention:
     import numpy as np  # for few plans
 
     from lora_tool.formats.quantised.requantising import Rounding, numbers_of, settled
-    from lora_tool.plans.merge.quantised.tall_tiles import extremes_of, is_tall
+    from lora_tool.plans.merge.quantised.samples import (
+        PLACES,
+        SAMPLED_ROWS,
+        extremes_of,
+        is_tall,
+        made_rows,
+        numbers,
+        raw,
+    )
 
     encoding, grid, total = op.encoding, grid_of(op.encoding), DeltaRetention()
     weight, rounding, tall = dequantised(encoding), Rounding(), cache(lambda at: extremes_of(op, at, rounding))
