@@ -24,7 +24,8 @@ from lora_tool.models.ends import is_input, is_output, output_name
 from lora_tool.models.mapping.meta import DTYPES, default_dtype, facts_of, text_class
 from lora_tool.models.mapping.weight_mapping import WeightMapping
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
-from lora_tool.plans.base.known_names import KNOWN_NAMES, SWITCH, names_digest
+from lora_tool.plans.base.known_names import KNOWN_NAMES
+from lora_tool.plans.merge.model.reading import SWITCH, names_digest
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.rules.model.lt3_vocabulary import MORE_ROWS, embedding_rows
 from lora_tool.rules.shared.base_match import is_decoder

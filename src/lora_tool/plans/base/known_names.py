@@ -9,39 +9,6 @@ then transformers decides.
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-_LAYER = re.compile(r"\.(\d+)\.")
-SWITCH = re.compile("bias|norm")
-"""Booleans of a config that add tensors to a class, or take some away, are called so."""
-
-
-def names_digest(class_name: str, config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Return a digest of the class, its parameters' `names` and the switches that are on, for any number of layers.
-
-    `config` is config.json as it was read. None where a stack of layers is not numbered from 0, or is not as long as
-    any number in `config` says.
-    """
-    lines = {class_name, *(f"{name}=true" for name, value in config.items() if value is True and SWITCH.search(name))}
-    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        layer = _LAYER.search(name)
-        if layer is None:
-            lines.add(name)
-        else:
-            stacks[name[: layer.start()]][int(layer[1])].add(name[layer.end() :])
-    lengths = {value for value in config.values() if type(value) is int}
-    for stack, layers in stacks.items():
-        if sorted(layers) != list(range(len(layers))) or len(layers) not in lengths:
-            return None
-        lines |= {f"{stack}: {' '.join(sorted(layer))}" for layer in layers.values()}
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:10]
-
-
 _DIGESTS = """
 001049c384 00bbd8ca98 0129f113bb 0185f9ec6b 027e34a01a 02db9f3249 0365baaa81 0549d9a065 05529ba2b3 07219df8e8
 082f0d646a 095aa1f3ca 09dcb63f9f 0a61dd3b3e 0a8be2c496 0a8f8d2b65 0adf94e923 0b16cb255c 0b8b7dd739 0d12858907

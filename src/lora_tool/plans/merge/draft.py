@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ from msgspec import Struct, field
 
 from lora_tool.adapters.support import OTHER_BASE, require_mergeable, require_weightable
 from lora_tool.adapters.view import view_of
-from lora_tool.adapters.weighted import all_weighted
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.options import Options
@@ -198,12 +197,6 @@ class MergeInputs(Struct, frozen=True, kw_only=True):
     is_quantised: bool = False
     is_text_only: bool = False
     notes: tuple[str, ...] = ()
-
-
-def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> MergeInputs:
-    """Return the inputs; `weights` None is 1 for each adapter. Raises `WrongValue` for another number of weights."""
-    _, factors = all_weighted(adapters, weights)
-    return MergeInputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
 
 
 def require_exact(inputs: MergeInputs, _: Options) -> MergeInputs:

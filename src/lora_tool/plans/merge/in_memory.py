@@ -24,12 +24,13 @@ from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Step
-from lora_tool.plans.merge.draft import Draft, Head, MergeInputs, Model, ModelEnds, inputs_of
+from lora_tool.plans.merge.draft import Draft, Head, MergeInputs, Model, ModelEnds
+from lora_tool.plans.merge.judged import judge_of
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.head import count_labels
 from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
-from lora_tool.plans.merge.plan_merge import judge_of, plan_of
+from lora_tool.plans.merge.plan_merge import inputs_of, plan_of
 from lora_tool.plans.merge.untying import require_no_lora_on_tied_ends_in_memory
 
 _REASON = "merged by PEFT, with the whole model in memory"

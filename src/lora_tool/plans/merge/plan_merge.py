@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from lora_tool.adapters.weighted import all_weighted
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.display import counted, from_here
 from lora_tool.core.options import recorded
-from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.model import Report, joined
+from lora_tool.core.report.findings import Finding
 from lora_tool.core.tensors import FileStamp, TensorAction
 from lora_tool.formats.manifest import fingerprint
-from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import CLASSIFIERS, Task
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord
-from lora_tool.plans.merge.draft import Draft, MergeInputs, Model, inputs_of, require_exact
+from lora_tool.plans.merge.draft import Draft, MergeInputs, require_exact
+from lora_tool.plans.merge.judged import judge_of, judged_in_memory
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.base_as import rounded_base
@@ -31,33 +31,6 @@ from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
 from lora_tool.plans.merge.passes.steps import accounted_for, with_steps
 from lora_tool.plans.merge.passes.store import dequantised_base, stored_again
 from lora_tool.plans.merge.passes.text_only import text_model
-from lora_tool.rules.merging import MergeJudge
-
-
-def judge_of(options: PlanOptions) -> MergeJudge:
-    """Return the judge of a merge with these options."""
-    return MergeJudge(
-        task=Task(options.task).expected,
-        num_labels=options.num_labels,
-        untie=options.untie,
-        select=tuple(options.select),
-        ignore=tuple(options.ignore),
-        fail_on=Severity(options.fail_on),
-        ask=class_tensors,
-    )
-
-
-def judged_in_memory(judge: MergeJudge, model: Model, report: Report) -> Report:
-    """Return the report, with the rules' findings under the names in memory too where those on disk differ.
-
-    Raises `FindingsFound`.
-    """
-    if model.conversion is None:
-        return report
-    from lora_tool.plans.merge.model.converted import complete
-
-    return joined([report, judge.in_memory(model.adapters, complete(model, model.conversion))])
-
 
 ON_INPUTS: tuple[Callable[[MergeInputs, PlanOptions], MergeInputs], ...] = (
     require_exact,
@@ -101,6 +74,12 @@ def plan_merge(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanOpti
     for each in PASSES:
         draft = each(draft, options)
     return plan_of(draft, report.findings)
+
+
+def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> MergeInputs:
+    """Return the inputs; `weights` None is 1 for each adapter. Raises `WrongValue` for another number of weights."""
+    _, factors = all_weighted(adapters, weights)
+    return MergeInputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
 
 
 def plan_of(draft: Draft, findings: tuple[Finding, ...]) -> Plan:

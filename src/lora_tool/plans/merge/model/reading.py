@@ -8,10 +8,12 @@ the names are those of a plain model.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -23,7 +25,7 @@ from lora_tool.core.progress import decided
 from lora_tool.core.tensors import DType, StoredTensor, TensorAction
 from lora_tool.models import Architecture, architecture_of, is_computed
 from lora_tool.models.ends import embeddings, output_name, stored_twice
-from lora_tool.plans.base.known_names import KNOWN_NAMES, names_digest
+from lora_tool.plans.base.known_names import KNOWN_NAMES
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plans.core.steps import InputRecord
 from lora_tool.plans.merge.draft import Model
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _MAPPERS = ("torch", "transformers")
 """The package that knows where parameters lie on disk."""
+_LAYER = re.compile(r"\.(\d+)\.")
+SWITCH = re.compile("bias|norm")
+"""Booleans of a config that add tensors to a class, or take some away, are called so."""
 
 
 def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, exact: bool = False) -> Model:
@@ -167,7 +172,29 @@ def names_are_known(base: ModelDir, adapters: Sequence[AdapterDir], arch: Archit
         tied = {output_name(arch)} if config.tie_word_embeddings is True else set()
         if not held.issuperset(set(arch.causal_only) - tied):
             return False
-    return names_digest(class_name, config.raw, held.difference(arch.causal_only)) in KNOWN_NAMES
+    return names_digest(class_name, config.raw, held - {*arch.causal_only}) in KNOWN_NAMES
+
+
+def names_digest(class_name: str, config: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Return a digest of the class, its parameters' `names` and the switches that are on, for any number of layers.
+
+    `config` is config.json as it was read. None where a stack of layers is not numbered from 0, or is not as long as
+    any number in `config` says.
+    """
+    lines = {class_name, *(f"{name}=true" for name, value in config.items() if value is True and SWITCH.search(name))}
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        layer = _LAYER.search(name)
+        if layer is None:
+            lines.add(name)
+        else:
+            stacks[name[: layer.start()]][int(layer[1])].add(name[layer.end() :])
+    lengths = {value for value in config.values() if type(value) is int}
+    for stack, layers in stacks.items():
+        if sorted(layers) != list(range(len(layers))) or len(layers) not in lengths:
+            return None
+        lines |= {f"{stack}: {' '.join(sorted(layer))}" for layer in layers.values()}
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:10]
 
 
 def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool:
