@@ -256,7 +256,8 @@ class _Compared:
         tensors = self._row["tensors"]
         mine = {*self._row["always"], *self._own["always"], *self._own["others"]}.union(*self._groups)
         lists = {rest for layer, rest in map(split_layer, tensors) if layer is not None}
-        unexpected, of_others = [], []
+        unexpected: list[str] = []
+        of_others: list[str] = []
         for name, on_disk in self._held.items():
             path, layer = self._placed[name]
             length = None if layer is None else self._lengths[path.partition(".*.")[0]]

@@ -22,6 +22,7 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
     several and no choice, `UnsupportedCheckpoint` for layouts that lora-tool refuses.
     """
     kind = checkpoint.kind
+    state: TrainingState
     # each reader knows one format, and takes a while to import
     if kind is ZERO:
         from lora_tool.checkpoints.states.zero_state import zero_state

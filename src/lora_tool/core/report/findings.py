@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -54,17 +53,3 @@ class Finding(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         where = f"{self.path}: `{self.subject}`" if self.subject else self.path
         return f"{self.code} {where}: {self.message}"
-
-
-def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[Finding, ...]:
-    """Return the findings if none of them is an error, or all errors are `ignored`, by the beginnings of their codes.
-    Raises `FindingsFound` with the other errors.
-    """
-    kept = tuple(found)
-    errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
-    if errors:
-        from lora_tool.core.report.model import Report  # for errors only
-
-        codes = ",".join(sorted({error.code for error in errors}))
-        Report(findings=errors).raise_at(Severity.ERROR, hint=f'to continue despite these errors: `ignore="{codes}"`')
-    return kept
