@@ -8,7 +8,7 @@
 
 Wherever a function takes a checkpoint, it accepts a path, a Hub id or an opened checkpoint. Every error that lora-tool
 raises deliberately is a `LoraToolError`; its `hint` says what to do, and `lora_tool.core.errors` draws the tree of its
-classes. Names are loaded when they are first used, so the import is fast.
+classes, which are all names of this module, too. Names are loaded when they are first used, so the import is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,32 @@ if TYPE_CHECKING:
     from lora_tool.checkpoints import ShardedDir as ShardedDir
     from lora_tool.checkpoints import open_checkpoint as open_checkpoint
     from lora_tool.checkpoints import open_sharded as open_sharded
+    from lora_tool.core.errors import BadConfig as BadConfig
+    from lora_tool.core.errors import BrokenFile as BrokenFile
+    from lora_tool.core.errors import BrokenPlugin as BrokenPlugin
+    from lora_tool.core.errors import CheckpointError as CheckpointError
+    from lora_tool.core.errors import CorruptFile as CorruptFile
+    from lora_tool.core.errors import ExecutionError as ExecutionError
+    from lora_tool.core.errors import FindingsFound as FindingsFound
+    from lora_tool.core.errors import HubConflict as HubConflict
+    from lora_tool.core.errors import HubError as HubError
+    from lora_tool.core.errors import HubRefused as HubRefused
+    from lora_tool.core.errors import HubUnreachable as HubUnreachable
+    from lora_tool.core.errors import IncompatibleBase as IncompatibleBase
+    from lora_tool.core.errors import IncompleteCheckpoint as IncompleteCheckpoint
     from lora_tool.core.errors import LoraToolError as LoraToolError
+    from lora_tool.core.errors import MissingDependency as MissingDependency
+    from lora_tool.core.errors import NotACheckpoint as NotACheckpoint
+    from lora_tool.core.errors import OnlyInMemory as OnlyInMemory
+    from lora_tool.core.errors import OutOfSpace as OutOfSpace
+    from lora_tool.core.errors import OutputExists as OutputExists
+    from lora_tool.core.errors import PlanError as PlanError
+    from lora_tool.core.errors import SourceChanged as SourceChanged
+    from lora_tool.core.errors import UnknownRule as UnknownRule
+    from lora_tool.core.errors import UnsupportedAdapter as UnsupportedAdapter
+    from lora_tool.core.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
+    from lora_tool.core.errors import VerificationFailed as VerificationFailed
+    from lora_tool.core.errors import WrongValue as WrongValue
     from lora_tool.core.progress import Progress as Progress
     from lora_tool.core.progress import StageWatch as StageWatch
     from lora_tool.core.report.findings import Finding as Finding
@@ -84,7 +109,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoints": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
-    "core.errors": "LoraToolError",
+    "core.errors": """BadConfig BrokenFile BrokenPlugin CheckpointError CorruptFile ExecutionError FindingsFound
+        HubConflict HubError HubRefused HubUnreachable IncompatibleBase IncompleteCheckpoint
+        LoraToolError MissingDependency NotACheckpoint OnlyInMemory OutOfSpace OutputExists PlanError
+        SourceChanged UnknownRule UnsupportedAdapter UnsupportedCheckpoint VerificationFailed
+        WrongValue""",
     "core.progress": "Progress StageWatch",
     "core.report.findings": "Finding Severity",
     "core.report.model": "Report",

@@ -54,6 +54,14 @@ def test_a_function_says_what_it_returns_and_raises_and_its_types_can_be_importe
         assert getattr(lora_tool, found.__name__, None) is found, f"{name}: {found} cannot be imported from lora_tool"
 
 
+def test_every_error_that_a_caller_catches_can_be_imported() -> None:
+    ours = {
+        each.__name__: each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, Exception)
+    }
+    assert len(ours) > 20
+    assert {name: getattr(lora_tool, name, None) for name in ours} == ours
+
+
 def test_a_repr_holds_no_content() -> None:
     content = PushContent(name="README.md", data=b"never shown" * 1000)
     assert repr(content) == "PushContent('README.md': 11000 bytes)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_the_bits_are_those_of_peft_with_its_scales_set(pair: tuple[Path, Path, 
     assert layout(ours) == layout(theirs)
     assert different(ours, theirs) == []
     assert verify(out).report.findings == ()
+
+
+def test_a_weight_in_the_name_is_not_overwritten_by_weights(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, one, other = pair
+    for use in (partial(merge, out=tmp_path / "m"), partial(combine, out=tmp_path / "c"), partial(plan_merge, base)):
+        with pytest.raises(WrongValue, match=r"b=0\.5 has a weight, but `weights` gives it another"):
+            use([str(one), f"{other}=0.5"], weights=[1.0, 2.0])
+    assert merge([str(one), str(other)], weights=[1.0, 2.0], out=tmp_path / "m").path.is_dir()  # lr=0.1 is a folder
 
 
 def test_weights_are_recorded_guarded_and_proven(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -60,11 +60,17 @@ def _as_typed(reference: Reference) -> str | None:
 def all_weighted(
     adapters: Reference | Sequence[Reference], weights: Sequence[float] | None
 ) -> tuple[tuple[Reference, ...], tuple[float, ...]]:
-    """Return adapters and their weights: those of `weights`, or what stands behind each name. Raises `WrongValue`."""
+    """Return adapters and their weights: those of `weights`, or what stands behind each name.
+
+    Raises `WrongValue` for an adapter that would have both, too.
+    """
     listed = several(adapters)
     if weights is None:
         pairs = [weighted(each) for each in listed]
         return tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
     if len(weights) != len(listed):
         raise WrongValue(f"weights: expected {len(listed)}, one for each adapter, found {len(weights)}")
+    for each in listed:
+        if isinstance(each, str) and not is_folder(expanded(each)) and weighted(each)[0] is not each:
+            raise WrongValue(f"{each} has a weight, but `weights` gives it another: leave out one of the two")
     return listed, tuple(checked(float(weight), name) for weight, name in zip(weights, listed, strict=True))
