@@ -12,6 +12,8 @@ import click
 from click.core import ParameterSource
 from msgspec import Struct, field
 
+from lora_tool.cli.options import FolderOrId, Timed, UserPath
+from lora_tool.core.choices import suggestion
 from lora_tool.core.errors import CorruptFile, UnknownRule
 from lora_tool.core.progress import decided
 from lora_tool.core.report.findings import Severity
@@ -31,6 +33,11 @@ TABLES = ("ci", "merge", "push", "verify")
 """Commands whose options may stand in a table of their own."""
 KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format", *TABLES)
 _MAX_BYTES = 1 << 20
+_TYPED_ONLY = frozenset({"config", "help", "json", "quiet", "verbose"})
+"""Options that say how one run is shown, and where the configuration is: no table may have them."""
+_SAY_THE_SAME = {"task": ("reward",), "reward": ("task", "num_labels")}
+"""An option that was typed → those that are not read from the table then."""
+_READ = "lora_tool.configuration"
 
 
 class Configuration(Struct, frozen=True, kw_only=True):
@@ -200,3 +207,104 @@ def _meant(codes: Collection[str]) -> list[str]:
     import lora_tool.rules.judging  # noqa: F401 - it registers the rules, which only this needs
 
     return sorted(expand(codes))
+
+
+# A command's own table, such as `[merge]`: its options by their names, where the command line is silent.
+
+
+class Configured(Timed):
+    """A command that has a table of its own, and ``--config``."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+        """Run the command with the options of its table. Raises `click.UsageError` for a table that is wrong."""
+        _apply_table(ctx, configured(ctx))
+        return super().invoke(ctx)
+
+
+def configured(ctx: click.Context) -> Configuration:
+    """Return the configuration of a command that is checking the folders which it was given, read once."""
+    if _READ not in ctx.meta:
+        ctx.meta[_READ] = configuration(ctx.params["config_file"], tuple(_checked(ctx)) or (".",))
+    read: Configuration = ctx.meta[_READ]
+    return read
+
+
+def _checked(ctx: click.Context) -> Iterator[str]:
+    for param in ctx.command.params:
+        if isinstance(param, click.Argument) and isinstance(param.type, FolderOrId | UserPath):
+            value = ctx.params[param.name or ""]
+            yield from map(str, value if isinstance(value, tuple) else (value,))
+
+
+def _apply_table(ctx: click.Context, configured: Configuration) -> None:
+    """Set the parameters of the command that its table has, and neither command line nor environment.
+
+    Relative paths in the table begin at its file. Raises `click.UsageError` naming file, key, what was expected and
+    found, and the closest key.
+    """
+    table = configured.tables.get(ctx.command.name or "")
+    if not table or configured.path is None:
+        return
+    names, folder = _names(ctx.command), configured.path.parent
+    params = [param.name or "" for param in ctx.command.params]
+    typed = {name for name in params if ctx.get_parameter_source(name) not in (ParameterSource.DEFAULT, None)}
+    settled = typed.union(*(_SAY_THE_SAME.get(name, ()) for name in typed))
+    for key, value in table.items():
+        spelled, where = key.replace("_", "-"), f"{configured.path}: [{ctx.command.name}]"
+        if spelled not in names:
+            raise click.UsageError(f"{where}: {_unknown(key, ctx.command, names)}")
+        where, option = f"{where} {key}", names[spelled]
+        name = option.name or ""
+        if name in settled:
+            continue
+        try:
+            read = option.process_value(ctx, _placed(option, _typed(option, value, where), folder))
+        except (click.BadParameter, ValueError) as error:
+            message = error.message if isinstance(error, click.BadParameter) else str(error)
+            raise click.UsageError(f"{where}: {message}") from error
+        ctx.params[name] = not read if f"--{spelled}" in option.secondary_opts else read
+        ctx.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
+
+
+def _names(command: click.Command) -> Mapping[str, click.Option]:
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    typed = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+    return {name[2:]: typed[name] for name in typed if name.startswith("--") and name[2:] not in _TYPED_ONLY}
+
+
+def _unknown(key: str, command: click.Command, names: Mapping[str, click.Option]) -> str:
+    arguments = {param.name for param in command.params if isinstance(param, click.Argument)}
+    if key in _TYPED_ONLY or key in arguments:
+        return f"{key!r} can only be given on the command line"
+    return f"unknown key {key!r}. {suggestion(key.replace('_', '-'), names)}"
+
+
+def _typed(option: click.Option, value: object, where: str) -> object:
+    """Return the value as the option's type takes it. Raises `click.UsageError` where TOML's type is another."""
+    listed = value if option.multiple and isinstance(value, list) else [value]
+    if option.is_flag:
+        expected, right = "true or false", isinstance(value, bool)
+    elif isinstance(option.type, click.FloatRange):
+        expected, right = "a number", type(value) in (int, float)
+    elif isinstance(option.type, click.IntRange):
+        expected, right = "a whole number", type(value) is int
+    else:
+        expected = "a list of strings" if option.multiple else "a string"
+        right = all(isinstance(item, str) and item for item in listed)
+    if not right:
+        raise click.UsageError(f"{where}: expected {expected}, found {value!r}")
+    return listed if option.multiple else value
+
+
+def _placed(option: click.Option, value: Any, folder: Path) -> Any:  # noqa: ANN401 - a value of TOML
+    """Return the value with the paths in it as seen from `folder`, where the table is."""
+    if isinstance(option.type, UserPath):
+        return str(folder / value)
+    if option.name == "reports":
+        parts = [(entry, *entry.partition("=")) for entry in value]
+        return [f"{form}={folder / path}" if equals and path else entry for entry, form, equals, path in parts]
+    if isinstance(option.type, FolderOrId):
+        listed = value if option.multiple else [value]
+        placed = [str(folder / each) if (folder / each).is_dir() else each for each in listed]
+        return placed if option.multiple else placed[0]
+    return value

@@ -163,26 +163,12 @@ def _warn_of_variables(name: str, command: click.Command) -> None:
             warn(f"the environment variable {variable} sets no option of {name}{ask}")
 
 
-def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
-    if value and not ctx.resilient_parsing:
-        click.echo(f"lora-tool {__version__}")
-        ctx.exit()
-
-
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Example: lora-tool validate my-adapter/",
 )
-@click.option(
-    "-V",
-    "--version",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_print_version,
-    help="Show the version.",
-)
+@click.version_option(__version__, "-V", "--version", message="lora-tool %(version)s", help="Show the version.")
 def cli() -> None:
     """Check, merge and publish LoRA checkpoints.
 
@@ -229,17 +215,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         nameless = {errno.ENOENT: "the working directory", errno.ENOSPC: "stdout"}
         show_error(of_system(error, nameless.get(error.errno or 0, "system")))
         code = CANNOT
-    _end_soon()
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _end_soon() -> None:
-    """Have Python end without looking through its millions of objects for cycles once more.
-
-    Not where torch was loaded: triton, which comes with it for CUDA, lists on stderr what of its own is left then.
-    """
+    # Python ends without searching millions of objects for cycles once more; triton, which comes with torch for CUDA,
+    # would list on stderr what of its own is left then
     if "torch" not in sys.modules:
         gc.freeze()
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _of_usage(error: click.ClickException) -> LoraToolError:

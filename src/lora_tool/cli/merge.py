@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.command_table import Configured, configured
-from lora_tool.cli.configuration import rule_choice
+from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
 from lora_tool.cli.exit_codes import DONE
 from lora_tool.cli.options import FolderOrId, config_option

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from lora_tool.cli.command_table import Configured, configured
-from lora_tool.cli.configuration import rule_choice
+from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.exit_codes import INTERRUPTED
 from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.cli.command_table import Configured, configured
-from lora_tool.cli.configuration import rule_choice
+from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.options import (
     UserPath,

@@ -82,21 +82,16 @@ class _Shown:
         """Show a result, the plan of a dry run whole."""
         if isinstance(done, Planned):
             _show_plan(done, as_json=self.as_json)
-        elif isinstance(done, Written):
-            self._written(done)
-        elif self.as_json:
-            click.echo(json.dumps(done.to_json(), indent=2))
-        elif not self.quiet:
-            _show_part(done)
-
-    def _written(self, done: Written) -> None:
-        for late in done.warnings:
-            if late not in {*done.plan.warnings, *map(str, done.plan.findings)}:
-                warn(late)
+            return
+        if isinstance(done, Written):
+            said = {*done.plan.warnings, *map(str, done.plan.findings)}
+            for late in done.warnings:
+                if late not in said:
+                    warn(late)
         if self.as_json:
             click.echo(json.dumps(done.to_json(), indent=2))
         elif not self.quiet:
-            say(_weighed(done.result(), done.verdict))
+            say(_weighed(done.result(), done.verdict) if isinstance(done, Written) else _part(done))
 
 
 def _show_plan(planned: Planned, *, as_json: bool) -> None:
@@ -108,10 +103,10 @@ def _show_plan(planned: Planned, *, as_json: bool) -> None:
         say(f"would write {printable(str(planned.path))}\n{planned.plan}")
 
 
-def _show_part(done: ShareWritten) -> None:
+def _part(done: ShareWritten) -> str:
     wrote = f"part {done.share} written: {counted(len(done.files), 'weight file')}, {size(done.nbytes)}"
     left = f"{counted(len(done.missing), 'file')} of other parts still missing" if done.missing else "none is missing"
-    say(f"{wrote}; {left}\nnext: when all parts have ended, run the same command with --resume instead of --part")
+    return f"{wrote}; {left}\nnext: when all parts have ended, run the same command with --resume instead of --part"
 
 
 def _weighed(lines: Iterable[str], verdict: str = "") -> str:
