@@ -7,19 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lora_tool.core.errors import IncompatibleBase, LoraToolError
+from lora_tool.core.options import Options
 from lora_tool.core.tensors import DType, TensorAction
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.draft import Draft
 from lora_tool.plans.merge.passes.steps import (
-    adapter_leftovers,
+    accounted_for,
     added_steps,
     base_steps,
     dropped_from_base,
-    require_all_consumed,
 )
 from tests.tiny_plans import (
     EMBED,
@@ -157,4 +158,4 @@ def test_every_adapter_tensor_is_in_a_step_or_refused(tmp_path: Path) -> None:
     merge = drafted(base(tmp_path / "base", UNTIED), saved)
     made = tuple(steps(merge).values())
     with pytest.raises(LoraToolError, match=r"lora_A\.weight` belongs to `lm_head\.weight`, which"):
-        require_all_consumed(merge, made, tuple(adapter_leftovers(merge)))
+        accounted_for(replace(merge, steps=made), Options())

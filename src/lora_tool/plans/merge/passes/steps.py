@@ -294,23 +294,24 @@ def _destination(key: AdapterKey) -> str:
     return f"{without_wrapped(key.module)}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
 
-def require_all_consumed(draft: Draft, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
-    """Raise unless every adapter tensor is in a step or dropped by name."""
-    whole = {id(tensor) for step in steps for tensor in step.op.inputs}
+def accounted_for(draft: Draft, _: Options) -> Draft:
+    """Return the draft with what became of every tensor of the adapters. Raises where one is in no step, and why unknown."""
+    leftovers = (*draft.leftovers, *adapter_leftovers(draft))
+    whole = {id(tensor) for step in draft.steps for tensor in step.op.inputs}
     left = [
         (name, part)
         for part in draft.adapted
         for name, tensor in part.adapter.tensors.items()
         if id(tensor) not in whole
     ]
-    if not left:  # as for nearly all adapters: of some only rows are in a step
-        return
-    used = {(tensor.path, tensor.name) for step in steps for tensor in step.op.inputs}
-    accounted = used | {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
-    for name, part in left:
-        tensor = part.adapter.tensors[name]
-        if (tensor.path, name) not in accounted:
-            raise _unplaced(draft, tensor, _destination(part.adapter.keys[name]))
+    if left:  # only rows of these are in a step, or nothing
+        used = {(tensor.path, tensor.name) for step in draft.steps for tensor in step.op.inputs}
+        accounted = used | {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
+        for name, part in left:
+            tensor = part.adapter.tensors[name]
+            if (tensor.path, name) not in accounted:
+                raise _unplaced(draft, tensor, _destination(part.adapter.keys[name]))
+    return replace(draft, leftovers=leftovers)
 
 
 def _unplaced(draft: Draft, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
@@ -323,10 +324,3 @@ def _unplaced(draft: Draft, tensor: StoredTensor, wanted: str) -> IncompatibleBa
             hint=UNMERGED,
         )
     return not_in_base(draft, tensor, wanted)
-
-
-def accounted_for(draft: Draft, _: Options) -> Draft:
-    """Return the draft with what became of every tensor of the adapters. Raises where one is in no step, and why unknown."""
-    draft = replace(draft, leftovers=(*draft.leftovers, *adapter_leftovers(draft)))
-    require_all_consumed(draft, draft.steps, draft.leftovers)
-    return draft
