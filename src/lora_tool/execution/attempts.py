@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from lora_tool.core.errors import ExecutionError, OutputExists, UnsupportedAdapter
 from lora_tool.core.progress import Progress
@@ -31,7 +31,7 @@ from lora_tool.execution.folder import (
     shared_folder,
     sync_folder,
 )
-from lora_tool.execution.journal import Journal, digest_of, recorded_looks, retained_in
+from lora_tool.execution.journal import Journal, digest_of, recorded_looks
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Work, WorkDone
@@ -53,19 +53,19 @@ class AttemptEngine(Struct, frozen=True, kw_only=True):
         journal = Journal(work.folder, work.digest)
         missing = []
         for shard in work.shards:
-            record = journal.record(shard)
-            if record is None:
+            retained = journal.record(shard)
+            if retained is None:
                 missing.append(shard)
             else:
                 progress(shard.data_bytes)
-                finished(shard, retained_in(record["notes"]))
+                finished(shard, retained)
         attempt = journal.path / f"{uuid.uuid4().hex}.attempt"
 
         def publish(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             require_begun(journal)
             (attempt / shard.filename).replace(work.folder / shard.filename)
             sync_folder(work.folder)
-            journal.add(shard, {name: asdict(each) for name, each in found.items()})
+            journal.add(shard, found)
             finished(shard, found)
 
         with errors_of_the_system(None, work.folder):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from lora_tool.core.engines import Spread
 from lora_tool.core.errors import ExecutionError, LoraToolError
@@ -26,7 +26,7 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal, digest_of, recorded_looks, retained_in
+from lora_tool.execution.journal import Journal, digest_of, recorded_looks
 from lora_tool.execution.local_engine import LocalEngine, OnWritten
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Engine, Unfinished, Work
@@ -107,19 +107,19 @@ def unfinished(
     ):
         finished = journal.finished(plan.shards)
         journal.keep_only(finished)
-        check_space(target, _bytes_to_write(plan, finished))
+        missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
+        check_space(target, sum(each.nbytes for each in missing) + sum(file.nbytes for file in plan.side_files))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        retained = {name: each for notes in finished.values() for name, each in retained_in(notes).items()}
+        retained = {name: each for found in finished.values() for name, each in found.items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
             if journal.record(shard) is None:  # another machine that wrote the file has recorded it
-                journal.add(shard, {name: asdict(each) for name, each in found.items()})
+                journal.add(shard, found)
             if check_file is not None:
                 check_file(folder, shard)
 
-        missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
         checks = recorded_looks(plan, journal)
         work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)
         written = Unfinished(work=work, finished=on_disk, progress=advance)
@@ -158,12 +158,6 @@ def _refusals(journal: Journal) -> Iterator[None]:
     except LoraToolError:
         journal.remove()
         raise
-
-
-def _bytes_to_write(plan: Plan, finished: Collection[str]) -> int:
-    shards = sum(len(s.header) + s.data_bytes for s in plan.shards if s.filename not in finished)
-    copied = sum(file.source.stat().st_size for file in plan.side_files if file.source is not None)
-    return shards + copied + sum(len(file.content or b"") for file in plan.side_files)
 
 
 def _write_side_file(folder: Path, file: SideFile) -> None:

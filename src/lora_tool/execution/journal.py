@@ -113,26 +113,16 @@ class Journal:
         found = _json_in(self.mark)
         return found if isinstance(found, str) else None
 
-    def finished(self, shards: Iterable[Shard]) -> dict[str, Any]:
-        """Return the names of those files of this plan that are finished, with the notes on each."""
-        return {shard.filename: found["notes"] for shard in shards if (found := self.record(shard)) is not None}
+    def finished(self, shards: Iterable[Shard]) -> dict[str, dict[str, DeltaRetention]]:
+        """Return the names of those files of this plan that are finished, with what `record` has of each."""
+        return {shard.filename: found for shard in shards if (found := self.record(shard)) is not None}
 
-    def looked(self, number: int) -> tuple[Finding, ...] | None:
-        """Return the findings of this part of the check of values, None where it has not run."""
-        found = self.noted(_LOOK.format(number))
-        if found.get("plan") != self.digest:
-            return None
-        return tuple(Finding(**{**each, "severity": Severity(each["severity"])}) for each in found["findings"])
-
-    def add_look(self, number: int, findings: Iterable[Finding]) -> None:
-        """Record the findings of a part of the check of values."""
-        self.note(_LOOK.format(number), {"plan": self.digest, "findings": [asdict(each) for each in findings]})
-
-    def record(self, shard: Shard) -> Mapping[str, Any] | None:
-        """Return the shard's record, None where it is not finished."""
+    def record(self, shard: Shard) -> dict[str, DeltaRetention] | None:
+        """Return how much of each change in the shard survived rounding, by tensor; None where it is not finished."""
         found = self.noted(f"{shard.filename}{_RECORD}")
-        ours = found.get("plan") == self.digest
-        return found if ours and found.get("state") == _state(self.folder / shard.filename, shard) else None
+        if found.get("plan") != self.digest or found.get("state") != _state(self.folder / shard.filename, shard):
+            return None
+        return {name: DeltaRetention(**each) for name, each in found["notes"].items()}
 
     def has_record(self, shard: Shard) -> bool:
         """Return whether the shard was finished from this plan. Only `record` checks that its file is unchanged."""
@@ -147,9 +137,9 @@ class Journal:
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
-    def add(self, shard: Shard, notes: Any) -> None:  # noqa: ANN401 - anything that JSON holds
-        """Record that the shard's file is on the disk."""
-        state = _state(self.folder / shard.filename, shard)
+    def add(self, shard: Shard, retained: Mapping[str, DeltaRetention]) -> None:
+        """Record that the shard's file is on the disk, and how much of each change survived rounding, by tensor."""
+        state, notes = _state(self.folder / shard.filename, shard), {name: asdict(retained[name]) for name in retained}
         self.note(f"{shard.filename}{_RECORD}", {"plan": self.digest, "state": state, "notes": notes})
 
     def note(self, name: str, content: Any) -> None:  # noqa: ANN401 - anything that JSON holds
@@ -167,11 +157,6 @@ class Journal:
     def remove(self) -> None:
         """Take the journal out of the folder, which is about to be finished."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def retained_in(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
-    """Return from the notes how much of each change survived rounding, by tensor."""
-    return {name: DeltaRetention(**each) for name, each in notes.items()}
 
 
 def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
@@ -223,13 +208,13 @@ class RecordedLook(Struct, frozen=True, kw_only=True):
 
     def run(self, advance: Progress) -> list[Finding]:
         """Return the findings of this part: recorded ones, or by running it."""
-        journal = Journal(self.folder, self.digest)
-        found = journal.looked(self.number)
-        if found is not None:
+        journal, name = Journal(self.folder, self.digest), _LOOK.format(self.number)
+        recorded = journal.noted(name)
+        if recorded.get("plan") == self.digest:
             advance(self.nbytes)
-            return list(found)
+            return [Finding(**{**each, "severity": Severity(each["severity"])}) for each in recorded["findings"]]
         findings = self.look.run(advance)
-        journal.add_look(self.number, findings)
+        journal.note(name, {"plan": self.digest, "findings": [asdict(each) for each in findings]})
         return findings
 
 

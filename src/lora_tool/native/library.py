@@ -138,28 +138,21 @@ class Kernel(Struct, frozen=True, kw_only=True):
         terms: tuple[KernelTerm, ...],
     ) -> bool:
         """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
-        listed = (KernelTerm * len(terms))(*terms)
         types = TYPES[source_type], TYPES[out_type]
-        flagged: int = self.library.lora_tool_merge(
-            self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
-        )
-        return flagged == 0
+        call, number = self.library.lora_tool_merge, self.level.number
+        return not call(number, source, types[0], out, types[1], *size, *_listed(terms))
 
     def convert(self, source: int, source_type: DType, out: int, out_type: DType, count: int) -> bool:
         """Write `count` elements as another type at `out`; return False where one is NaN or infinite."""
         types = TYPES[source_type], TYPES[out_type]
-        flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
-        return flagged == 0
+        return not self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
 
     def merge_codes(
         self, codes: Codes, out: int, out_type: DType, size: tuple[int, int], terms: tuple[KernelTerm, ...] = ()
     ) -> bool:
         """Write the numbers of the codes, `size` rows and columns, at `out`, with the deltas; returned as by `merge`."""
-        listed = (KernelTerm * len(terms))(*terms)
-        flagged: int = self.library.lora_tool_merge_codes(
-            self.level.number, codes, out, TYPES[out_type], *size, listed, len(terms)
-        )
-        return flagged == 0
+        call, number = self.library.lora_tool_merge_codes, self.level.number
+        return not call(number, codes, out, TYPES[out_type], *size, *_listed(terms))
 
     def extremes(self, codes: Codes, numbers: int, size: tuple[int, int], low: int, high: int) -> None:
         """Lower the float32 at `low`, and raise those at `high`, to what the numbers of each scale reach."""
@@ -175,10 +168,8 @@ class Kernel(Struct, frozen=True, kw_only=True):
         self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[KernelTerm, ...]
     ) -> bool:
         """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
-        listed = (KernelTerm * len(terms))(*terms)
-        number = self.level.number
-        flagged: int = self.library.lora_tool_requantise(number, codes, storing, out, *size, listed, len(terms))
-        return flagged == 0
+        call, number = self.library.lora_tool_requantise, self.level.number
+        return not call(number, codes, storing, out, *size, *_listed(terms))
 
     def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
         """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
@@ -187,8 +178,7 @@ class Kernel(Struct, frozen=True, kw_only=True):
 
     def pass_on(self, passage: int, terms: tuple[KernelTerm, ...]) -> int:
         """Write rows from file to file; return how many before something has to be done otherwise; see `passage_of`."""
-        listed = (KernelTerm * len(terms))(*terms)
-        done: int = self.library.lora_tool_pass(self.level.number, passage, listed, len(terms))
+        done: int = self.library.lora_tool_pass(self.level.number, passage, *_listed(terms))
         return done
 
     def scan(self, file: int, offset: int, nbytes: int, width: int, mask: int) -> Seen | None:
@@ -199,6 +189,11 @@ class Kernel(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
+
+
+def _listed(terms: tuple[KernelTerm, ...]) -> tuple[Any, int]:
+    """Return the terms as the kernel's functions take them, and how many they are."""
+    return (KernelTerm * len(terms))(*terms), len(terms)
 
 
 def kernel() -> Kernel | None:
@@ -255,12 +250,7 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
         )
     levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
     found = tuple(
-        Kernel(
-            level=level,
-            rows=rows,
-            columns=library.lora_tool_columns(level.number),
-            library=library,
-        )
+        Kernel(level=level, rows=rows, columns=library.lora_tool_columns(level.number), library=library)
         for level, rows in levels
         if rows
     )
@@ -328,32 +318,22 @@ def checksum(kernel: Kernel) -> int:
     from each type; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as codes again.
     """
     b, a, bits = trial()
-    left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
+    at = ctypes.addressof
     packed = [(ctypes.c_float * (64 * _DEPTH))() for _ in range(2)]
-    kernel.pack(
-        ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
-    )
-    kernel.pack(
-        ctypes.addressof(packed[1]),
-        kernel.columns,
-        ctypes.addressof(right),
-        DType.F32,
-        (_COLUMNS, _DEPTH),
-        (1, _COLUMNS),
-    )
-    addresses = [ctypes.addressof(each) for each in packed]
-    scaled, plain = KernelTerm(*addresses, _DEPTH, 0.3), KernelTerm(*addresses, _DEPTH, 1.0)
+    left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
+    kernel.pack(at(packed[0]), kernel.rows, at(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
+    kernel.pack(at(packed[1]), kernel.columns, at(right), DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
+    factors = at(packed[0]), at(packed[1]), _DEPTH
+    scaled, plain = KernelTerm(*factors, 0.3), KernelTerm(*factors, 1.0)
     weights = (ctypes.c_uint16 * len(bits))(*bits)
     total = 0
     for source_type in TYPES:
         source = ctypes.create_string_buffer(4 * len(bits))
-        kernel.convert(ctypes.addressof(weights), DType.BF16, ctypes.addressof(source), source_type, len(bits))
+        kernel.convert(at(weights), DType.BF16, at(source), source_type, len(bits))
         for out_type in TYPES:
             for terms in (scaled,), (plain, scaled):
                 out = ctypes.create_string_buffer(out_type.bits // 8 * len(bits))
-                kernel.merge(
-                    ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
-                )
+                kernel.merge(at(source), source_type, at(out), out_type, (_ROWS, _COLUMNS), terms)
                 total = zlib.crc32(out.raw, total)
     for kind in range(3):
         for part in _of_codes(kernel, kind, weights, scaled):

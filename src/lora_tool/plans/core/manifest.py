@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,6 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
 
 
-def _gone_on(plan: Plan) -> Iterator[str]:
-    """Yield the errors that the plan was made in spite of."""
-    return (str(finding) for finding in plan.findings if finding.severity is Severity.ERROR)
-
-
 def _named(reason: str, plan: Plan) -> str:
     """Return the reason with an input's name in the manifest for its folder."""
     for folder, name in plan.input_names.items():
@@ -105,6 +100,7 @@ def manifest_bytes(
     of a check of the written folder, None without one.
     """
     fidelity = summary(survived)
+    in_spite_of = (str(finding) for finding in plan.findings if finding.severity is Severity.ERROR)
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
@@ -112,7 +108,7 @@ def manifest_bytes(
         "precision": plan.precision.value,
         "arithmetic": arithmetic,
         "versions": _versions(() if plan.only_copies else plan.precision.packages),
-        "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
+        "warnings": [*in_spite_of, *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
         **_of_tensors(plan, survived),
@@ -157,7 +153,7 @@ def is_written(plan: Plan, folder: Path) -> bool:
         sizes = [(folder / shard.filename).stat().st_size for shard in plan.shards]
     except (BrokenFile, OSError):
         return False
-    if sizes != [len(shard.header) + shard.data_bytes for shard in plan.shards]:
+    if sizes != [shard.nbytes for shard in plan.shards]:
         return False
     known = {
         **plan.manifest,
@@ -166,11 +162,9 @@ def is_written(plan: Plan, folder: Path) -> bool:
         "sha256": _by_name(plan, {path: sha256_of(path) for path in plan.hashed}),
     }
     ledger = raw.get("ledger")
-    bare = [_without_fidelity(each) for each in ledger] if isinstance(ledger, list) else ledger
+    for entry in ledger if isinstance(ledger, list) else ():
+        if isinstance(entry, dict):
+            entry.pop("fidelity", None)
     versions = raw.get("versions")
     same = isinstance(versions, dict) and versions.get("lora-tool") == __version__
-    return same and {**{key: raw.get(key) for key in known}, "ledger": bare} == json.loads(json_records(known))
-
-
-def _without_fidelity(entry: object) -> object:
-    return {key: entry[key] for key in entry if key != "fidelity"} if isinstance(entry, dict) else entry
+    return same and {key: raw.get(key) for key in known} == json.loads(json_records(known))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msgspec.structs import replace
 
@@ -73,10 +73,13 @@ class _Kept(_RowOperation, frozen=True, kw_only=True):
     keeps_values: ClassVar[bool] = True
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
-        return _described(self, self.source, input_names)
+        return _described(self, input_names)
 
     def reference(self, read: ReadValues) -> Values:
         return read(self.source)
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (cast("Copy | Cast | Dequantise", replace(self, source=rows_of(self.source, start, rows))),)
 
 
 class Copy(_Kept, frozen=True, kw_only=True):
@@ -87,9 +90,6 @@ class Copy(_Kept, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return "copied"
 
-    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
-        return (Copy(source=rows_of(self.source, start, rows)),)
-
 
 class Cast(_Kept, frozen=True, kw_only=True):
     """The source's values, rounded to the output's dtype."""
@@ -97,18 +97,12 @@ class Cast(_Kept, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"cast from {self.source.dtype}"
 
-    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
-        return (Cast(source=rows_of(self.source, start, rows)),)
-
 
 class Dequantise(_Kept, frozen=True, kw_only=True):
     """The values that a quantised source stands for, rounded to the output's dtype."""
 
     def __str__(self) -> str:
         return f"dequantised from {encoding_of(self.source)}"
-
-    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
-        return (Dequantise(source=rows_of(self.source, start, rows)),)
 
 
 def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast | Dequantise:
@@ -169,7 +163,7 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         terms = [term.describe(input_names) for term in self.terms]
         init = {"init": self.init} if self.init else {}
-        return _described(self, self.source, input_names, transposed=self.transposed, terms=terms, **init)
+        return _described(self, input_names, transposed=self.transposed, terms=terms, **init)
 
     def reference(self, read: ReadValues) -> Values:
         shape = self.source.shape
@@ -232,7 +226,7 @@ class DoraDelta(_RowOperation, frozen=True, kw_only=True):
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         terms = [self.term.describe(input_names)]
         factors = {"transposed": self.transposed, "terms": terms, "magnitude": self.magnitude.name}
-        return _described(self, self.source, input_names, **factors)
+        return _described(self, input_names, **factors)
 
     def reference(self, read: ReadValues) -> Values:
         moved = read(self.source) + self.term.reference(read, self.source, transposed=self.transposed)
@@ -271,7 +265,7 @@ class ReplaceRows(_RowOperation, frozen=True, kw_only=True):
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         rows = {"rows": self.rows.name, **input_of(self.rows, input_names)}
-        return {**_described(self, self.source, input_names), **rows, "indices": list(self.indices)}
+        return {**_described(self, input_names), **rows, "indices": list(self.indices)}
 
     def reference(self, read: ReadValues) -> Values:
         values = read(self.source).copy()
@@ -297,7 +291,7 @@ class BiasDelta(_RowOperation, frozen=True, kw_only=True):
         return (BiasDelta(source=rows_of(self.source, start, rows), terms=terms),)
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
-        return _described(self, self.source, input_names, terms=[term.describe(input_names) for term in self.terms])
+        return _described(self, input_names, terms=[term.describe(input_names) for term in self.terms])
 
     def reference(self, read: ReadValues) -> Values:
         values = read(self.source)
@@ -334,7 +328,7 @@ class Assemble(Operation, frozen=True, kw_only=True):
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         parts = [{"rows": part.shape[0], **part.describe(input_names)} for part in self.parts]
-        return _described(self, self.source, input_names, parts=parts)
+        return _described(self, input_names, parts=parts)
 
     def reference(self, read: ReadValues) -> Values:
         import numpy as np  # only the formula needs it
@@ -354,13 +348,8 @@ def row_ops(op: Op) -> tuple[RowOp, ...]:
     return made.parts if isinstance(made, Assemble) else (made,)
 
 
-def _described(
-    op: Operation,
-    source: StoredTensor,
-    input_names: InputNames,
-    **details: Any,  # JSON data
-) -> dict[str, Any]:
-    where = {"source": source.name, "file": source.path.name, **input_of(source, input_names)}
-    encoding = encoding_of(source)
+def _described(op: _RowOperation | Assemble, input_names: InputNames, **details: Any) -> dict[str, Any]:
+    where = {"source": op.source.name, "file": op.source.path.name, **input_of(op.source, input_names)}
+    encoding = encoding_of(op.source)
     where |= {"format": str(encoding)} if encoding is not None else {}
     return {"op": type(op).__name__, **where, **details}

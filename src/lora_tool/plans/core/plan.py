@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +19,7 @@ from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.rules.merged.evidence import Expected
 from lora_tool.rules.training.value_check import ValueCheck
 
-# A plan as text for people and as JSON for programs.
-
-
 _SHOWN = 12
-
-
-def plan_lines(
-    notes: Iterable[str],
-    counts: Mapping[str, int],
-    shards: Sequence[Shard],
-    side_files: Iterable[SideFile],
-    leftovers: Iterable[InputRecord],
-) -> Iterator[str]:
-    """Yield a plan's lines: notes, the number of tensors for each action, files, and one step of each sort."""
-    yield from map(printable, notes)
-    yield "tensors: " + ", ".join(f"{count} {action}" for action, count in counts.items())
-    nbytes = sum(shard.data_bytes for shard in shards)
-    yield f"output: {size(nbytes)} in {counted(len(shards), 'weight file')}"
-    for shard in shards[:_SHOWN]:
-        yield f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
-    if len(shards) > _SHOWN:
-        yield f"  … and {len(shards) - _SHOWN} more"
-    for file in side_files:
-        yield f"  {printable(file.filename)}  {printable(file.reason)}"
-    yield "steps (one of each sort):"
-    examples: dict[tuple[str, str], tuple[Step, int]] = {}
-    for step in (step for shard in shards for step in shard.steps):
-        key = (step.action.value, step.reason.partition(" from ")[0])
-        examples[key] = (examples[key][0] if key in examples else step, examples.get(key, (step, 0))[1] + 1)
-    width = max(9, *(len(action) for action in counts), 0)
-    for step, count in list(examples.values())[: 2 * _SHOWN]:
-        yield f"  {step.action.value:<{width}} {printable(step.out.name)}  {printable(step.reason)}  (×{count})"
-    dropped = [item for item in leftovers if item.action is TensorAction.DROPPED]
-    for item in dropped[:_SHOWN]:
-        yield f"  {'dropped':<{width}} {printable(item.name)}  {printable(item.reason)}"
-
-
-def shard_json(shard: Shard, input_names: InputNames) -> dict[str, Any]:
-    """Return an output file with its steps as JSON data. See `Plan.input_names`."""
-    return {
-        "filename": shard.filename,
-        "bytes": len(shard.header) + shard.data_bytes,
-        "steps": [step_json(step, input_names) for step in shard.steps],
-    }
 
 
 def step_json(step: Step, input_names: InputNames) -> dict[str, Any]:
@@ -148,7 +105,31 @@ class Plan(Struct, frozen=True, kw_only=True):
         return dict(Counter(of_output + [item.action.value for item in self.leftovers]))
 
     def __str__(self) -> str:
-        return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield notes, the number of tensors for each action, files, and one step of each sort."""
+        counts = self.counts()
+        yield from map(printable, self.notes)
+        yield "tensors: " + ", ".join(f"{count} {action}" for action, count in counts.items())
+        yield f"output: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')}"
+        for shard in self.shards[:_SHOWN]:
+            yield f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
+        if len(self.shards) > _SHOWN:
+            yield f"  … and {len(self.shards) - _SHOWN} more"
+        for file in self.side_files:
+            yield f"  {printable(file.filename)}  {printable(file.reason)}"
+        yield "steps (one of each sort):"
+        sorts: dict[tuple[str, str], list[Step]] = {}
+        for step in self.steps:
+            sorts.setdefault((step.action.value, step.reason.partition(" from ")[0]), []).append(step)
+        width = max(9, *map(len, counts), 0)
+        for step, *others in list(sorts.values())[: 2 * _SHOWN]:
+            name, reason = printable(step.out.name), printable(step.reason)
+            yield f"  {step.action.value:<{width}} {name}  {reason}  (×{1 + len(others)})"
+        dropped = [item for item in self.leftovers if item.action is TensorAction.DROPPED]
+        for item in dropped[:_SHOWN]:
+            yield f"  {'dropped':<{width}} {printable(item.name)}  {printable(item.reason)}"
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
@@ -168,7 +149,14 @@ class Plan(Struct, frozen=True, kw_only=True):
             "warnings": list(self.warnings),
             "counts": self.counts(),
             **self.figures,
-            "shards": [shard_json(shard, self.input_names) for shard in self.shards],
+            "shards": [
+                {
+                    "filename": shard.filename,
+                    "bytes": shard.nbytes,
+                    "steps": [step_json(step, self.input_names) for step in shard.steps],
+                }
+                for shard in self.shards
+            ],
             "side_files": [
                 {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
                 for file in self.side_files

@@ -47,6 +47,11 @@ class Shard(Struct, frozen=True, kw_only=True):
     def data_bytes(self) -> int:
         return sum(step.out.nbytes for step in self.steps)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + self.data_bytes
+
 
 class SideFile(Struct, frozen=True, kw_only=True):
     """A file without weights: copied from `source`, or written with `content`."""
@@ -59,6 +64,11 @@ class SideFile(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.source is None) == (self.content is None):
             raise ValueError(f"{self.filename}: a side file has either a source or a content")
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file. Raises OSError."""
+        return self.source.stat().st_size if self.source else len(self.content or b"")
 
 
 def copied_file(root: Path, name: str, whose: object) -> SideFile:
