@@ -6,17 +6,16 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lora_tool.core.tensors import DType, TensorTable
-from lora_tool.execution import kernels, output
+from lora_tool.core.tensors import DType
+from lora_tool.execution import kernels
 from lora_tool.execution import local_engine as worker
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification import written
 from lora_tool.workflows import writing
@@ -188,7 +187,7 @@ def test_a_wrong_merge_replaces_nothing(call: Caller, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("files", [13, 1])
-def test_large_files_are_read_back_while_others_or_more_of_them_are_written(
+def test_large_files_are_read_back_while_others_are_written(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, wrong: bool
 ) -> None:
     if wrong:
@@ -200,26 +199,17 @@ def test_large_files_are_read_back_while_others_or_more_of_them_are_written(
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     seen = []
 
-    def watched(
-        plan: Plan,
-        folder: Path,
-        shard: Shard,
-        steps: Sequence[Step],
-        *,
-        tables: dict[str, TensorTable],
-        jobs: int | None,
-    ) -> dict[str, TensorEvidence]:
+    def watched(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None) -> dict[str, TensorEvidence]:
         assert (folder / shard.filename).stat().st_size == len(shard.header) + shard.data_bytes
-        seen.append([step.out.name for step in steps])
-        return check_file(plan, folder, shard, steps, tables=tables, jobs=jobs)
+        seen.append([step.out.name for step in shard.steps])
+        return check_file(plan, folder, shard, jobs=jobs)
 
     check_file = written.check_file
     monkeypatch.setattr(written, "check_file", watched)
     monkeypatch.setattr(writing, "_LARGE_FILE", 900)
-    monkeypatch.setattr(output, "WORTH_BYTES", 900)
     monkeypatch.setattr(worker, "_BATCH_BYTES", 900)
     called = call(*asked)
-    assert files == 1 or 3 < len(seen) < 13, "some of the 13 files; the others are read at the end"
+    assert len(seen) == 1 if files == 1 else 3 < len(seen) < 13, "large files only; the others are read at the end"
     every = list(itertools.chain.from_iterable(seen))
     assert len(every) == len(set(every))
     assert files > 1 or len(every) == 27

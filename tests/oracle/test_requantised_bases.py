@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,12 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import TensorAction
 from lora_tool.execution import kernels, requantised, units
 from lora_tool.execution.backends.native_backend import NativeBackend
-from lora_tool.execution.local_engine import batches_of
-from lora_tool.execution.output import ShardFile, slots_for
-from lora_tool.execution.units import places_of
 from lora_tool.formats.quantised.encodings import PackedIntegers, dequantised
 from lora_tool.formats.quantised.requantising import Rounding
 from lora_tool.native import quantised
-from lora_tool.plans.core.ops import Copy, Precision
-from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.ops import Copy
+from lora_tool.plans.core.requantise import QuantisedPart, Requantise
+from lora_tool.plans.core.steps import Step
 from lora_tool.plans.merge.quantised.requantised import coded_steps
 from lora_tool.plans.merge.quantised.samples import extremes_of
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
@@ -215,40 +210,6 @@ def test_what_goes_from_file_to_file_is_the_same(
     assert all(made is not None for made in passed)
     assert len(passed) >= len(TARGETS)
     assert not different(saved_tensors(whole), saved_tensors(parts))
-
-
-@pytest.mark.parametrize("form", ["fp8-block", "bnb-int8", *OFFSET])
-def test_a_tensor_is_whole_when_all_that_it_is_compared_with_is_written(
-    form: str, plain: Path, adapter: Path, tmp_path: Path
-) -> None:
-    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
-    told = [
-        step
-        for shard in plan_merge(base, adapter, store="as-base", allow_loss=True, max_shard_size=1 << 30).shards
-        for step in told_of(shard)
-    ]
-    assert any(isinstance(step.op, Requantise) for step in told)
-
-
-def told_of(shard: Shard) -> list[Step]:
-    """Return the steps of a file that are told to be whole while its units are written in any order."""
-    ends = itertools.accumulate((step.out.nbytes for step in shard.steps), initial=len(shard.header))
-    places = {step.out.name: range(*both) for step, both in zip(shard.steps, itertools.pairwise(ends), strict=True)}
-    waiting = [unit for batch in batches_of(shard, Precision.FLOAT32) for unit in batch]
-    random.Random(len(waiting)).shuffle(waiting)
-    written, told = set[int](), []
-    file = ShardFile(Path(), shard, batches=len(waiting) + 1, slots=slots_for(1))
-    for unit in waiting:
-        file.end([unit])
-        written |= {at for begin, end in places_of(unit) for at in range(begin, end)}
-        for step in file.take_whole():
-            own = stored_parts(step.op.encoding).values() if isinstance(step.op, Requantise) else (step.out,)
-            assert all(written.issuperset(places[each.name]) for each in own)
-            told.append(step)
-    file.end([])
-    names = [step.out.name for step in (*told, *file.take_whole())]
-    assert sorted(names) == sorted(places)
-    return told
 
 
 def test_scales_in_another_file_than_their_codes_are_the_same(plain: Path, adapter: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lora_tool.formats.open_files import PageBuffer
 from lora_tool.plans.core.manifest import sha256_of
 from lora_tool.plans.core.ops import Precision, RowOp
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard
 from lora_tool.rules.training.value_check import ValuePart
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
     return done
 
 
-OnWritten = Callable[[Shard, Sequence[Step]], None]
+OnWritten = Callable[[Shard], None]
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.
@@ -151,8 +151,7 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
     written: OnWritten | None = None
-    """Called with a shard and those of its steps that are written by now, each once, by one thread at a time; while others
-    of a large file are written, or all are flushed to the disk."""
+    """Called with each shard once all of it is written, by one thread at a time, while it is flushed to the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`."""
@@ -252,21 +251,20 @@ class _EngineRun(Struct, frozen=True):
                     out.samples.append(sample)
                 self.progress(unit.nbytes)
             out.start_writing_back(batch)
-            is_complete, is_much = out.end(batch)
-            if is_complete:
+            if out.end():
                 self.flushes.append(self.flusher.submit(self._finish, out))
-            if is_much and self.engine.written is not None:
-                self.flushes.append(self.looker.submit(self._see, out, self.engine.written))
+                if self.engine.written is not None:
+                    self.flushes.append(self.looker.submit(self._see, out.shard, self.engine.written))
 
     def _finish(self, out: ShardFile) -> None:
         with self._errors_stop_all():
             out.flush()
             self.finished(out.shard, added_up(out.samples))
 
-    def _see(self, out: ShardFile, written: OnWritten) -> None:
+    def _see(self, shard: Shard, written: OnWritten) -> None:
         with self._errors_stop_all():
-            if not self.stop.is_set() and (steps := out.take_whole()):
-                written(out.shard, steps)
+            if not self.stop.is_set():
+                written(shard)
 
     def _look(self, parts: Iterable[ValuePart]) -> list[Finding]:
         """Return what these parts of the check of values find, unless the run has been stopped."""

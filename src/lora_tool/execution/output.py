@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import errno
@@ -12,19 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from lora_tool.execution.units import Unit, places_of
+from lora_tool.execution.units import Unit
 from lora_tool.execution.work import Sample
-from lora_tool.formats.quantised.encodings import parts
-from lora_tool.plans.core.factor_ops import Mix
-from lora_tool.plans.core.requantise import Requantise
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard
 
 _MOST_OPEN = 8
 _PATIENCE_S = 0.1
 _SMALL_WRITE = 1 << 16
 """What Python writes at a time: for more, Linux may take memory that nothing has touched yet."""
-WORTH_BYTES, _MOST_TIMES = 128 << 20, 8
-"""Bytes that are worth reading back together, and how often a file is read back: each time its header is, too."""
 
 
 def slots_for(jobs: int) -> threading.Semaphore:
@@ -47,11 +41,6 @@ class ShardFile:
         self.samples: list[Sample] = []
         """The workers' notes on their units."""
         self._missing = batches
-        self._written: list[tuple[int, int]] = []
-        """From which byte to which."""
-        self._taken: set[str] = set()
-        self._fresh = 0
-        """Bytes written since `end` last found that many are worth reading back."""
         self._slots = slots
         self._lock = threading.Lock()
         self._descriptor: int | None = None
@@ -95,39 +84,11 @@ class ShardFile:
             with contextlib.suppress(OSError):  # advice, which a file system need not take
                 os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def end(self, batch: Sequence[Unit]) -> tuple[bool, bool]:
-        """Note that a batch is written, and return whether it was the last, and whether `take_whole` gives much now."""
+    def end(self) -> bool:
+        """Note that a batch is written, and return whether it was the last."""
         with self._lock:
             self._missing -= 1
-            ranges = [place for unit in batch for place in places_of(unit)]
-            self._written += ranges
-            self._fresh += sum(end - begin for begin, end in ranges)
-            is_much = self._fresh >= max(WORTH_BYTES, self.shard.data_bytes // _MOST_TIMES)
-            if is_much:
-                self._fresh = 0
-            return self._missing == 0, self._missing == 0 or is_much
-
-    def take_whole(self) -> tuple[Step, ...]:
-        """Return the steps whose tensors are written by now, each once: they can be read back while others are written."""
-        with self._lock:
-            whole = self._whole() if self._missing else {step.out.name for step in self.shard.steps}
-            fresh = whole - self._taken
-            self._taken |= whole
-            return tuple(step for step in self.shard.steps if step.out.name in fresh)
-
-    def _whole(self) -> set[str]:
-        """Return the names of tensors whose bytes, and those of their codes or scales, are all written."""
-        self._written = _joined(self._written)
-        begins = [begin for begin, _ in self._written]
-        at, written = len(self.shard.header), set()
-        for step in self.shard.steps:
-            under = bisect.bisect_right(begins, at) - 1
-            if under >= 0 and at + step.out.nbytes <= self._written[under][1]:
-                written.add(step.out.name)
-            at += step.out.nbytes
-        # products wait for the end: comparing them takes as much memory as writing them
-        whole = (step for step in self.shard.steps if not isinstance(step.op, Mix) and _compared_with(step) <= written)
-        return {step.out.name for step in whole}
+            return self._missing == 0
 
     def flush(self) -> None:
         """Wait until all of it is on the disk, and close it. Raises `OSError`."""
@@ -140,23 +101,6 @@ class ShardFile:
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
-
-
-def _compared_with(step: Step) -> set[str]:
-    """Return the names of the tensors that must be whole before the step's output is compared."""
-    others = parts(step.op.encoding) if isinstance(step.op, Requantise) else ()
-    return {step.out.name, *(part.name for part in others)}
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges in their order, those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
 
 
 def give_size(out: int, nbytes: int) -> None:

@@ -122,16 +122,6 @@ class RequantiseUnit(Struct, frozen=True, kw_only=True):
 Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
 
 
-def places_of(unit: Unit) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges, begin and end, that a unit writes in the shard file."""
-    if isinstance(unit, RequantiseUnit):
-        for part in unit.written:
-            begin, nbytes = unit.place(part, unit.first, unit.last)
-            yield begin, begin + nbytes
-    else:
-        yield unit.begin, unit.begin + unit.nbytes
-
-
 def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
     match unit:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from lora_tool.checkpoints import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoints.folders import read_folder
-from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
@@ -39,23 +38,14 @@ def check_written(
     return by_rules(subject, chosen(OWN_RULES), Level.SAMPLE, plan.precision)
 
 
-def check_file(
-    plan: Plan,
-    folder: Path,
-    shard: Shard,
-    steps: Sequence[Step],
-    *,
-    tables: MutableMapping[str, TensorTable],
-    jobs: int | None = None,
-) -> dict[str, TensorEvidence]:
-    """Return the evidence of sampled values of a file of the `folder` that `plan` is being carried out in: of `steps` of it.
+def check_file(plan: Plan, folder: Path, shard: Shard, *, jobs: int | None = None) -> dict[str, TensorEvidence]:
+    """Return the evidence of sampled values of a file of the `folder` that `plan` is being carried out in.
 
-    `tables` keeps what the headers of the folder's files say. Codes whose scales are in another file are left to
-    `check_written`, and so is what is not there as it was planned. Raises as `check_steps`.
+    Codes whose scales are in another file are left to `check_written`, and so is what is not there as it was planned.
+    Raises as `check_steps`.
     """
-    if shard.filename not in tables:
-        tables[shard.filename] = read_single(folder / shard.filename).tensors
-    return check_steps(steps, tables[shard.filename], level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
+    tensors = read_single(folder / shard.filename).tensors
+    return check_steps(shard.steps, tensors, level=Level.SAMPLE, precision=plan.precision, jobs=jobs)
 
 
 def _written(plan: Plan, folder: Path) -> ModelDir:

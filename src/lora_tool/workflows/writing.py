@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,8 @@ from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written
 
 if TYPE_CHECKING:
-    from lora_tool.core.tensors import TensorTable
     from lora_tool.execution.attempts import ShareWritten
-    from lora_tool.plans.core.steps import Shard, Step
+    from lora_tool.plans.core.steps import Shard
     from lora_tool.rules.merged.evidence import TensorEvidence
 
 _LARGE_FILE = 64 << 20
@@ -162,23 +161,21 @@ class ReadBack(Struct, kw_only=True):
     """Whether the engine calls `look` with each file while it is flushed."""
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
-    _tables: dict[str, TensorTable] = field(default_factory=dict)
 
-    def look(self, folder: Path, shard: Shard, steps: Sequence[Step]) -> None:
-        """Read samples of these tensors of a large file back while others are written; `check` reads those of small ones."""
+    def look(self, folder: Path, shard: Shard) -> None:
+        """Read samples of a large file's tensors back while others are written; `check` reads those of small ones."""
         # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
         if not self.plan.recomputes_inits and shard.data_bytes >= _LARGE_FILE:
             from lora_tool.verification.written import check_file  # only where checked
 
             workers = self.jobs or available_cores()
-            is_end = steps[-1] is self.plan.shards[-1].steps[-1]
-            jobs = workers if is_end else max(1, workers // 2)
-            self._seen.update(check_file(self.plan, folder, shard, steps, tables=self._tables, jobs=jobs))
+            jobs = workers if shard is self.plan.shards[-1] else max(1, workers // 2)
+            self._seen.update(check_file(self.plan, folder, shard, jobs=jobs))
 
     def check_file(self, folder: Path, shard: Shard) -> None:
         """Do what `look` does where the engine did not: once the file is on the disk, while there are others to write."""
         if not self.while_flushed and shard is not self.plan.shards[-1]:
-            self.look(folder, shard, shard.steps)
+            self.look(folder, shard)
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
