@@ -21,7 +21,6 @@ from lora_tool.core.progress import told
 from lora_tool.formats.files import opened_regular
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.plans.algebra.terms import Factors
-from lora_tool.plans.core.aside import Aside
 from lora_tool.plans.core.factor_ops import SmallMatrix
 
 _ENOUGH = 0.99
@@ -221,12 +220,12 @@ def turned_to(requested: Ranks, sums: Sequence[Factors]) -> Turned:
 
     told(f"computing the singular values of {counted(len(sums), 'module')}")
 
-    aside, local = Aside(), threading.local()
+    local = threading.local()
 
     def one(factors: Factors, rank: int | None) -> Compressed:
         if not hasattr(local, "reader"):
             local.reader = Reader(files=files)
-        return compressed(factors, local.reader, rank=rank, keep=requested.keep or 1.0, aside=aside)
+        return compressed(factors, local.reader, rank=rank, keep=requested.keep or 1.0)
 
     with (
         OpenFiles(opened_regular) as files,

@@ -31,7 +31,6 @@ from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.open_files import OpenFiles, Room
 from lora_tool.formats.stored_numbers import STORED, Matrix, widened
 from lora_tool.plans.algebra.terms import Factors
-from lora_tool.plans.core.aside import Aside
 from lora_tool.plans.core.factor_ops import SmallMatrix
 
 Stored = tuple[NDArray[Any], DType]
@@ -144,13 +143,11 @@ def rank_for(singular_values: npt.NDArray[np.float64], share: float) -> int:
     return max(1, int(np.flatnonzero(left <= (1 - share) * total)[0]))
 
 
-def compressed(
-    factors: Factors, reader: Reader, *, rank: int | None = None, keep: float = 1.0, aside: Aside | None = None
-) -> Compressed:
+def compressed(factors: Factors, reader: Reader, *, rank: int | None = None, keep: float = 1.0) -> Compressed:
     """Return the best approximation of the module's ΔW at `rank`, or at the least that keeps `keep` of ‖ΔW‖².
 
-    The small matrices lie `aside` where that is given. Reads the factors once; twice where terms nearly cancel. Raises
-    `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
+    Reads the factors once; twice where terms nearly cancel. Raises `UnsupportedAdapter` where one holds NaN
+    or infinity, `OSError` where a file cannot be read.
     """
     grams, scales = grams_and_scales(factors, reader)
     if not all(np.isfinite(gram).all() for gram in grams):
@@ -169,8 +166,8 @@ def compressed(
         module=factors.module,
         singular_values=found.values,
         rank=found.left.shape[1],
-        left=SmallMatrix.of(found.left, aside),
-        right=SmallMatrix.of(found.right, aside),
+        left=SmallMatrix.of(found.left),
+        right=SmallMatrix.of(found.right),
     )
 
 

@@ -13,7 +13,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.core.tensors import StoredTensor
-from lora_tool.plans.core.aside import Aside, Carried
 from lora_tool.plans.core.operation import InputNames, Operation, Sums, input_of, rows_of
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ class SmallMatrix(Struct, frozen=True, kw_only=True):
 
     rows: int
     columns: int
-    data: bytes | Carried
-    """The elements, little-endian, row by row; in a file where the plan carries many."""
+    data: bytes
+    """The elements, little-endian, row by row."""
     sha256: str
     """Of the data, in hex: a plan is described twice, and each matrix made by one of several workers."""
 
@@ -40,22 +39,21 @@ class SmallMatrix(Struct, frozen=True, kw_only=True):
         return f"SmallMatrix({self.rows} x {self.columns}, sha256 {self.sha256})"
 
     @classmethod
-    def of(cls, values: npt.ArrayLike, aside: Aside | None = None) -> SmallMatrix:
-        """Return the matrix of these numbers, [rows, columns], whose elements lie `aside` where that is given."""
+    def of(cls, values: npt.ArrayLike) -> SmallMatrix:
+        """Return the matrix of these numbers, [rows, columns]."""
         import numpy as np  # a plan of copies needs none
 
         array = np.asarray(values, "<f8")
         rows, columns = array.shape
         data = array.tobytes()
-        held = data if aside is None else aside.put(data)
-        return cls(rows=rows, columns=columns, data=held, sha256=hashlib.sha256(data).hexdigest())
+        return cls(rows=rows, columns=columns, data=data, sha256=hashlib.sha256(data).hexdigest())
 
     @property
     def values(self) -> Values:
         """The elements, [rows, columns], not to be written to."""
         import numpy as np
 
-        return np.frombuffer(bytes(self.data), "<f8").reshape(self.rows, self.columns)
+        return np.frombuffer(self.data, "<f8").reshape(self.rows, self.columns)
 
     def part(self, first: int, columns: int) -> SmallMatrix:
         """Return some of the columns."""
