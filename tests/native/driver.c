@@ -98,6 +98,19 @@ static int64_t rows_together(int level, const struct codes *codes, int64_t rows)
     return codes->tall == 1 ? lora_tool_rows(level) : least_of(codes->tall, rows);
 }
 
+/* Do what `stored_again` does from the first row of the left factors on. Return as `lora_tool_merge`. */
+static int requantised(int level, const struct codes *codes, const struct storing *to, uint8_t *out, int64_t rows,
+                       int64_t columns, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || !can_be_stored(codes, count)) {
+        return -1;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = stored_again(words, codes, to, out, rows, columns, 0, terms, count);
+    restore_mode(before);
+    return largest >= too_large[F32];
+}
+
 /* Write the scales, the codes and the numbers of the first two rows that one call makes. */
 static void store_again(int level, const struct codes *codes, int64_t rows, int64_t columns, const struct term *terms,
                         int64_t count) {
@@ -118,7 +131,7 @@ static void store_again(int level, const struct codes *codes, int64_t rows, int6
                          .scale_type = (int32_t)(codes->stride % 4),
                          .divided = codes->kind == E4M3 || codes->stride % 2};
     uint8_t *out = memory_of((size_t)(rows * columns));
-    putchar(lora_tool_requantise(level, codes, &to, out, rows, columns, terms, count));
+    putchar(requantised(level, codes, &to, out, rows, columns, terms, count));
     fwrite(to.raised, sizeof(float), (size_t)scales, stdout);
     fwrite(out, 1, (size_t)(rows * columns), stdout);
     fwrite(to.meant, sizeof(float), (size_t)(kept * columns), stdout);

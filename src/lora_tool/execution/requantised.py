@@ -23,7 +23,6 @@ from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, type_of_codes, zeros_of
 from lora_tool.formats.quantised.requantising import (
     Scales,
-    StoredAgain,
     as_stored,
     bytes_of_codes,
     numbers_of,
@@ -36,8 +35,8 @@ from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.ops import Precision, RowOp, row_ops
 from lora_tool.plans.core.requantise import QuantisedPart
 
-_AT_ONCE, _BLOCK_WEIGHTS = 1 << 22, 1 << 20
-"""Weights that are read and written together, by the kernel and in steps, where a row of tiles has no more."""
+_BLOCK_WEIGHTS = 1 << 20
+"""Weights that are read and written together in steps, where a row of tiles has no more."""
 _SAMPLED_WEIGHTS = 1 << 12
 """Weights of a unit on which is measured what rounding left of the change."""
 _LARGEST = 1 << 22
@@ -68,48 +67,39 @@ class Requantiser:
                 some = min(bottom - top, max(1, _SAMPLED_WEIGHTS // grid.width)) if sampled else 0
                 done, found = self._passed(unit, at, out, some) if is_codes else (0, None)
                 if not done:  # the kernel's one-pass path refused these tiles; this one raises by name
-                    first, last = next(grid.stretches(at, unit.last, _AT_ONCE))
-                    done, found = last - first, self._tiles(unit, (first, last), out, some)
+                    first, last = next(grid.stretches(at, unit.last, _BLOCK_WEIGHTS))
+                    done, found = last - first, self._in_steps(unit, (first, last), out, some)
                 retained = found if sampled else retained
                 at += done
         return retained
 
     def _passed(self, unit: RequantiseUnit, first: int, out: int, some: int) -> tuple[int, DeltaRetention | None]:
-        """Write rows of tiles from file to file, and their scales; return how many rows of scales, and as `run` does."""
+        """Write rows of tiles from file to file, and their scales; return how many rows of scales, and as `run` does.
+
+        None are written where no kernel computes them, or several operations make them.
+        """
         encoding = unit.op.encoding
         top, bottom = grid_of(encoding).rows_of(first, unit.last)
         begin, _ = unit.place(QuantisedPart.CODES, first, unit.last)
-        found = self._by_the_kernel(unit, top, bottom, DType.I8, begin)
-        made = found[0].passed_again(found[1], encoding, some, out) if found else None
+        above = 0
+        for op in row_ops(unit.op):
+            below = above + math.prod(op.shape[:-1])
+            if above <= top and bottom <= below:
+                break
+            above = below
+        else:
+            return 0, None
+        backend = self._backend(op)
+        rows = _rows_of(unit, op, top - above, bottom - above, DType.I8, begin)
+        made = backend.passed_again(rows, encoding, some, out) if isinstance(backend, NativeBackend) else None
         if made is None:
             return 0, None
         of = first, first + len(made.scales)
-        scales = self._scales(encoding, of, made)
+        scales = Scales(as_stored(encoding, stored_scales(encoding, *of, self._sources.bytes_of), made.scales))
         self._write_scales(unit, of, scales, out)
-        return len(made.scales), _sample(encoding, made, scales, (top, first)) if some else None
-
-    def _tiles(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
-        """Write what belongs to these rows of scales; sample so many rows."""
-        encoding = unit.op.encoding
-        grid = grid_of(encoding)
-        top, bottom = grid.rows_of(*of)
-        some = min(some, bottom - top)
-        found = self._by_the_kernel(unit, top, bottom, DType.F32)
-        made = found[0].stored_again(found[1], encoding, some) if found else None
-        if made is None:
-            retained = None
-            for each in grid.stretches(*of, _BLOCK_WEIGHTS):
-                retained = self._in_steps(unit, each, out, some if each[0] == of[0] else 0) or retained
-            return retained
-        scales = self._scales(encoding, of, made)
-        if not self._write_scales(unit, of, scales, out):
-            return None
-        begin, _ = unit.place(unit.op.part, *of)
-        self._backend(row_ops(unit.op)[0]).write(bytes_of_codes(encoding, made.codes), out, begin)
-        return _sample(encoding, made, scales, (top, of[0])) if some else None
-
-    def _scales(self, encoding: Requantisable, of: tuple[int, int], made: StoredAgain) -> Scales:
-        return Scales(as_stored(encoding, stored_scales(encoding, *of, self._sources.bytes_of), made.scales))
+        codes = made.codes.view(STORED[type_of_codes(encoding)])
+        sample = _retention(encoding, made.before, made.meant, codes, scales, (top, first)) if some else None
+        return len(made.scales), sample
 
     def _write_scales(self, unit: RequantiseUnit, of: tuple[int, int], scales: Scales, out: int) -> bool:
         """Write scales and zero points where they belong to the unit; return whether codes do."""
@@ -122,7 +112,7 @@ class Requantiser:
         return QuantisedPart.CODES in unit.written
 
     def _in_steps(self, unit: RequantiseUnit, of: tuple[int, int], out: int, some: int) -> DeltaRetention | None:
-        """Do as `_tiles`, in two steps: all numbers, then their codes; sample so many rows."""
+        """Write what belongs to these rows of scales: all numbers first, then their codes; sample so many rows."""
         encoding, retained = unit.op.encoding, None
         grid = grid_of(encoding)
         top, bottom = grid.rows_of(*of)
@@ -161,22 +151,6 @@ class Requantiser:
         whole = made[0] if len(made) == 1 else np.concatenate(made)
         return whole.reshape(last - first, -1)
 
-    def _by_the_kernel(
-        self, unit: RequantiseUnit, first: int, last: int, dtype: DType, offset: int = 0
-    ) -> tuple[NativeBackend, ComputeUnit] | None:
-        """Return rows of the weight as a unit of the one operation that makes them all, which begins at byte `offset` of
-        the file, and its compiled arithmetic; None where it is not compiled, or several operations make them.
-        """
-        top = 0
-        for op in row_ops(unit.op):
-            bottom = top + math.prod(op.shape[:-1])
-            if top <= first and last <= bottom:
-                backend = self._backend(op)
-                rows = _rows_of(unit, op, first - top, last - top, dtype, offset)
-                return (backend, rows) if isinstance(backend, NativeBackend) else None
-            top = bottom
-        return None
-
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return elements `first` to `last` of a tensor, flat; of a quantised one the numbers."""
         values = np.empty(last - first, STORAGE[tensor.dtype])
@@ -197,12 +171,6 @@ def _rows_of(of: RequantiseUnit, op: RowOp, first: int, last: int, dtype: DType,
     out = TensorSpec(name=of.out.name, dtype=dtype, shape=op.shape)
     unit = ComputeUnit(out=out, op=op, is_new=True, first=first, last=last, at=0)
     return replace(unit, at=offset - unit.begin)
-
-
-def _sample(encoding: Requantisable, made: StoredAgain, scales: Scales, at: tuple[int, int]) -> DeltaRetention:
-    """Return how much of the change its first rows keep; `at` as in `_retention`."""
-    codes = made.codes[: len(made.meant)].view(STORED[type_of_codes(encoding)])
-    return _retention(encoding, made.before, made.meant, codes, scales, at)
 
 
 def _retention(

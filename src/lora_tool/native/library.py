@@ -164,13 +164,6 @@ class Kernel(Struct, frozen=True, kw_only=True):
         """Write float32 numbers as codes at `out`: divided by the scales or multiplied with them; int8 from `least`."""
         self.library.lora_tool_quantise(self.level.number, codes, out, numbers, *size, divided, least)
 
-    def requantise(
-        self, codes: Codes, storing: int, out: int, size: tuple[int, int], terms: tuple[KernelTerm, ...]
-    ) -> bool:
-        """Write what codes stand for, with the deltas, as codes at `out`; see `storing_of`. Returned as by `merge`."""
-        call, number = self.library.lora_tool_requantise, self.level.number
-        return not call(number, codes, storing, out, *size, *_listed(terms))
-
     def write(self, file: int, data: int, nbytes: int, offset: int, some: int) -> int:
         """Write bytes to a descriptor at `offset`, `some` at a time; return how many before the system refused more."""
         done: int = self.library.lora_tool_write(file, data, nbytes, offset, some)
@@ -287,7 +280,6 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_merge_codes.argtypes = [number, codes, pointer, number, size, size, pointer, size]
     library.lora_tool_extremes.argtypes = [number, codes, pointer, size, size, pointer, pointer]
     library.lora_tool_quantise.argtypes = [number, codes, pointer, pointer, size, size, number, ctypes.c_float]
-    library.lora_tool_requantise.argtypes = [number, codes, pointer, pointer, size, size, pointer, size]
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
     library.lora_tool_scan.argtypes = [number, number, size, size, number, ctypes.c_uint64, pointer]

@@ -164,16 +164,3 @@ static uint32_t stored_again(const struct words *words, const struct codes *code
     }
     return largest;
 }
-
-/* Do what `stored_again` does from the first row of the left factors on. Return as `lora_tool_merge`. */
-EXPORT int lora_tool_requantise(int level, const struct codes *codes, const struct storing *to, uint8_t *out,
-                                int64_t rows, int64_t columns, const struct term *terms, int64_t count) {
-    const struct words *words = words_of(level);
-    if (!words || !can_be_stored(codes, count)) {
-        return -1;
-    }
-    mode_type before = ieee_mode();
-    uint32_t largest = stored_again(words, codes, to, out, rows, columns, 0, terms, count);
-    restore_mode(before);
-    return largest >= too_large[F32];
-}

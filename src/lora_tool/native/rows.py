@@ -63,12 +63,6 @@ class CodedRows(Struct, frozen=True):
         size = last - first, self.part.columns
         return self.kernel.merge_codes(codes, out.ctypes.data, dtype, size, terms)
 
-    def write_again(self, storing: Storing, out: NativeArray, terms: Terms) -> bool:
-        """Write all rows, plus the deltas of the terms, as codes again; return False where a result is not finite."""
-        scales = np.ascontiguousarray(self.part.scales)
-        codes = _codes_of(self.part, scales, self.dtype)
-        return self.kernel.requantise(codes, ctypes.addressof(storing), out.ctypes.data, out.shape, terms)
-
 
 def _codes_of(part: Scaled, scales: NDArray[np.float32], dtype: DType) -> Codes:
     """Return the part with these contiguous scales as the kernel reads it, its numbers rounded to a type first.

@@ -193,40 +193,13 @@ class NativeBackend(NumpyBackend):
         fine = rows.write(slice(None), moved, DType.F32, terms)
         return moved if fine else super()._moved(op, first, last)
 
-    def stored_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int) -> StoredAgain | None:
-        """Return the unit's values as codes with the scales of `encoding`; a scale too small for its values is raised.
-
-        None where a row of tiles, or its intermediate results, do not fit the cache, or a result is not
-        finite. The unit's rows are whole rows of tiles, and all that have these scales; the first `kept` are returned as
-        numbers, too. The codes are this worker's buffer.
-        """
-        from lora_tool.formats.quantised.requantising import StoredAgain
-        from lora_tool.native.quantised import panel_of, storing_of  # only for quantised weights
-
-        grid, op, count = grid_of(encoding), unit.op, unit.last - unit.first
-        panel = panel_of(self._kernel, grid, count)
-        if panel is None or not isinstance(op, LoraDelta):
-            return None
-        with self._ready_for(unit):
-            rows = self._weight(op.source, unit.first, unit.last)
-            if isinstance(rows, PlainRows) or rows.part.above:
-                return None
-            made = StoredAgain(
-                codes=self._room.of("codes", (count, grid.width), np.dtype(np.uint8)),
-                scales=np.empty(rows.part.scales.shape, np.float32),
-                before=np.empty((min(kept, count), grid.width), np.float32),
-                meant=np.empty((min(kept, count), grid.width), np.float32),
-            )
-            storing = storing_of(encoding, panel, made.scales, self._scratch(panel), made.meant)
-            terms = self._terms(op, unit.first, unit.last, panel.rows)
-            fine = rows.write(slice(len(made.before)), made.before, DType.F32)
-            return made if fine and rows.write_again(storing, made.codes, terms) else None
-
     def passed_again(self, unit: ComputeUnit, encoding: Requantisable, kept: int, out: int) -> StoredAgain | None:
-        """Write what `stored_again` returns from file to file, without the interpreter lock; return it without most codes.
+        """Write the unit's values as codes with the scales of `encoding`, from file to file, without the interpreter lock.
 
-        Its scales are fewer than the unit's where the rest is better done in a call of its own, or in another way; None
-        where all of it is. Of the codes the first `kept` rows are returned.
+        A scale too small for its values is raised. The unit's rows are whole rows of tiles. Returned are the scales of the
+        rows that were written, fewer than the unit's where the rest is better done in a call of its own; and the first
+        `kept` rows as codes and as numbers. None where nothing could be written: a row of tiles does not fit the cache, a
+        result is not finite, or the rows do not lie in one piece.
         """
         from lora_tool.formats.quantised.requantising import StoredAgain
         from lora_tool.native.quantised import panel_of, storing_of  # only for quantised weights
