@@ -16,9 +16,11 @@ _OF_ADAPTERS = ("LT201", "LT415")
 
 def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
     """Return the faults of the rank files, without reading values."""
-    rules = (RULES[code] for code in sorted(RULES) if code not in _OF_ADAPTERS)
-    of_files = (rule for rule in rules if rule.on is ShardedSubject and not rule.deep)
-    return tuple(finding for rule in of_files for finding in rule.findings(subject))
+    found: list[Finding] = []
+    for code, rule in sorted(RULES.items()):
+        if rule.on is ShardedSubject and not rule.deep and code not in _OF_ADAPTERS:
+            found += rule.findings(subject)
+    return tuple(found)
 
 
 def judge_adapter(subject: ShardedSubject) -> tuple[Finding, ...]:

@@ -219,15 +219,16 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                         raise
                     reasons = [str(error)]
                 else:
-                    findings.extend(each for each in found if isinstance(each, Finding))
                     ran.append(rule.code)
-                    reasons = [
-                        self._why_in_part(rule, subject),
-                        *(each.reason for each in found if isinstance(each, Unchecked)),
-                    ]
-            skipped.extend(
-                Skipped(code=rule.code, path=path, reason=reason) for reason in reasons if reason is not None
-            )
+                    reasons = [self._why_in_part(rule, subject)]
+                    for each in found:
+                        if isinstance(each, Unchecked):
+                            reasons.append(each.reason)
+                        else:
+                            findings.append(each)
+            for reason in reasons:
+                if reason is not None:
+                    skipped.append(Skipped(code=rule.code, path=path, reason=reason))
         checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 

@@ -157,8 +157,8 @@ class _ValuesRead(NamedTuple):
 
 def judge_values(facts: tuple[ValueFact, ...]) -> list[Finding]:
     """Return what the rules about values find in the facts."""
-    found = (RULES[code] for code in sorted(RULES))
-    rules = (each for each in found if each.on is ShardedSubject and each.deep)
-    return [
-        each.finding(fault) for each in rules for fault in each.check(_ValuesRead(facts)) if isinstance(fault, Fault)
-    ]
+    found: list[Finding] = []
+    for _, each in sorted(RULES.items()):
+        if each.on is ShardedSubject and each.deep:
+            found += [each.finding(fault) for fault in each.check(_ValuesRead(facts)) if isinstance(fault, Fault)]
+    return found
