@@ -21,8 +21,7 @@ from lora_tool.core.report.json import schema as report_schema
 from lora_tool.core.tensors import TensorTable
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
-from lora_tool.rules.engine.scan import Scans
-from lora_tool.rules.engine.scan_model import Opener, WeightScan
+from lora_tool.rules.engine.scan import Opener, Scans, WeightScan
 from lora_tool.workflows.ci import render
 from tests.checkpoint_edits import scrambled, tensors
 from tests.cli.calling import FIXTURES, Caller

@@ -18,8 +18,7 @@ from lora_tool.formats.files import open_regular
 from lora_tool.native import library
 from lora_tool.native.library import VARIABLE, Kernel, Seen
 from lora_tool.rules.engine import scan as scanning
-from lora_tool.rules.engine.scan import Scans, scan_compiled
-from lora_tool.rules.engine.scan_model import WeightScan
+from lora_tool.rules.engine.scan import Scans, WeightScan, scan_compiled
 from tests.unit.test_weights_scan import BYTES, KINDS, SPECIAL, expected, expected_of_bytes, stored
 
 

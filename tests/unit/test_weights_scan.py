@@ -18,8 +18,7 @@ from lora_tool.core.errors import SourceChanged
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.files import open_regular, opened_regular
 from lora_tool.rules.engine import scan as scanning
-from lora_tool.rules.engine.scan import Scans, scan, scan_exactly
-from lora_tool.rules.engine.scan_model import LARGE, LAYOUTS, WeightScan
+from lora_tool.rules.engine.scan import LARGE, LAYOUTS, Scans, WeightScan, scan, scan_exactly
 
 KINDS: dict[DType, Any] = {
     DType.F64: np.float64,

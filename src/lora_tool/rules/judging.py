@@ -22,13 +22,11 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt2_config,
     lt2_layers,
     lt2_names,
-    lt2_targets,
     lt2_weights,
     lt3_head,
     lt5_base,
     lt5_hazards,
     lt5_model,
-    lt5_untrained,
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked
@@ -39,12 +37,8 @@ from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F4
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model import (  # noqa: F401
     lt3_functions,
-    lt3_model_head,
-    lt3_quantised,
+    lt3_model_ends,
     lt3_tensors,
-    lt3_turn_end,
-    lt3_unmerged,
-    lt3_vocabulary,
 )
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
@@ -210,25 +204,25 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         for rule in self.rules:
             if not self._concerns(rule, subject):
                 continue
-            reasons = [self._why_not(rule, subject)]
-            if reasons == [None]:
+            reason = self._why_not(rule, subject)
+            found: tuple[Finding | Unchecked, ...] = ()
+            if reason is None:
                 try:
                     found = tuple(rule.run(subject, ignored=self.ignored))
                 except CheckpointError as error:  # of rank files, whose readers raise while a rule compares them
                     if not isinstance(subject, ShardedSubject):
                         raise
-                    reasons = [str(error)]
+                    reason = str(error)
                 else:
                     ran.append(rule.code)
-                    reasons = [self._why_in_part(rule, subject)]
-                    for each in found:
-                        if isinstance(each, Unchecked):
-                            reasons.append(each.reason)
-                        else:
-                            findings.append(each)
-            for reason in reasons:
-                if reason is not None:
-                    skipped.append(Skipped(code=rule.code, path=path, reason=reason))
+                    reason = self._why_in_part(rule, subject)
+            reasons = [] if reason is None else [reason]
+            for each in found:
+                if isinstance(each, Unchecked):
+                    reasons.append(each.reason)
+                else:
+                    findings.append(each)
+            skipped += [Skipped(code=rule.code, path=path, reason=reason) for reason in reasons]
         checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 

@@ -25,9 +25,9 @@ from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.models.ends import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
 from lora_tool.plans.base.task import Task
+from lora_tool.rules.adapter.lt3_head import head_weight
 from lora_tool.rules.changes import Change, FieldChange, FileDiff, NameChange, file_changes, may_change
-from lora_tool.rules.model.lt3_vocabulary import embedding_rows
-from lora_tool.rules.shared.heads import head_weight
+from lora_tool.rules.model.lt3_model_ends import embedding_rows
 from lora_tool.verification.validating import validate
 
 _COMPARES = frozenset({"LT501", "LT502"})

@@ -16,7 +16,7 @@ from lora_tool.core.tensors import TensorAction
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.plans.core import delta_retention
 from lora_tool.plans.core.plan import Plan
-from lora_tool.rules.serving.left_out import TOWERS, is_outside
+from lora_tool.rules.serving.together import TOWERS, is_outside
 
 _SERVED = {
     "vllm": "vllm serve BASE --enable-lora{towers} --max-lora-rank {rank} --lora-modules name={path}",

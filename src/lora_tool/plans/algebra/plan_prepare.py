@@ -32,9 +32,8 @@ from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
-from lora_tool.rules.serving.left_out import TOWERS, outside_language
 from lora_tool.rules.serving.named import server_named
-from lora_tool.rules.serving.together import lacking
+from lora_tool.rules.serving.together import TOWERS, lacking, outside_language
 
 
 def plan_prepare(

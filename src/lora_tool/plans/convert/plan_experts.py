@@ -23,8 +23,7 @@ from lora_tool.plans.core.ops import Copy
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile, Step
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.rules.serving.left_out import hides_experts
-from lora_tool.rules.serving.together import PEFT, lacking, stacked_otherwise
+from lora_tool.rules.serving.together import PEFT, hides_experts, lacking, stacked_otherwise
 
 
 def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:

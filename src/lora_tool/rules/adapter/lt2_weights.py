@@ -10,9 +10,9 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored import read_part
 from lora_tool.models.ends import MATRIX
+from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
-from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _MOST_RANKS = 1024
 """More processes than train an adapter."""

@@ -24,10 +24,17 @@ from lora_tool.models.ends import (
     output_name,
     stored_twice,
 )
+from lora_tool.rules.adapter.lt3_head import (
+    CLASSIFYING,
+    carries_head,
+    head_weight,
+    lora_head_rows,
+    lora_heads,
+    saved_heads,
+)
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.shared.heads import CLASSIFYING, carries_head, head_weight, lora_head_rows, lora_heads, saved_heads
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _NUMBERED = re.compile(r"\.\d+\.")

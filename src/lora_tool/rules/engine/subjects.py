@@ -20,8 +20,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import Architecture
 from lora_tool.models.text_classes import TextClass, text_class_of
-from lora_tool.rules.engine.scan import Scans
-from lora_tool.rules.engine.scan_model import WeightScan
+from lora_tool.rules.engine.scan import Scans, WeightScan
 
 if TYPE_CHECKING:
     from lora_tool.models.layers import OddTensor

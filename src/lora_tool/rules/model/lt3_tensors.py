@@ -1,17 +1,25 @@
-"""LT317 to LT319: the tensors of a model folder against those that its class has under its config."""
+"""LT317 to LT319, LT321 to LT323: the tensors of a model folder against its class, its config and one another."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 
+from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS, UNMERGED
+from lora_tool.checkpoints.quantised import quantisation_table, quantised_weights, sign_of
 from lora_tool.core.keys import split_layer, unwrapped
 from lora_tool.core.report import Severity
 from lora_tool.core.report.groups import grouped
+from lora_tool.formats import adapter_config
 from lora_tool.formats.fields import shown
-from lora_tool.models.ends import head_of
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.formats.quantised.encodings import encoding_of
+from lora_tool.formats.quantised.names import READ_METHODS, is_compressed
+from lora_tool.formats.quantised.parts import LayoutError
+from lora_tool.models.ends import MATRIX, head_of
+from lora_tool.models.layers import fused_sets
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.model.lt3_vocabulary import embedding_rows, vocabulary_without_rows
+from lora_tool.rules.model.lt3_model_ends import embedding_rows, vocabulary_without_rows
 
 _CLASS = frozenset({Need.WEIGHTS, Need.CONFIG, Need.CLASS})
 _SCORE = "score.weight"
@@ -202,3 +210,95 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
         for name, more in _by_layer(mine):
             message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
             yield Fault(subject=name, message=message, path=subject.matrices[name].path, severity=severity)
+
+
+_ELSEWHERE = "hf_quant_config.json"
+"""Where modelopt says what others say in config.json."""
+_EVERY_LINEAR = frozenset({"awq", "bitsandbytes", "fbgemm_fp8", "fp8", "gptq", "mxfp4", "mxfp8"})
+"""Methods whose config means that weights are quantised, whatever else it says."""
+_REFUSED_IN_PART = frozenset({"compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp8"})
+"""Methods of which vLLM loads layers that it fuses only where all of them are quantised, or none."""
+
+
+@rule("LT322", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.WEIGHTS}))
+def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
+    """Quantised weights that loaders misread.
+
+    What it does: Checks that every quantised weight has its scales, in the shapes that format and config give, and that
+    the config declares weights quantised exactly if they are.
+    Why it matters: transformers ignores scales that the config does not announce and computes with the raw codes. It
+    initialises weights at random if they have the names of another format. A grid of another tile size scales the wrong
+    values. None of these raises an error.
+    Example: `save_pretrained` after PEFT's merge into an FP8 base leaves `weight_scale_inv` and drops
+    `quantization_config`; after one into GPT-OSS it stores bfloat16 under the names `…_blocks`.
+    What to do: Copy or merge the model again: `lora-tool merge ADAPTER --base QUANTISED` writes unquantised weights and
+    a matching config.
+    """
+    model = subject.checkpoint
+    config = model.config
+    if config is None or (config.custom_code and not config.quantization):
+        return
+    if config.quantization not in READ_METHODS or config.custom_code:
+        yield Unchecked(reason=f"lora-tool does not read weights quantised by {config.quantization}")
+        return
+    sign = sign_of(model)
+    if sign is not None and not quantisation_table(config) and _ELSEWHERE not in model.folder.files:
+        message = (
+            f"is stored as a quantised weight ({sign.dtype}), but config.json does not say so: loaders would "
+            "not decode it"
+        )
+        yield Fault(subject=sign.name, message=message, path=sign.path)
+        return
+    try:
+        found = quantised_weights(model)
+    except LayoutError as error:
+        of_file = Fault(subject=error.tensor, message=error.why, path=error.path)
+        yield of_file if error.is_fault else Unchecked(reason=f"`{error.tensor}`: {error.why}")
+        return
+    if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(quantisation_table(config))):
+        message = f"says that the weights are quantised ({config.quantization}), but none is"
+        yield Fault(subject="quantization_config", message=message, path=config.path)
+
+
+@rule("LT323", Severity.WARNING, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.WEIGHTS}))
+def fused_layers_of_two_kinds(subject: ModelSubject) -> Iterator[Fault]:
+    """Layers that servers fuse, some quantised and some not.
+
+    What it does: Looks at the weights that a server puts into one: q, k and v of an attention, gate and up of an MLP,
+    the experts of a layer. In FP8, compressed-tensors and modelopt's formats all of them are quantised, or none is.
+    Why it matters: transformers loads such a model. vLLM refuses it: "Detected some but not all shards of qkv_proj are
+    quantized".
+    Example: A merge wrote `q_proj` in bfloat16, because the adapter changes it, and left `k_proj` and `v_proj` in FP8.
+    What to do: Merge again: `lora-tool merge ADAPTER --base QUANTISED --store touched-16bit` writes whole sets.
+    """
+    method = subject.checkpoint.config.quantization if subject.checkpoint.config else None
+    if method not in _REFUSED_IN_PART:
+        return
+    kinds: dict[str, dict[bool, str]] = {}
+    for name, tensor in subject.matrices.items():
+        if name.endswith(".weight") and len(tensor.shape) == MATRIX:
+            for key in fused_sets(name):
+                kinds.setdefault(key, {}).setdefault(encoding_of(tensor) is not None, name)
+    for found in kinds.values():
+        if len(found) > 1:
+            message = f"is not quantised, and `{found[True]}` is: servers fuse the two, and vLLM refuses the model"
+            yield Fault(subject=found[False], message=message, path=subject.matrices[found[False]].path)
+
+
+@rule("LT321", Severity.WARNING, on=ModelSubject)
+def unmerged(subject: ModelSubject) -> Iterator[Fault]:
+    """The model's adapter lies beside it, unmerged.
+
+    What it does: Looks for an adapter in `lora_adapter`, where verl's `model_merger` puts it, in a model's folder.
+    Why it matters: verl's "merged" folder is the base with the adapter beside it: loading or serving the folder gives
+    the base, without the training.
+    Example: After `python -m verl.model_merger merge`, `OUT/model.safetensors` holds the weights that the run began
+    with.
+    What to do: Merge it: `lora-tool merge OUT/lora_adapter`, which uses the folder around it as the base.
+    """
+    folder = subject.checkpoint.folder
+    names = folder.names_in(UNMERGED) if UNMERGED in folder.folders else ()
+    if adapter_config.FILE_NAME in names and {ADAPTER_WEIGHTS, ADAPTER_PICKLE} & {*names}:
+        adapter = folder.root / UNMERGED
+        message = "is an adapter that was not merged into the model in this folder, which is only the base"
+        yield Fault(message=message, path=adapter, hint=f"lora-tool merge {shlex.quote(str(adapter))}")

@@ -17,8 +17,16 @@ from lora_tool.core.keys import Part, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.models.ends import MATRIX, PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.left_out import hides_experts, outside_language, packed_queries
-from lora_tool.rules.serving.together import PEFT, SGLANG, ReadTogether, lacking, without_names
+from lora_tool.rules.serving.together import (
+    PEFT,
+    SGLANG,
+    ReadTogether,
+    hides_experts,
+    lacking,
+    outside_language,
+    packed_queries,
+    without_names,
+)
 
 
 class ServingForm(Struct, frozen=True, kw_only=True):

@@ -8,11 +8,11 @@ from lora_tool.core.display import named
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
 from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end, is_tied
+from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS
 from lora_tool.rules.serving.servers import NAMES, SERVERS, WHOLE, asked, command, fault, merged, or_merged, prepared
-from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _WHOLE_MODULES = {
     Server.VLLM: "vLLM refuses",

@@ -15,7 +15,6 @@ from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way
-from lora_tool.rules.serving.left_out import TOWERS, outside_language, packed_queries
 from lora_tool.rules.serving.servers import (
     NAMES,
     NEEDS,
@@ -28,7 +27,16 @@ from lora_tool.rules.serving.servers import (
     or_merged,
     prepared,
 )
-from lora_tool.rules.serving.together import ReadTogether, lacking, stacked_otherwise, weight_beside, without_names
+from lora_tool.rules.serving.together import (
+    TOWERS,
+    ReadTogether,
+    lacking,
+    outside_language,
+    packed_queries,
+    stacked_otherwise,
+    weight_beside,
+    without_names,
+)
 
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512

@@ -1,4 +1,4 @@
-"""Modules whose weights a server has in one tensor, and whose LoRA it reads only together.
+"""Modules whose LoRA a server reads only together with others', and those whose LoRA it leaves out.
 
 SGLang's `normalize_qkv_proj` and `normalize_gate_up_proj` (`python/sglang/srt/lora/lora.py`, 0.5.23) start from the LoRA
 on q and on gate: without them the first request with LoRA on k, v or up ends the server, and without LoRA on v the
@@ -6,23 +6,31 @@ adapter does not load. For experts, `lora_manager.py` wants both of their matric
 
 PEFT 0.21 stacks the LoRA on single experts where transformers 5 has stacks (`utils/transformers_weight_conversion.py`).
 It expects LoRA on gate and up under the path that they have where down has LoRA, too, and leaves it out elsewhere.
+
+LoRA that is left out is loaded with the rest, at most with a warning in the log. vLLM wraps the modules of the
+language model (`vllm/lora/model_manager.py`), SGLang those that a model's `should_apply_lora` names, and llama.cpp's
+converter skips the others (`filter_tensors`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.adapters.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT
+from lora_tool.adapters.experts import EXPERT, PROJECTIONS, STACKED_BY_PEFT, UNKNOWN_TO_PEFT
+from lora_tool.adapters.view import LoraLayer
 from lora_tool.checkpoints import ModelDir
 from lora_tool.checkpoints.quantised import as_matrices
 from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.models.ends import MATRIX
 
 _Partners = Mapping[str, tuple[str, ...]]
 """Module → the modules that must have LoRA where it has."""
@@ -122,3 +130,48 @@ def weight_beside(base: ModelDir, module: str, width: int) -> StoredTensor | Non
     ending = f".{number}.{module.partition(f'.{number}.')[2]}.weight"
     found = [tensor for name, tensor in tensors.items() if name.endswith(ending)]
     return next((each for each in found if len(found) == 1 or each.shape[1] == width), None)
+
+
+_OUTSIDE = re.compile(
+    r"(?:^|\.)(?:(?:high_res_)?vision|visual|audio|image|video|speech|embed_(?:audio|vision)|language_projection|qformer"
+    r"|aligner|merger|connector|(?:\w+_)?projector)(?:_\w+)?\."
+)
+"""What transformers' multimodal models call all that is not the language model: encoders, and what leads from them."""
+
+
+TOWERS = "--enable-tower-connector-lora"
+"""What vLLM is started with to have LoRA outside of the language model."""
+
+
+def is_outside(name: str) -> bool:
+    """Return whether a module or a tensor, by its name, is outside of a multimodal model's language model."""
+    return _OUTSIDE.search(f"{name}.") is not None
+
+
+def outside_language(layers: Sequence[LoraLayer]) -> list[str]:
+    """Return the modules outside of a multimodal model's language model."""
+    return [layer.target for layer in layers if is_outside(layer.target)]
+
+
+def hides_experts(config: ModelConfig) -> bool:
+    """Return whether PEFT finds no LoRA on single experts in such a model, since transformers 5 stacks them."""
+    nested = config.raw.get("text_config")
+    kinds = (config.model_type, nested.get("model_type") if isinstance(nested, dict) else None)
+    unknown = any(isinstance(kind, str) and kind in UNKNOWN_TO_PEFT for kind in kinds)
+    return unknown and config.model_type not in STACKED_BY_PEFT
+
+
+def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:
+    """Return GPT-BigCode's q, k and v in one matrix, where all queries share one k and v.
+
+    vLLM 0.32 runs this model through transformers and makes a parallel layer of the matrix, which it does not list
+    among those that LoRA is on; with k and v for every head (3·in rows) it makes none.
+    """
+    return [
+        layer.target
+        for layer in layers
+        if layer.target.endswith(".attn.c_attn")
+        and layer.pair is not None
+        and all(len(factor.shape) == MATRIX for factor in layer.pair)
+        and layer.pair[1].shape[0] != 3 * layer.pair[0].shape[1]
+    ]

@@ -37,8 +37,8 @@ from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plans.consolidate.plan_consolidate import StateOptions, plan_consolidate
 from lora_tool.plans.core.plan import Plan
+from lora_tool.rules.adapter.lt3_head import head_weight
 from lora_tool.rules.consolidating import is_about_rank_files
-from lora_tool.rules.shared.heads import head_weight
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.ci.jobs import has_rank_files
