@@ -1,11 +1,11 @@
-"""LT2xx: prefixes and duplicates in the names of an adapter's tensors."""
+"""The names of an adapter's tensors, and the modules that its config names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import PREFIX, raw, tensors
+from tests.checkpoint_edits import PREFIX, fields, raw, tensors
 from tests.mutations import places
 from tests.mutations.registry import CAUSAL, REWARD, breaks
 
@@ -95,3 +95,46 @@ def _projector_beside(folder: Path) -> None:
 @breaks("LT222 value head", CAUSAL)
 def _value_head_of_trl(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"PK")
+
+
+@breaks("LT205", CAUSAL)
+def _target_without_tensors(folder: Path) -> None:
+    with fields(folder) as config:
+        config["target_modules"].append("c_attn")
+
+
+@breaks("LT205 saved", CAUSAL, with_base=True)
+def _saved_module_of_the_base_without_tensors(folder: Path) -> None:
+    with fields(folder) as config:
+        config["modules_to_save"] = ["up_proj"]
+
+
+@breaks("LT205 saved inside", CAUSAL)
+def _saved_inside_what_is_saved(folder: Path) -> None:
+    with fields(folder) as config:
+        config["modules_to_save"] = ["vision", "merger"]
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.vision.merger.weight"] = raw(32, 16)
+
+
+@breaks("LT505", CAUSAL, with_base=True)
+def _layer_lost(folder: Path) -> None:
+    with tensors(folder) as table:
+        for name in [name for name in table if "layers.1.mlp.down_proj" in name]:
+            del table[name]
+
+
+@breaks("LT505 saved in part", CAUSAL, with_base=True)
+def _one_norm_lost(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.layers.0.input_layernorm.weight"] = raw(16)
+    with fields(folder) as config:
+        config["modules_to_save"] = ["input_layernorm"]
+
+
+@breaks("LT505 output layer", CAUSAL, with_base=True)
+def _output_layer_without_its_lora(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
+    with fields(folder) as config:
+        config["target_modules"] = [*config["target_modules"], "lm_head"]
