@@ -55,8 +55,9 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(message=message)
         return
     past = {layer.zero_initialised for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)}
-    for tensor in (each for each in zero if each not in past):
-        yield Fault(subject=tensor.name, message="is all zero: this module was not trained", severity=Severity.INFO)
+    for tensor in zero:
+        if tensor not in past:
+            yield Fault(subject=tensor.name, message="is all zero: this module was not trained", severity=Severity.INFO)
 
 
 def _without_delta(subject: AdapterSubject, layer: LoraLayer) -> bool:
@@ -129,7 +130,9 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
     without it.
     What to do: Leave the layer out of `target_modules` when you train.
     """
-    for layer in (layer for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)):
+    for layer in subject.layers:
+        if not layer.target.endswith(READ_PAST_LORA):
+            continue
         text = f"the model reads the weight of `{layer.target}` past its LoRA, which training cannot change"
         if _without_delta(subject, layer):
             yield Fault(subject=layer.any_tensor.name, message=text, severity=Severity.INFO)
