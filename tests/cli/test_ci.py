@@ -23,7 +23,6 @@ from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
 from lora_tool.rules.engine.scan import Opener, Scans, WeightScan
 from lora_tool.workflows.ci import render
-from tests.checkpoint_edits import scrambled, tensors
 from tests.cli.calling import FIXTURES, Caller
 
 Stages = dict[str, str]
@@ -202,17 +201,6 @@ def test_a_broken_checkpoint_stops_before_anything_is_merged(call: Caller, clone
     assert not (tmp_path / "out").exists()
 
 
-def test_of_a_run_the_best_whole_checkpoint_is_taken(call: Caller, clone: Path, tmp_path: Path) -> None:
-    weights = clone / "reward-run" / "checkpoint-4" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-    _, told = stages(call, clone / "reward-run", "-o", tmp_path / "out")
-    assert "taking checkpoint-2" in told["stages"][0]["summary"]
-    whole = clone / "reward-run" / "checkpoint-2" / "adapter_model.safetensors"
-    whole.write_bytes(whole.read_bytes()[:-7])
-    found, _ = stages(call, clone / "reward-run", "-o", tmp_path / "out2", code=3)
-    assert found["open"] == "failed"
-
-
 def test_finished_weights_that_are_not_the_best_are_named_as_such(call: Caller, clone: Path, tmp_path: Path) -> None:
     run = clone / "reward-run"
     shutil.copytree(run / "checkpoint-4", run, dirs_exist_ok=True)
@@ -267,14 +255,6 @@ def test_what_it_writes_into_the_checkpoint_is_no_input(call: Caller, clone: Pat
     assert (found["consolidate"], found["merge"], found["verify"]) == ("reused", "reused", "reused")
 
 
-def test_an_output_in_the_way_is_told_before_the_work(call: Caller, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out", "--overwrite", code=6)
-    assert found["open"] == "failed"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("stage", ["consolidate", "merge", "verify", "push"])
 def test_a_run_killed_between_stages_goes_on(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
@@ -315,32 +295,6 @@ def test_what_rank_files_lack_can_be_given(call: Caller, clone: Path, tmp_path: 
     assert "--adapter-config FILE" in done.out
     found, _ = stages(call, *arguments, "--adapter-config", config, "--tag", "global_step2")
     assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
-
-
-def test_a_lost_head_stops_it(call: Caller, tmp_path: Path) -> None:
-    _, told = stages(call, "fixtures/zero/stage3-headless", "-o", tmp_path / "out", code=1)
-    assert "LT415" in {finding["code"] for finding in told["report"]["findings"]}
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_another_base_of_the_same_shape_is_said(call: Caller, clone: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(clone / "reward-qwen2" / "base", tmp_path / "other")
-    with tensors(other, "model-00003-of-00003.safetensors") as table:
-        last = next(reversed(table))
-        table[last] = scrambled(table[last])
-    for _ in range(2):  # and again where the merge is not done again
-        done = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other)
-        assert done.code == 0
-        assert "LT520" in done.out
-    found = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other, "--json").json
-    assert [finding["code"] for finding in found["report"]["findings"]] == ["LT520"]
-
-
-def test_a_model_of_another_task_is_no_reward_model(call: Caller, tmp_path: Path) -> None:
-    found, told = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--rm", code=1)
-    assert found["consolidate"] == "failed"
-    assert [finding["code"] for finding in told["report"]["findings"]] == ["LT312"]
-    stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--task", "causal-lm")
 
 
 def test_a_full_finetune_needs_no_merge(call: Caller, tmp_path: Path) -> None:
@@ -398,12 +352,6 @@ def test_the_job_summary_has_the_stages(call: Caller, tmp_path: Path) -> None:
     assert text.startswith("### ❌ lora-tool ci failed")
     assert "| ❌ | merge | " in text
     assert "replace it with --overwrite" in text
-
-
-def test_an_error_is_in_the_reports_too(call: Caller, tmp_path: Path) -> None:
-    done = call("ci", tmp_path / "missing", f"--report=junit={tmp_path / 'junit'}")
-    assert done.code == 3
-    assert "no such folder" in (tmp_path / "junit").read_text()
 
 
 def test_github_gets_annotations_and_a_summary_unasked(

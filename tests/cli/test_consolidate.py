@@ -144,21 +144,6 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
-    called = call("consolidate", REWARD, "-o", tmp_path / "out", "--ignore", "LT41l")
-    assert called.code == 2
-    assert "There is no rule 'LT41l'" in called.err
-
-
-def test_an_existing_output_is_refused_before_values_are_read(
-    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_values.FileValues, "run", None)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    assert call("consolidate", REWARD, "-o", tmp_path / "out").code == 6
-
-
 @pytest.mark.parametrize("what", ["state", "model", "adapter"])
 def test_what(what: str, call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--what", what)

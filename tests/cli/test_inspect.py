@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,17 +125,6 @@ def test_a_broken_adapter_is_shown_with_its_problems(call: Caller, tmp_path: Pat
     assert "lora-tool validate" in called.out
 
 
-def test_names_from_files_do_not_act_on_the_terminal(call: Caller, tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
-    path = tmp_path / "a" / "adapter_config.json"
-    evil = "\x1b[2J[bold red]\u202e"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": evil, "task_type": evil}))
-    for args in ([], ["--json"]):
-        called = call("inspect", tmp_path / "a", *args)
-        assert not set(called.out) & set("\x1b\u202e")
-        assert "[bold red]" in called.out
-
-
 def test_an_output_without_greek_letters_gets_question_marks(
     call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -144,24 +132,3 @@ def test_an_output_without_greek_letters_gets_question_marks(
         monkeypatch.setattr("sys.stdout", out)
         assert call("inspect", "fixtures/reward-qwen2/adapter").code == 0
     assert "?" in (tmp_path / "out.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("inspect", "fixtures/reward-qwen2/adapter"),
-        ("diff", "fixtures/reward-qwen2/adapter", "fixtures/causal-llama/adapter"),
-        ("verify", "fixtures/reward-qwen2/adapter", "--pairs", REPOSITORY / "tests" / "pairs.jsonl"),
-    ],
-)
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_without_what_draws_the_extra_is_named(
-    words: tuple[str | Path, ...], package: str, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    for name in [name for name in sys.modules if name.startswith("lora_tool_plot")]:
-        monkeypatch.delitem(sys.modules, name)
-    done = call(*words, "--plot", tmp_path / "page.html")
-    assert (done.code, done.out) == (3, "")
-    assert f"error: {package} is not installed" in done.err
-    assert "[plot]" in done.err

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from lora_tool.checkpoints import ModelDir, open_checkpoint
 from tests.cli.calling import FIXTURES, Caller, assert_golden
-from tests.mutations import CAUSAL, MUTATIONS, REWARD, break_, copy_of
 
 LLAMA, QWEN = "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter"
 
@@ -206,23 +205,6 @@ def test_a_broken_config_that_names_no_base_is_the_finding_of_validate(
         assert (called.code, code in called.out + called.err) == (1, True), command
 
 
-def test_an_output_that_exists_is_exit_code_6(copies: Path, call: Caller) -> None:
-    arguments = ("merge", copies / "causal-llama" / "adapter", "-o", copies / "out")
-    assert call(*arguments).code == 0
-    refused = call(*arguments)
-    assert refused.code == 6
-    assert "--overwrite" in refused.err
-    assert call(*arguments, "--overwrite").code == 0
-
-
-def test_each_checkpoint_of_a_run_can_be_merged(copies: Path, call: Caller) -> None:
-    path = copies / "reward-run" / "checkpoint-2"
-    called = call("merge", path, "--base", copies / "reward-qwen2" / "base", "-o", copies / "out")
-    assert called.code == 0, called.err
-    assert not (copies / "out" / "optimizer.pt").exists()
-    assert not (copies / "out" / "training_args.bin").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -252,12 +234,6 @@ def test_the_manifest_names_the_inputs(copies: Path, call: Caller) -> None:
     merged = open_checkpoint(copies / "out")
     assert isinstance(merged, ModelDir)
     assert {entry["name"] for entry in table["ledger"]} == merged.tensors.keys()
-
-
-def test_help_ends_with_an_example(call: Caller) -> None:
-    called = call("merge", "--help")
-    assert called.code == 0
-    assert called.out.rstrip().splitlines()[-1].strip().startswith("Example: lora-tool merge")
 
 
 @pytest.mark.parametrize(
@@ -326,27 +302,6 @@ def test_findings_refuse_with_exit_code_1(arguments: list[str], words: list[str]
     for word in (*words, "hint:", "1 error: "):
         assert word in called.err
     assert not (tmp_path / "out").exists()
-
-
-def test_every_error_of_validate_refuses_and_writes_nothing(tmp_path: Path, call: Caller) -> None:
-    tried = 0
-    for at, (name, mutation) in enumerate(MUTATIONS.items()):
-        if mutation.of not in (CAUSAL, REWARD) or mutation.code[:3] not in ("LT1", "LT2", "LT3", "LT5"):
-            continue
-        folder = copy_of(mutation.of, tmp_path / str(at))
-        break_(folder, name)
-        asked = [f"--{option.replace('_', '-')}={value}" for option, value in mutation.options.items()]
-        asked = [word.replace("--task=reward", "--rm") for word in asked if not word.startswith("--adapters")]
-        arguments = [str(folder), "--base", str(folder.parent / "base"), *asked]
-        said = json.loads(call("validate", *[word for word in arguments if "--task" not in word], "--json").out)
-        errors = {finding["code"] for finding in said["findings"] if finding["severity"] == "error"}
-        if errors:
-            tried += 1
-            called = call("merge", *arguments, "-o", tmp_path / "out")
-            assert called.code == 1, (name, called.err)
-            assert all(code in called.err for code in errors), (name, called.err)
-            assert not (tmp_path / "out").exists()
-    assert tried >= 85
 
 
 def test_ignoring_goes_on_where_there_is_something_to_compute(copies: Path, call: Caller) -> None:

@@ -42,16 +42,6 @@ def lora_tool(site: Path, *words: str, **more: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def test_a_command_of_another_distribution_is_one_of_ours(site: Path) -> None:
-    helped = lora_tool(site, "--help")
-    assert "  toy          Say hello.\n" in helped.stdout
-    assert "  merge        Merge an adapter into its base model.\n" in helped.stdout  # ours stays
-    assert helped.stderr == ""
-    assert lora_tool(site, "toy", "--name", "me").stdout == "hello me\n"
-    assert lora_tool(site, "toy", LORA_TOOL_TOY_NAME="her").stdout == "hello her\n"
-    assert "Did you mean 'toy'?" in lora_tool(site, "toyy").stderr
-
-
 @pytest.mark.parametrize(
     ("target", "why"),
     [
@@ -73,19 +63,3 @@ def test_one_that_is_broken_harms_no_other(site: Path, target: str, why: str) ->
     assert called.returncode == 3
     assert called.stderr.startswith("error: broken-distribution: ")
     assert "hint: pip install --upgrade broken-distribution" in called.stderr
-
-
-def test_what_is_built_in_reads_no_entry_points(site: Path) -> None:
-    probe = (
-        "import sys\nfrom lora_tool.cli.main import main\ntry:\n    main(['env'])\n"
-        "except SystemExit:\n    print('toy_command' in sys.modules, file=sys.stderr)"
-    )
-    paths = os.pathsep.join([str(site), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-c", probe],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert done.stderr.splitlines()[-1] == "False"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -80,18 +79,6 @@ def test_the_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
 )
 def test_the_projects_own_files_are_valid(schema: str, file: str) -> None:
     check(schema, GITHUB / file)
-
-
-def test_the_workflow_of_the_light_install_runs(tmp_path: Path) -> None:
-    """All but its installation, on the tree that is tested here."""
-    job = yaml.safe_load((GITHUB / "workflows" / "tests.yml").read_text())["jobs"]["light"]
-    install, *script = job["steps"][-1]["run"].splitlines()
-    assert install == "python -m pip install --quiet ."
-    shutil.copytree(ROOT / "fixtures", tmp_path / "fixtures")
-    for line in script:
-        program, *arguments = shlex.split(line)
-        assert program == "lora-tool"
-        subprocess.run([sys.executable, "-m", "lora_tool", *arguments], cwd=tmp_path, check=True, capture_output=True)
 
 
 def test_no_secret_is_kept_and_no_event_is_a_part_of_a_script() -> None:
@@ -186,34 +173,6 @@ def test_an_input_is_an_option_and_an_empty_one_is_left_to_the_configuration(tmp
     known = {option for param in ci.command.params for option in param.opts}
     assert {word.partition("=")[0] for word in typed[1:-2]} <= known
     assert len(typed) == len(given) - 3 + 3  # checkpoint, version and extras are no options; `ci -- c` are no inputs
-
-
-@pytest.mark.parametrize(
-    ("inputs", "installed"),
-    [
-        ({}, f"{ACTION.parent}/../../.."),
-        ({"extras": "merge"}, f"{ACTION.parent}/../../..[merge]"),
-        ({"version": "lora-tool==0.1.0"}, "lora-tool==0.1.0 lora-tool"),
-        ({"version": "lora-tool==0.1.0", "extras": "merge"}, "lora-tool==0.1.0 lora-tool[merge]"),
-    ],
-    ids=["own", "own with extras", "version", "version with extras"],
-)
-def test_the_action_installs_what_is_asked_for(tmp_path: Path, inputs: dict[str, str], installed: str) -> None:
-    pip = 'mkdir -p "$3/bin" && printf "#!/bin/sh\\necho \\$*\\n" > "$3/bin/pip" && chmod +x "$3/bin/pip"'
-    program(tmp_path / "path" / "python3", pip)
-    done = run_step(0, tmp_path, inputs)
-    assert done.stdout.strip() == f"install --quiet {installed}", done.stderr
-    assert (ACTION.parent / "../../.." / "pyproject.toml").is_file()  # pip installs a folder that has one
-
-
-def test_the_action_fails_with_annotations(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "fixtures" / "reward-qwen2", tmp_path / "reward")
-    weights = tmp_path / "reward" / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-3])
-    done, _ = run_action(tmp_path, checkpoint=str(weights.parent), output=str(tmp_path / "out"))
-    assert done.returncode == 1
-    assert "::error" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_gitlab_job_runs(tmp_path: Path) -> None:

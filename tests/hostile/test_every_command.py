@@ -160,7 +160,9 @@ def test_anything_in_the_place_of_a_file(which: str, file: str, instead: str, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "C:\\x", "x\0y", NASTY])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "./x", "..", ".", "", "a/b", "..\\x", "C:\\x", "x\0y", NASTY]
+)
 def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2", tmp_path, dirs_exist_ok=True)
     index = tmp_path / "base" / "model.safetensors.index.json"

@@ -36,21 +36,6 @@ def test_a_tensor_name_cannot_act(name: str, tmp_path: Path) -> None:
     assert "\n::error" not in message
 
 
-@pytest.mark.parametrize("field", ["task_type", "peft_type", "base_model_name_or_path", "init_lora_weights", "bias"])
-def test_a_config_value_cannot_act(field: str, tmp_path: Path) -> None:
-    pair = copy_pair(tmp_path)
-    path = pair.adapter / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: NASTY}))
-    if field == "base_model_name_or_path":
-        done = lora_tool("merge", str(pair.adapter), "-o", str(pair.out))
-        assert done.code == 3
-        assert all(character.isprintable() or character == "\n" for character in done.err)
-        assert "\n::error" not in done.err
-        assert "Traceback" not in done.err
-    else:
-        assert "\n::error" not in assert_refused(pair)
-
-
 def test_a_file_name_cannot_act(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (pair.base / "LICENSE\x1b[31m\n::error::x").write_text("free")

@@ -360,12 +360,6 @@ def test_a_wrong_usage_is_told(arguments: list[str], hub: Hub, call: Caller, mer
     assert hub.log == []
 
 
-def test_help_ends_with_an_example(call: Caller) -> None:
-    called = call("push", "--help")
-    assert called.code == 0
-    assert called.out.rstrip().splitlines()[-1].strip().startswith("Example: lora-tool push")
-
-
 def test_the_library_plans_and_pushes(hub: Hub, merged: Path) -> None:
     plan = plan_push(merged, REPO, private=False, message="from Python")
     assert hub.asked(WRITES) == []
@@ -402,15 +396,3 @@ def test_a_pushed_reward_model_loads_from_the_hub_and_scores_the_same(hub: Hub, 
         assert done.returncode == 0, done.stderr
     there, here = done.stdout.split()
     assert there == here
-
-
-def test_ci_publishes_what_it_has_proven(call: Caller, hub: Hub, tmp_path: Path) -> None:
-    arguments = ("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", "--push", REPO, "--json")
-    first = call(*arguments)
-    assert first.code == 0, first.err
-    assert {stage["name"]: stage["status"] for stage in first.json["stages"]}["push"] == "passed"
-    assert_holds(hub.repos[REPO], tmp_path / "out")
-    commits = len(hub.repos[REPO].commits)
-    again = call(*arguments)
-    assert {stage["name"]: stage["status"] for stage in again.json["stages"]}["push"] == "reused"
-    assert len(hub.repos[REPO].commits) == commits

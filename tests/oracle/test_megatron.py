@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from lora_tool import merge
-from lora_tool.core.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import read_dcp
@@ -104,14 +104,6 @@ def test_without_the_config_of_the_run(run: Path) -> None:
     ) as refused:
         plan_consolidate(run)
     assert refused.value.hint == "put the run_config.yaml of the run beside its files, or the config.json of its model"
-
-
-@pytest.mark.parametrize(("name", "code"), [("__1_0.distcp", "LT401"), (".metadata", "LT402")])
-def test_a_file_that_is_missing(run: Path, name: str, code: str) -> None:
-    (run / name).unlink()
-    for place in (run, run.parent):
-        with pytest.raises(FindingsFound, match=f"{code}.*{name}|{name}.*{code}"):
-            plan_consolidate(place)
 
 
 def test_a_flipped_bit_in_factors_that_several_modules_share(run: Path) -> None:

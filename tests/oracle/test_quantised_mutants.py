@@ -89,17 +89,6 @@ def test_a_right_merge_is_silent_without_its_manifest(case: Callable[..., Case])
         assert not case(form).judged({})
 
 
-def test_scales_of_fp8(case: Callable[..., Case]) -> None:
-    fp8 = case("fp8-block")
-    codes, key = fp8.stored[QUERY].double(), fp8.stored[KEY].double()
-    where = "the base's fp8 e4m3 in tiles of 16x16"
-    added = fp8.judged({QUERY: (codes + fp8.delta(QUERY)).to(BF16)})
-    assert says(added, QUERY, f"is ΔW added to the codes of {where}: its scales were not applied")
-    alone = fp8.judged({QUERY: codes.to(BF16)})
-    assert says(alone, QUERY, f"is {where} misread: its scales were not applied, and ΔW is not in it")
-    assert says(fp8.judged({KEY: key.to(BF16)}), KEY, f"is {where} misread: its scales were not applied")
-
-
 def test_a_config_that_says_otherwise_than_the_weights(case: Callable[..., Case]) -> None:
     fp8 = case("fp8-block")
     lost = {found.code: found for found in fp8.judged({}, over=fp8.stored)}

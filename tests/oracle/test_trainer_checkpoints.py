@@ -96,20 +96,6 @@ def ranks(request: pytest.FixtureRequest, trainers: Path, tmp_path: Path) -> lis
     return sorted(path for path in folder.iterdir() if path.name.startswith(("model_", "pytorch_model")))
 
 
-def test_a_missing_file(ranks: list[Path]) -> None:
-    ranks[2].unlink()
-    assert codes(ranks[0].parent) == {"LT401"}
-    with pytest.raises(FindingsFound, match=r"LT401 .*the file of rank 2 is missing \(4 ranks: 0-3\)"):
-        plan_consolidate(ranks[0].parent)
-
-
-def test_a_lone_ranks_slice_is_never_a_whole_adapter(ranks: list[Path]) -> None:
-    for path in ranks[1:]:
-        path.unlink()
-    with pytest.raises(FindingsFound, match="LT401 .*files of ranks 1, 2, 3 are missing"):
-        plan_consolidate(ranks[0].parent)
-
-
 def test_a_slice_without_a_shape_is_refused_by_name(trainers: Path, tmp_path: Path) -> None:
     """FSDP1's local state: r follows from the factors and the weight under them, the head's shape from the config."""
     folder = Path(shutil.copytree(trainers / "fsdp1-local", tmp_path / "run"))
@@ -272,29 +258,6 @@ def test_the_config_in_the_adapter_that_older_verl_puts_beside(trainers: Path, t
     shutil.copytree(trainers / "adapter-fp32", actor / "lora_adapter")
     out = execute(plan_consolidate(actor), tmp_path / "out")
     require_equal(out / WEIGHTS, trainers / "adapter-fp32" / WEIGHTS)
-
-
-@pytest.fixture
-def shards(trainers: Path, tmp_path: Path) -> list[Path]:
-    """A copy of torch's distributed safetensors files."""
-    return sorted(Path(shutil.copytree(trainers / "safetensors", tmp_path / "run")).glob("shard-*"))
-
-
-def test_a_missing_safetensors_shard(shards: list[Path]) -> None:
-    """The shape of the whole is in no file: that the last is missing shows against the model's config alone."""
-    last, middle = shards[3].read_bytes(), shards[1].read_bytes()
-    shards[1].unlink()
-    assert codes(shards[0].parent) == {"LT401"}
-    shards[1].write_bytes(middle)
-    shards[3].unlink()
-    with pytest.raises(
-        FindingsFound, match=r"LT401 .*ends after 42 of 53 rows: the files of the last ranks are missing"
-    ):
-        plan_consolidate(shards[0].parent)
-    shards[3].write_bytes(last)
-    (shards[0].parent / "config.json").unlink()
-    (finding,) = validate(open_sharded(shards[0].parent)).findings
-    assert (finding.code, finding.severity) == ("LT401", Severity.INFO)
 
 
 def test_the_steps_of_a_verl_run_are_listed_and_pruned_one_by_one(trainers: Path, tmp_path: Path) -> None:

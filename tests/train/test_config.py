@@ -16,8 +16,6 @@ from lora_tool_train.results import ResumeChoice
 from lora_tool_train.running import launch_command
 from lora_tool_train.traps import BadRunConfig
 
-REWARD = METHODS["reward"]
-
 
 def read(tmp_path: Path, text: str, *typed: str, method: str = "reward") -> RunConfig:
     path = tmp_path / "run.yaml"
@@ -77,11 +75,6 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, message: str
         read(tmp_path, text)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BadRunConfig, match=r"No such file"):
-        read_run_config(REWARD, tmp_path / "none.yaml", ())
-
-
 @pytest.mark.parametrize("instead", ["/dev/zero", "fifo"])
 def test_what_is_no_plain_file_is_not_read(tmp_path: Path, instead: str) -> None:
     path = tmp_path / "fifo"
@@ -94,19 +87,6 @@ def test_what_is_no_plain_file_is_not_read(tmp_path: Path, instead: str) -> None
 def test_yaml_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(BadRunConfig, match=r"not YAML"):
         read(tmp_path, text)
-
-
-def test_accelerates_flags_are_flags(tmp_path: Path) -> None:
-    text = "cpu: true\nmulti_gpu: false\nnum_processes: 2\nfsdp_offload_params: true"
-    expected = ["--cpu", "--num_processes", "2", "--fsdp_offload_params", "true"]
-    assert read(tmp_path, text).launch == expected
-
-
-def test_presets_are_trls(tmp_path: Path) -> None:
-    flag, path = read(tmp_path, "accelerate_config: zero3").launch
-    assert flag == "--config_file"
-    assert Path(path).name == "zero3.yaml"
-    assert Path(path).is_file()
 
 
 @pytest.mark.filterwarnings("default")

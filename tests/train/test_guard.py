@@ -17,7 +17,7 @@ from lora_tool_train.job import GuardSettings, TrainingJob, TrainingStatus, read
 from lora_tool_train.live_checks import leak
 from lora_tool_train.results import saved_in
 from lora_tool_train.traps import TrainingStopped
-from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, attached, overflowing, pairs, texts
+from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, attached, pairs, texts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -124,13 +124,6 @@ def test_a_head_that_would_not_be_saved_is_seen(tmp_path: Path, guarded: Path, t
     else:
         trainer.train()
     assert {item.code for item in outcome_in(guarded).findings} == ({"task-type"} if task is None else set())
-
-
-def test_float16_overflow_in_a_script(tmp_path: Path, guarded: Path) -> None:
-    base = overflowing(tmp_path / "base")
-    with pytest.raises(TrainingStopped, match="float16"):
-        sft(tmp_path, base, lambda model: model.half())
-    assert "nan-gradients" in {item.code for item in outcome_in(guarded).findings}
 
 
 def test_an_adapter_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:

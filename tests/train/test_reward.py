@@ -34,15 +34,6 @@ def test_a_good_run_ends_without_a_word(train: Trainings) -> None:
     assert str(QWEN2) not in str(record)
 
 
-@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
-def test_another_task_type_is_refused(train: Trainings, task: str | None) -> None:
-    done = train("reward", model_name_or_path=str(QWEN2), rows=pairs(), lora_task_type=task)
-    assert (done.code, done.status, done.codes()) == (1, "refused", {"task-type"})
-    assert "head" in done.error
-    assert done.hint == "lora_task_type: SEQ_CLS"
-    assert not train.output.exists()
-
-
 def test_float16_overflow_is_stopped_in_its_first_step(train: Trainings) -> None:
     base = overflowing(train.folder / "base")
     options = {"dtype": "float16", "logging_nan_inf_filter": True, "logging_steps": 10}

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from lora_tool import (
     Server,
     combine,
-    convert,
     diff,
     extract,
     merge,
@@ -21,11 +20,10 @@ from lora_tool import (
     plan_merge,
     prepare,
     resize,
-    validate,
     verify,
 )
 from lora_tool.checkpoints import open_model
-from lora_tool.core.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
 from lora_tool.workflows.inspection.comparison import Difference, ModuleChange
 from tests.cli.calling import FIXTURES
@@ -124,42 +122,6 @@ def test_no_computed_adapter_is_merged_into_a_model_that_has_its_parts(tmp_path:
     assert [found.code for found in plan_merge(BASE, [both, other]).findings] == ["LT512"]
 
 
-@pytest.mark.parametrize("server", [Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.PEFT])
-def test_a_server_gets_the_same_delta(server: Server, tmp_path: Path) -> None:
-    out = prepare(ADAPTER, server, out=tmp_path / "out").path
-    assert farthest(ADAPTER, out) < 1e-6
-    assert not verify(out).report.findings
-    assert not [found for found in validate(out, servers=[server]).findings if found.code.startswith("LT8")]
-
-
-def test_a_reward_adapter_for_vllm_brings_its_base(tmp_path: Path) -> None:
-    out = prepare(REWARD, Server.VLLM, out=tmp_path / "out", reward_base=tmp_path / "base").path
-    assert farthest(REWARD, out) < 1e-6
-    assert not validate(tmp_path / "base", task="reward").findings
-    with pytest.raises(UnsupportedAdapter, match="`score` saved whole"):
-        prepare(REWARD, Server.SGLANG, out=tmp_path / "other")
-
-
-def test_what_is_for_mlx_is_transposed(tmp_path: Path) -> None:
-    done = prepare(ADAPTER, Server.MLX, out=tmp_path / "out")
-    shapes = {tuple(step.out.shape) for shard in done.plan.shards for step in shard.steps}
-    assert all(min(shape) == shape[0] or min(shape) == shape[1] for shape in shapes)
-    assert (done.path / "adapters.safetensors").is_file()
-
-
-def test_what_is_converted_comes_back_bit_by_bit(tmp_path: Path) -> None:
-    there = prepare(ADAPTER, "mlx", out=tmp_path / "mlx").path
-    between = convert(there, "peft", out=tmp_path / "peft", base=BASE)
-    assert between.verification is None
-    back = convert(between, "mlx", out=tmp_path / "back", verify=True)
-    assert back.verification
-    first, second = (load_file(folder / "adapters.safetensors") for folder in (there, back.path))
-    assert first.keys() == second.keys()
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    with pytest.raises(WrongValue, match="reward"):
-        convert(ADAPTER, "mlx", out=tmp_path / "head", reward=True)
-
-
 def test_a_lower_rank_is_given_up_only_where_that_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedAdapter, match=r"would keep 44\.24% of .* at rank 1"):
         prepare(ADAPTER, Server.VLLM, out=tmp_path / "out", max_rank=1)
@@ -191,13 +153,3 @@ def farthest_tensor(first: Path, second: Path) -> float:
     one, other = open_model(first), open_model(second)
     assert one.tensors.keys() == other.tensors.keys()
     return max((item.relative or 0.0 for item in diff(one, other).differences), default=0.0)
-
-
-def test_a_reward_model_beside_a_language_model_gives_a_reward_adapter(tmp_path: Path) -> None:
-    model = merge(REWARD, out=tmp_path / "model", task="reward", dtype="float32").path
-    base = tmp_path / "base"
-    out = extract(model, REWARD_BASE, keep=0.9, out=tmp_path / "out", save=["o_proj"]).path
-    assert not verify(out).report.findings
-    assert read_json(out / "adapter_config.json")["task_type"] == "SEQ_CLS"
-    with pytest.raises(IncompatibleBase):
-        extract(model, BASE, rank=2, out=base)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,36 +88,6 @@ def test_other_modules_than_heads_are_refused_by_vllm(tmp_path: Path) -> None:
     with edit.fields(folder) as config:
         config["modules_to_save"].append("lm_head")
     assert codes(judge(folder, servers=["vllm"], select=["LT8"]), Severity.ERROR) == {"LT801"}
-
-
-MENDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "LT803": ("vllm", {"r": 64}),
-    "LT806": ("sglang", {"alpha_pattern": {"down_proj": 64}}),
-    "LT806 for llama.cpp": ("llama.cpp", {"alpha_pattern": {"down_proj": 64}}),
-    "LT807": ("llama.cpp", {"use_rslora": True}),
-    "LT801": ("mlx", {"modules_to_save": ["lm_head"]}),
-    "LT804": ("sglang", {"trainable_token_indices": [1]}),
-    "LT808": ("vllm", {"init_lora_weights": "pissa"}),
-    "LT809": ("sglang", {"target_modules": ".*proj"}),
-    "LT813": ("mlx", {}),
-}
-
-
-@pytest.mark.parametrize("name", MENDED)
-def test_what_another_form_mends_names_the_command_that_writes_it(name: str, tmp_path: Path) -> None:
-    server, fields = MENDED[name]
-    folder = copy_of(CAUSAL, tmp_path)
-    plain(folder)
-    with edit.fields(folder) as config:
-        config.update(fields)
-    if "r" in fields:
-        with edit.tensors(folder) as table:
-            for tensor_name, tensor in table.items():
-                at = 0 if ".lora_A." in tensor_name else 1
-                table[tensor_name] = edit.raw(*(64 if index == at else side for index, side in enumerate(tensor.shape)))
-    found = [each for each in judge(folder, servers=[server]).findings if each.code == name.partition(" ")[0]]
-    words = shlex.split(str(found[0].hint).partition("lora-tool ")[2])
-    assert words[:4] == ["prepare", str(folder), "--for", server]
 
 
 def test_a_pattern_of_ranks_alone_is_right_in_llama_cpp(tmp_path: Path) -> None:

@@ -79,19 +79,6 @@ def resave(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     torch.save(value, path)
 
 
-def test_a_good_checkpoint_has_no_fault(stage3: Path, stage2: Path) -> None:
-    assert codes(stage3) == set()
-    assert codes(stage2) == set()
-
-
-@pytest.mark.parametrize("name", [OPTIM.format(1), MODEL.format(1), OPTIM.format(0), MODEL.format(0)])
-def test_a_missing_rank_file(stage3: Path, name: str) -> None:
-    (stage3 / name).unlink()
-    assert codes(stage3) == {"LT401"}
-    with pytest.raises(FindingsFound, match="LT401"):
-        plan(stage3)
-
-
 def test_a_missing_model_file_without_frozen_parameters_is_harmless(tmp_path: Path) -> None:
     tag = Path(shutil.copytree(ZERO / "stage3-full", tmp_path / "full")) / "global_step2"
     (tag / MODEL.format(1)).unlink()
@@ -122,16 +109,6 @@ def test_a_rank_file_of_another_step(stage2: Path) -> None:
     name = OPTIM.format(1)
     shutil.copy(stage2.parent / "global_step1" / name, stage2 / name)
     assert codes(stage2) == {"LT406", "LT414"}
-
-
-def test_a_rank_file_of_another_run(stage3: Path) -> None:
-    path = stage3 / OPTIM.format(1)
-    with zipfile.ZipFile(path) as archive:
-        pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-    other, count = re.subn(rb"(?s)(?<=per_gpu)(q.K)\x01", lambda found: found[1] + b"\x07", pickled)
-    assert count == 1
-    replace_bytes(path, pickled, other)
-    assert codes(stage3) == {"LT407"}
 
 
 def test_another_order_of_parameters(stage3: Path) -> None:
@@ -170,18 +147,6 @@ def test_latest_names_what_is_not_there(stage2: Path) -> None:
 
 def test_frozen_parameters_that_were_not_saved() -> None:
     assert codes(ZERO / "stage3-headless" / "global_step2") == {"LT410", "LT415"}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_flipped_bit(stage3: Path, rank: int) -> None:
-    path = stage3 / OPTIM.format(rank)
-    whole = path.read_bytes()
-    at = whole.index(bytes_of_masters(path)) + 5
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    assert codes(stage3) == {"LT411"}
-    with pytest.raises(FindingsFound, match="CRC32"):
-        plan(stage3)
-    plan(stage3, ignore=["LT411"])
 
 
 def masters(change: Callable[[torch.Tensor], object]) -> Callable[[Path], None]:
