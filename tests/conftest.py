@@ -11,7 +11,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 _SLOW_IMPORT = re.compile(
-    r"^\s*(?:from|import) (?:torch|peft|transformers|matplotlib|tests\.(?:bench|fuzz|oracle|quantised))", re.MULTILINE
+    r"^\s*(?:from|import) (?:torch|peft|transformers|matplotlib|tests\.(?:bench|fuzz|mutations|oracle|quantised))",
+    re.MULTILINE,
 )
 
 _RUN_A_MODEL = ("[LT620]", "[LT625]")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -17,11 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.processes import interleaved, ratio, run, table
-from tests.bench.trainer_checkpoints import KINDS
 
 ROUNDS = 5
-MOST_MEMORY = 100
-"""Megabytes."""
 THEIRS = "zero_to_fp32 --safe_serialization"
 ZERO_TO_FP32 = """
 import sys
@@ -70,23 +66,3 @@ def test_against_cp_and_zero_to_fp32(folders: Path) -> None:
         print(f"{THEIRS} takes {ratio(runs[THEIRS], runs['consolidate 1.7 GB'], 'wall'):.1f} times as long as ours")
     assert max(one.rss for one in runs["consolidate 1.7 GB"]) <= 250
     assert max(one.rss for one in runs["adapter of 8 ranks"]) <= 80
-
-
-ADAPTERS = frozenset({"megatron"})
-"""Kinds that hold an adapter alone, which `--what state` would give names of another program."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_other_trainers_leave_against_cp(kind: str, tmp_path: Path) -> None:
-    run([sys.executable, "-m", "tests.bench.trainer_checkpoints", str(tmp_path / kind), kind])
-    options = () if kind in ADAPTERS else ("--what", "state")
-    run(ours(tmp_path / kind, tmp_path / "bytes", *options))
-    out = tmp_path / "out"
-    commands = {
-        "cp -r; sync": ["sh", "-c", f"cp -r {tmp_path}/bytes {out} && sync {out}/* {out}"],
-        f"consolidate {kind}": ours(tmp_path / kind, out, *options),
-    }
-    runs = interleaved(commands, out=out, rounds=ROUNDS)
-    print("\n" + table(runs, against="cp -r; sync"))
-    shutil.rmtree(tmp_path)
-    assert max(one.rss for one in runs[f"consolidate {kind}"]) <= MOST_MEMORY

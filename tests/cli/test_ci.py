@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,14 +219,6 @@ def test_finished_weights_that_are_not_the_best_are_named_as_such(call: Caller, 
     assert f"lora-tool merge {run / 'checkpoint-2'}" in refused.err
 
 
-def test_rank_files_are_put_together_first(call: Caller, tmp_path: Path) -> None:
-    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
-    assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
-    assert (tmp_path / "out-adapter" / "adapter_model.safetensors").is_file()
-    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
-    assert (found["consolidate"], found["merge"], found["verify"]) == ("reused", "reused", "reused")
-
-
 def test_an_adapter_config_beside_fsdp_files_is_no_adapter(call: Caller, clone: Path, tmp_path: Path) -> None:
     run = clone / "fsdp2-reward"
     found, told = stages(call, run, "-o", tmp_path / "out", "--base", clone / "reward-qwen2" / "base")
@@ -320,16 +311,6 @@ def test_what_was_written_wrong_is_not_published(call: Caller, tmp_path: Path, m
     found, _ = stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", code=5)
     assert found["merge"] == "failed"
     assert not (tmp_path / "out").exists()
-
-
-def test_reports_are_written(call: Caller, clone: Path, tmp_path: Path) -> None:
-    weights = clone / "reward-qwen2" / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-    files = [f"--report={form}={tmp_path / form}" for form in ("junit", "markdown", "sarif", "json")]
-    assert call("ci", weights.parent, "-o", tmp_path / "out", *files).code == 1
-    assert ET.parse(tmp_path / "junit").getroot().findall(".//failure")
-    assert "LT101" in (tmp_path / "markdown").read_text()
-    assert json.loads((tmp_path / "sarif").read_text())["version"] == "2.1.0"
 
 
 @pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/adapter", "fixtures/zero/stage3-headless", "nowhere"])

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from lora_tool.core.report.json import schema as report_schema
 from lora_tool.workflows.ci import render
 from lora_tool.workflows.ci.model import Job, Outcome, Ranked, Stage, Status, Swept, best_first, best_of
-from lora_tool.workflows.ci.stages import Stages
 from tests.cli.calling import FIXTURES, Caller
 
 NAMES = ["broken", "lr1", "run-checkpoint-2", "run-checkpoint-4"]
@@ -167,33 +166,6 @@ def test_the_ranking_is_by_accuracy_then_margin_then_name() -> None:
     best = best_of(runs)
     assert best is not None
     assert best.name == "wide"
-
-
-def test_an_interrupt_leaves_whole_models_alone(
-    call: Caller, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Stages.verify
-
-    def interrupted(stages: Stages) -> Stage:
-        if stages._job.output.name == "run-checkpoint-4":
-            raise KeyboardInterrupt
-        return real(stages)
-
-    arguments = ("ci", runs, "--each", "--base", runs / "base", "-o", tmp_path / "out")
-    with monkeypatch.context() as patched:
-        patched.setattr(Stages, "verify", interrupted)
-        assert call(*arguments).code == 130
-    told = swept(call, runs, "-o", tmp_path / "out")
-    assert [stages(run)["verify"] for run in told["runs"]] == ["skipped", "reused", "reused", "passed"]
-
-
-def test_rank_files_are_consolidated_first(call: Caller, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(FIXTURES / "zero" / "stage3-reward", tmp_path / "runs" / name)
-    done = call("ci", tmp_path / "runs", "--each", "--base", FIXTURES / "reward-qwen2" / "base", "--json")
-    assert done.code == 0, done.err
-    assert [stages(run)["consolidate"] for run in done.json["runs"]] == ["passed", "passed"]
-    assert {path.name for path in (tmp_path / "runs-merged").iterdir()} == {"a", "a-adapter", "b", "b-adapter"}
 
 
 def test_a_checkpoint_and_the_adapter_that_was_consolidated_from_it_are_one(call: Caller, tmp_path: Path) -> None:

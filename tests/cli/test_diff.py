@@ -54,13 +54,6 @@ def test_a_small_turn_has_digits_that_say_something(call: Caller, tmp_path: Path
     assert f"1 - {float((unit * unit).sum()) / 2:.1e}" in line
 
 
-def test_a_plot_is_drawn(call: Caller, tmp_path: Path) -> None:
-    done = call("diff", FIRST, SECOND, "--plot", tmp_path / "d.svg", "--json")
-    assert done.json["same"] is False
-    assert done.err == f"drawn: {tmp_path / 'd.svg'}\n"
-    assert "How far the direction turned" in (tmp_path / "d.svg").read_text()  # matplotlib's comment on its glyphs
-
-
 @pytest.mark.parametrize("other", ["fixtures/reward-qwen2/base", "fixtures/reward-run"])
 def test_unlike_things_are_refused(call: Caller, other: str) -> None:
     done = call("diff", FIRST, other)

@@ -109,13 +109,6 @@ def test_a_picture_of_another_kind_is_a_mistake_in_usage(call: Caller) -> None:
     assert ".svg, .pdf, .html" in called.err
 
 
-def test_a_folder_that_is_nothing_is_an_error(call: Caller, tmp_path: Path) -> None:
-    called = call("inspect", tmp_path)
-    assert called.code == 3
-    assert called.out == ""
-    assert called.err.startswith("error: ")
-
-
 def test_a_broken_adapter_is_shown_with_its_problems(call: Caller, tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"not safetensors")
@@ -123,12 +116,3 @@ def test_a_broken_adapter_is_shown_with_its_problems(call: Caller, tmp_path: Pat
     assert called.code == 0
     assert "1 problem\n" in called.out
     assert "lora-tool validate" in called.out
-
-
-def test_an_output_without_greek_letters_gets_question_marks(
-    call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with (tmp_path / "out.txt").open("w", encoding="ascii") as out:
-        monkeypatch.setattr("sys.stdout", out)
-        assert call("inspect", "fixtures/reward-qwen2/adapter").code == 0
-    assert "?" in (tmp_path / "out.txt").read_text()

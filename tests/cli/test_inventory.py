@@ -116,48 +116,9 @@ def iterations(tmp_path: Path) -> Path:
     return root
 
 
-def test_ls_and_prune_know_the_iterations_of_megatron(call: Caller, iterations: Path) -> None:
-    (run,) = call("ls", iterations, "--json").json["runs"]
-    assert [(item["kind"], item["row"]["step"]) for item in run["checkpoints"]] == [
-        ("Megatron checkpoint", step) for step in (7, 9, 10)
-    ]
-    call("prune", iterations, "--apply")
-    assert [path.name for path in iterations.glob("iter_*")] == ["iter_0000010"]
-
-
-def test_prune_keeps_what_the_pointer_names(call: Caller, iterations: Path) -> None:
-    (iterations / "latest_checkpointed_iteration.txt").write_text("9")
-    why = {Path(row["path"]).name: row["why"] for row in call("prune", iterations, "--json").json["checkpoints"]}
-    assert why["iter_0000009"] == "the run's own pointer names it"
-    assert "iter_0000009 " in call("prune", iterations).out
-
-
 def test_prune_keeps_what_it_does_not_read(call: Caller, iterations: Path) -> None:
     (iterations / "iter_0000007" / "run_config.yaml").unlink()
     why = {Path(row["path"]).name: row["why"] for row in call("prune", iterations, "--json").json["checkpoints"]}
     assert (
         why["iter_0000007"] == "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
     )
-
-
-def test_a_run_that_was_killed_while_saving_keeps_what_it_can_go_on_from(call: Caller, run: Path) -> None:
-    last = run / "checkpoint-6"
-    last.mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):  # what the Trainer writes first
-        shutil.copy(run / "checkpoint-4" / name, last)
-    reason = "has no trainer_state.json, which the Trainer writes last, so it was not saved completely"
-    (listed,) = call("ls", run, "--json").json["runs"]
-    assert [(row["row"]["incomplete"], row["best"]) for row in listed["checkpoints"]] == [
-        (None, False),
-        (None, True),
-        (reason, False),
-    ]
-    assert "incomplete: LT709" in call("ls", run).out
-    judged = call("validate", run)
-    assert judged.code == 0
-    assert f"LT709  {reason}" in judged.out
-    assert f"best complete checkpoint: {run / 'checkpoint-4'}" in judged.out
-    assert call("validate", last, "--strict").code == 1
-    pruned = call("prune", run, "--apply")
-    assert reason in " ".join(pruned.out.split())
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]

@@ -95,7 +95,7 @@ def test_each_tensor_has_a_line(call: Caller, merged: Path) -> None:
     assert "cosine" in line
 
 
-@pytest.mark.parametrize("options", [[], ["--sample"], ["--json"], ["--format", "github"]])
+@pytest.mark.parametrize("options", [["--sample"], ["--format", "github"]])
 def test_a_broken_merge_fails_its_check(call: Caller, merged: Path, options: list[str]) -> None:
     break_(merged, "LT606")
     called = call("verify", merged, *options)
@@ -112,12 +112,6 @@ def test_warnings_fail_where_asked(call: Caller, merged: Path) -> None:
         5,
         5,
     ]
-
-
-def test_reports_go_to_files(call: Caller, merged: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    assert call("verify", merged, "-q", "--report", f"json={report}").code == 0
-    assert json.loads(report.read_text())["verification"]["right"] == 27
 
 
 def test_usage(call: Caller, merged: Path) -> None:
@@ -145,15 +139,6 @@ def test_another_tools_merge_needs_its_adapter(call: Caller, merged: Path) -> No
 @pytest.mark.parametrize("path", ["fixtures/reward-qwen2/adapter", "fixtures", "nowhere"])
 def test_what_is_no_model_cannot_be_verified(call: Caller, path: str) -> None:
     assert call("verify", path).code == 3
-
-
-def test_validate_compares_a_merged_model_too(call: Caller, merged: Path) -> None:
-    break_(merged, "LT607")
-    asked = ("validate", merged, "--adapter", merged.parent / "adapter")
-    called = call(*asked)
-    assert called.code == 1
-    assert "LT607" in called.out
-    assert "LT607" not in call(*asked, "--headers-only").out
 
 
 def _rounds_a_block_wrongly(values: AnyArray, dtype: DType, out: AnyArray) -> AnyArray:

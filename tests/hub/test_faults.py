@@ -36,11 +36,9 @@ CASES = {
     "401 on info": Case(
         "^GET /api/models/me/reward$", 4, ("does not accept the token", "hf auth login"), {"status": 401}
     ),
-    "401 on commit": Case(COMMIT, 4, ("401 Unauthorized",), {"status": 401}),
     "403 on preupload": Case("preupload", 4, ("403 Forbidden", "write access"), {"status": 403}),
     "403 on commit": Case(COMMIT, 4, ("403 Forbidden",), {"status": 403}),
     "quota on commit": Case(COMMIT, 4, ("storage limit reached", "free storage"), {"status": 403, "body": QUOTA}),
-    "quota on batch": Case("objects/batch", 4, ("storage limit",), {"status": 403, "body": QUOTA}),
     "402 on commit": Case(COMMIT, 4, ("402 Payment Required",), {"status": 402}),
     "404 on commit": Case(COMMIT, 4, ("404 Not Found",), {"status": 404}),
     "repo gone at commit": Case(
@@ -66,37 +64,26 @@ CASES = {
     "429 for an hour": Case(
         "preupload", 7, ("asks to wait 3600 s", "in 3600 s"), {"status": 429, "headers": {"Retry-After": "3600"}}
     ),
-    "429 for an hour on commit": Case(
-        COMMIT, 7, ("asks to wait 3600 s",), {"status": 429, "headers": {"Retry-After": "3600"}}
-    ),
     "a rate limit of an hour": Case(
         "/tree/", 7, ("asks to wait 3000 s",), {"status": 429, "headers": {"RateLimit": '"api";r=0;t=3000'}}
     ),
     "500 on commit": Case(COMMIT, 7, ("500 Internal Server Error",), {"status": 500, "times": ALWAYS}),
     "503 on upload": Case("^PUT /storage", 7, ("storage did not accept", "503"), {"status": 503, "times": ALWAYS}),
-    "500 on batch": Case("objects/batch", 7, ("500",), {"status": 500, "times": ALWAYS}),
     "502 with a page": Case("validate-yaml", 7, ("not JSON",), {"status": 502, "body": b"<html>", "times": ALWAYS}),
     "an answer that is no JSON": Case(COMMIT, 7, ("not JSON",), {"status": 200, "body": b"<html>", "times": ALWAYS}),
     "an answer without a commit": Case(
         COMMIT, 7, ("could not be understood",), {"status": 200, "body": b"{}", "times": ALWAYS}
     ),
     "the line drops before": Case(COMMIT, 7, ("no connection to the Hub",), {"drop": "before", "times": ALWAYS}),
-    "the line drops in between": Case(COMMIT, 7, ("no connection to the Hub",), {"drop": "body", "times": ALWAYS}),
     "the line drops on upload": Case(
         "^PUT /storage", 7, ("no connection to the Hub",), {"drop": "body", "times": ALWAYS}
-    ),
-    "the line drops on info": Case(
-        "^GET /api/models/me/reward$", 7, ("no connection to the Hub",), {"drop": "before", "times": ALWAYS}
     ),
     "an upload that a proxy swallows": Case(
         "^PUT /storage", 7, ("does not have a file that was just uploaded",), {"status": 200, "times": ALWAYS}
     ),
     # what goes well in the end
     "500 on commit once": Case(COMMIT, 0, (), {"status": 500}, 1),
-    "429 on commit once": Case(COMMIT, 0, (), {"status": 429, "headers": {"Retry-After": "1"}}, 1),
-    "503 on info once": Case("^GET /api/models/me/reward$", 0, (), {"status": 503}, 1),
     "503 on upload once": Case("^PUT /storage", 0, (), {"status": 503}, 1),
-    "the line drops before once": Case(COMMIT, 0, (), {"drop": "before"}, 1),
     "the line drops in between once": Case(COMMIT, 0, (), {"drop": "body"}, 1),
     "the line drops on upload once": Case("^PUT /storage", 0, (), {"drop": "body"}, 1),
     "the answer is lost": Case(COMMIT, 0, ("the Hub's answer was lost",), {"drop": "after"}, 1),

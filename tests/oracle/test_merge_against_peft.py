@@ -155,23 +155,18 @@ def test_precision_peft_writes_pefts_bits(name: str, dtype: str, tmp_path: Path)
     proven(verify(ours))
     proven(verify(ours, level=Level.SAMPLE))
     proven(verify(peft, base=base, adapters=[adapter]))
+    if CASES[name].summed or dtype == "bf16":
+        require_our_own_arithmetic_near(CASES[name], base, adapter, theirs)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name, each in CASES.items() for dtype in each.dtypes.split() if each.summed or dtype == "bf16"],
-)
-def test_our_own_arithmetic_stays_near(name: str, dtype: str, tmp_path: Path) -> None:
+def require_our_own_arithmetic_near(case: Case, base: Path, adapter: Path, theirs: Table) -> None:
     """Within a bound of summation and one ulp of 16 bits; what has no such bound within one ulp."""
-    case = CASES[name]
-    base, adapter = case.write(tmp_path, DTYPES[dtype])
-    theirs = saved_tensors(merge_with_ours(base, adapter, tmp_path / "peft", "peft"))
     for precision in ("float32", "float64"):
         if precision == "float64" and "init_lora_weights" in case.lora:
             with pytest.raises(UnsupportedAdapter, match="depend on the machine"):
-                merge_with_ours(base, adapter, tmp_path / precision, precision)
+                merge_with_ours(base, adapter, base.parent / precision, precision)
             continue
-        folder = merge_with_ours(base, adapter, tmp_path / precision, precision)
+        folder = merge_with_ours(base, adapter, base.parent / precision, precision)
         ours = saved_tensors(folder)
         assert layout(ours) == layout(theirs)
         if case.summed:

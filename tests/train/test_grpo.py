@@ -76,13 +76,9 @@ def test_warn_mode_goes_on(train: Trainings) -> None:
     assert (done.status, done.report["facts"]["steps"]) == ("bad-result", 2)  # every B is zero
 
 
-@pytest.mark.parametrize("dtype", ["float16", "auto"])
-def test_a_model_whose_logits_overflow_names_float16(train: Trainings, dtype: str) -> None:
+def test_a_model_whose_logits_overflow_names_float16(train: Trainings) -> None:
     base = overflowing(train.folder / "base")
-    done = grpo(train, "varied", model_name_or_path=str(base), dtype=dtype)
-    if dtype == "auto":
-        assert (done.status, done.report["findings"]) == ("done", [])
-        return
+    done = grpo(train, "varied", model_name_or_path=str(base), dtype="float16")
     assert (done.code, done.status, done.codes()) == (1, "stopped", {"fp16-weights", "nan-logits"})
     assert "float16" in done.error
     assert "dtype: auto" in done.hint

@@ -60,15 +60,6 @@ def outcome_in(folder: Path) -> Any:
     return outcome
 
 
-def test_a_healthy_script_is_left_alone(tmp_path: Path, guarded: Path) -> None:
-    sft(tmp_path, QWEN2)
-    outcome = outcome_in(guarded)
-    assert (outcome.status, outcome.findings) == (TrainingStatus.DONE, ())
-    assert (outcome.facts["outputs"], outcome.facts["steps"]) == ([str(tmp_path / "out")], 2)
-    (saved,) = saved_in([tmp_path / "out"])
-    assert saved.errors == ()
-
-
 @pytest.mark.parametrize(
     ("prepare", "options", "code"),
     [

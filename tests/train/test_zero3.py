@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,25 +44,6 @@ if "RANK" in os.environ:  # in a worker: gloo does alone what DeepSpeed would co
 """
 
 
-BARE_SAVE = """
-import sys
-import torch
-from datasets import load_dataset
-from peft import LoraConfig
-from trl import RewardConfig, RewardTrainer
-
-base, data, out, deepspeed = sys.argv[1:]
-options = {"max_steps": 2, "save_steps": 2, "use_cpu": True, "bf16": True, "report_to": "none", "deepspeed": deepspeed}
-lora = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")
-rows = load_dataset(data, split="train")
-trainer = RewardTrainer(base, args=RewardConfig(out, learning_rate=1e-3, **options), train_dataset=rows, peft_config=lora)
-trainer.train()
-if trainer.is_world_process_zero():
-    trainer.model.save_pretrained(out)
-torch.distributed.destroy_process_group()  # its threads can abort a process that ends without
-"""
-
-
 def environment(tmp_path: Path) -> dict[str, str]:
     """Write DeepSpeed's config and return the environment in which it trains on a CPU."""
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
@@ -77,33 +56,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-
-
-def test_a_bare_save_is_found_and_can_be_consolidated(tmp_path: Path, call: Caller) -> None:
-    script, data, out = tmp_path / "script.py", write_rows(tmp_path / "data", pairs(32)), tmp_path / "out"
-    script.write_text(BARE_SAVE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*launch, str(script), str(QWEN2), str(data), str(out), str(tmp_path / "ds.json")]
-    done = subprocess.run(
-        [sys.executable, "-m", "lora_tool", "guard", "--", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        env=environment(tmp_path),
-    )
-    assert done.returncode == 1, done.stderr[-4000:]
-    assert "LT206" in done.stderr
-    assert "lora-tool consolidate" in done.stderr  # the hint names it
-    assert call("consolidate", out / "checkpoint-2", "-o", tmp_path / "whole", "--what", "adapter").code == 0
-    whole = open_checkpoint(tmp_path / "whole")
-    assert isinstance(whole, AdapterDir)
-    assert not validate(whole, task="reward", deep=True).findings
-    # the Trainer's own checkpoint was gathered well: the truth
-    truth = load_file(out / "checkpoint-2" / "adapter_model.safetensors")
-    found = load_file(tmp_path / "whole" / "adapter_model.safetensors")
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(tensor.to(truth[name].dtype), truth[name]) for name, tensor in found.items())
 
 
 def test_reward_under_zero3_with_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Caller) -> None:

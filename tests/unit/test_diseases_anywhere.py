@@ -84,20 +84,20 @@ def _fits(mutation: Mutation, place: str) -> bool:
 
 
 def _cases() -> Iterator[tuple[str, str]]:
-    """Yield each code in one place, in turns, and some injury of each file of injuries in every place.
+    """Yield each code in one place, in turns, and some injury of each hundred of codes in every place.
 
     That each injury gives its code where it is made is shown in test_rules_mutations.py.
     """
     codes, pairs = set[str](), set[tuple[str, str]]()
     judged = [(name, each) for name, each in MUTATIONS.items() if each.code[:3] in ("LT1", "LT2", "LT3", "LT5")]
     for at, (name, mutation) in enumerate(judged):
-        file = mutation.injure.__module__
+        hundred = mutation.code[:3]
         turns = [*PLACES][at % len(PLACES) :] + [*PLACES][: at % len(PLACES)]
         for place in (place for place in turns if _fits(mutation, place)):
-            if mutation.code not in codes or (file, place) not in pairs:
+            if mutation.code not in codes or (hundred, place) not in pairs:
                 yield name, place
                 codes.add(mutation.code)
-                pairs.add((file, place))
+                pairs.add((hundred, place))
 
 
 CASES = tuple(_cases())

@@ -15,7 +15,7 @@ from lora_tool.execution.folder import remove
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.rules.training.saves import Judged, run_table
 from lora_tool.workflows import inventory as inventory_module
-from lora_tool.workflows.inventory import FileRole, Inventory, Why, choose, inventory
+from lora_tool.workflows.inventory import FileRole, Why, choose, inventory
 
 RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"
 
@@ -112,13 +112,6 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
     assert going == [tmp_path / "one" / "checkpoint-1", tmp_path / "two" / "checkpoint-1"]
 
 
-def test_links_stay(tmp_path: Path) -> None:
-    make_run(tmp_path / "real", {5: None})
-    run = make_run(tmp_path / "run", {9: None})
-    (run / "checkpoint-1").symlink_to(tmp_path / "real" / "checkpoint-5")
-    assert chosen(run, last=1, best=0) == {1: Why.LINK, 9: Why.LAST}
-
-
 def test_finished_weights_and_models_are_not_for_pruning(tmp_path: Path) -> None:
     make_run(tmp_path, dict.fromkeys((1, 2)))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -143,12 +136,6 @@ def test_removing_and_moving(tmp_path: Path) -> None:
         remove(tmp_path / "checkpoint-2", trash=tmp_path / "trash" / "deep")
     with pytest.raises(ExecutionError, match="cannot be removed"):
         remove(tmp_path / "checkpoint-7")
-
-
-def test_inventory_is_data() -> None:
-    (run,) = inventory(RUN)
-    assert isinstance(run, Inventory)
-    assert run == next(iter(inventory(RUN)))
 
 
 def test_a_metric_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:

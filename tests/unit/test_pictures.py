@@ -24,14 +24,12 @@ from lora_tool.core.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.workflows.inspection.curves import training_curves
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
-from lora_tool.workflows.inspection.targets import place
 from lora_tool_plot.drawing import draw, draw_comparison
 from lora_tool_plot.grid import grids
 from lora_tool_plot.page import page
-from lora_tool_plot.panels import Line, curve_panels, curves_sentence, spectra_panels, spectra_sentence
 from lora_tool_plot.saving import save
 from lora_tool_plot.sheet import sheet
-from lora_tool_plot.theme import themed, variables
+from lora_tool_plot.theme import themed
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 REWARD = FIXTURES / "reward-qwen2"
@@ -81,20 +79,6 @@ def test_cells_are_modules_by_target_and_layer_in_the_order_of_the_tables() -> N
     assert rank.cells[2] == (None, 1.0, None)
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        (("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"), "q k v o gate up down"),
-        (("mlp.c_proj", "mlp.c_fc", "attn.c_proj", "attn.c_attn"), "c_attn attn.c_proj c_fc mlp.c_proj"),
-        (("experts.*.w2", "experts.*.w1", "experts.*.w3", "q_proj"), "q experts.*.w1 experts.*.w3 experts.*.w2"),
-        (("score", "lm_head", "self_attn.v_proj.weight", "embed_tokens"), "embed_tokens v score lm_head"),
-    ],
-)
-def test_targets_stand_as_a_layer_computes_them(targets: tuple[str, ...], expected: str) -> None:
-    ordered = sorted(targets, key=place)
-    assert all(target.find(name) >= 0 for target, name in zip(ordered, expected.split(), strict=True)), ordered
-
-
 def test_colours_go_over_the_range_of_the_data() -> None:
     moved, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((3.0, 4.0, 5.0, math.nan))])
     assert [moved.position(cell) for cell in moved.cells[0]] == [0.0, 0.5, 1.0, None]
@@ -120,17 +104,6 @@ def test_a_map_of_one_colour_is_a_sentence() -> None:
     assert not lost.flat
 
 
-def test_experts_of_one_layer_share_a_cell_and_say_so() -> None:
-    grid, _ = grids([spectrum(f"e.{n}", float(n), target="e.*", layer=n % 2) for n in range(1, 5)])
-    assert grid.said.endswith("Each cell shows the largest value of its layer's experts.")
-    assert grid.cells == ((4.0, 3.0),)
-
-
-def test_without_one_base_norm_no_map_is_relative() -> None:
-    grid, _ = grids([spectrum("a", 1.0, base=2), spectrum("b", 1.0, target="b")])
-    assert grid.unit == "‖ΔW‖"
-
-
 def test_the_page_has_the_numbers_of_the_formed_products(tmp_path: Path) -> None:
     adapter, base = open_checkpoint(REWARD / "adapter"), open_checkpoint(REWARD / "base")
     assert isinstance(base, ModelDir)
@@ -151,21 +124,6 @@ def test_the_page_has_the_numbers_of_the_formed_products(tmp_path: Path) -> None
         assert [float(cell) for cell in cells[:2]] == pytest.approx([moved, effective], rel=1e-3)
         for value in (np.linalg.norm(delta), values[0]):
             assert f"<td>{four_digits(float(value))}</td>" in text
-
-
-def test_a_line_of_a_panel_is_the_median_of_neighbouring_layers() -> None:
-    items = [spectrum(f"m.{at}", float(at + 1), 0.5, layer=at) for at in range(80)]
-    (panel,) = spectra_panels(items)
-    assert len(panel.lines) == 16
-    assert panel.lines[0] == Line(share=0.0, values=(3.0, 0.5))
-    assert panel.lines[-1] == Line(share=1.0, values=(78.0, 0.5))
-    assert (panel.low, panel.high, panel.enough) == ((1.0, 0.5), (80.0, 0.5), 1)
-    assert "every 5 layers" in spectra_sentence(items)
-
-
-def test_many_targets_are_drawn_by_how_far_they_moved() -> None:
-    panels = spectra_panels([spectrum(f"t{at}", float(at), 0.5, target=f"t{at}") for at in range(1, 30)])
-    assert sorted(int(panel.name[1:]) for panel in panels) == list(range(18, 30))
 
 
 @pytest.mark.filterwarnings("error")
@@ -189,21 +147,6 @@ def test_whatever_is_in_a_file_is_drawn_in_bounded_space(tmp_path: Path, items: 
     assert all(len(each.rows) <= 80 for each in maps)
 
 
-def test_of_very_many_curves_the_first_are_drawn_and_the_rest_counted() -> None:
-    curves = {f"metric-{at}": ((1.0, 2.0),) for at in range(200)}
-    assert len(curve_panels(curves)) == 48
-    assert "152 more curves were logged" in curves_sentence(curves)
-
-
-def test_an_evaluation_is_in_the_panel_of_what_it_evaluates() -> None:
-    points = ((1.0, 2.0),)
-    names = ("num_tokens", "eval_loss", "eval_sets_loss", "loss", "eval_rewards/margins", "rewards/margins", "eval_odd")
-    panels = {panel.name: panel for panel in curve_panels(dict.fromkeys(names, points))}
-    assert list(panels) == ["loss", "rewards/margins", "num_tokens", "eval_odd"]
-    assert list(panels["loss"].lines) == ["training", "evaluation", "evaluation sets"]
-    assert [panel.main for panel in panels.values()] == [True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("end", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".html", b"<!doctype html>")]
 )
@@ -211,21 +154,6 @@ def test_every_form_is_what_its_name_says_and_the_same_again(tmp_path: Path, end
     files = {draw(open_checkpoint(FIXTURES / "causal-llama" / "adapter"), tmp_path / f"{n}{end}") for n in range(2)}
     (content,) = {path.read_bytes() for path in files}
     assert content.startswith(begin)
-
-
-def test_the_page_follows_light_and_dark_and_prints(page_of_a_checkpoint: Path) -> None:
-    text = page_of_a_checkpoint.read_text()
-    for rule in ("prefers-color-scheme: dark", "@media print", "print-color-adjust: exact", "max-width: 600px"):
-        assert rule in text
-    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(drawings) == 7 + 3
-    for drawing in drawings:
-        colours = set(re.findall(r"#[0-9a-f]{6}\b", re.sub(r'href="#\w+"|url\(#\w+\)', "", drawing)))
-        assert colours <= {"#ffffff"}, "a colour that does not follow"
-        assert "var(--ink)" in drawing
-    named = set(re.findall(r"var\(--([a-z]+\d*)\)", text))
-    for scheme in (variables(dark=False), variables(dark=True)):
-        assert named <= scheme.keys() | {"ground", "wide"}
 
 
 def test_a_comparison_is_drawn_with_numpys_numbers(tmp_path: Path) -> None:

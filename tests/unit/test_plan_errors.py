@@ -82,32 +82,6 @@ def refusal(error: type[LoraToolError] | str, pattern: str) -> Callable[[Change]
     return register
 
 
-@refusal("LT216", r"has no LoRA tensor")
-def empty(case: Case) -> None:
-    case.tensors = {}
-
-
-@refusal("LT201", r"lora_A\.weight`: its lora_B is missing")
-def without_b(case: Case) -> None:
-    del case.tensors[f"{P}{Q0}.lora_B.weight"]
-
-
-@refusal("LT201", r"lora_B\.weight`: its lora_A is missing")
-def without_a(case: Case) -> None:
-    del case.tensors[f"{P}{Q0}.lora_A.weight"]
-
-
-@refusal("LT204", r"lora_A is \[16, 4\] and lora_B \[4, 16\]: with rank 4")
-def swapped(case: Case) -> None:
-    a, b = f"{P}{Q0}.lora_A.weight", f"{P}{Q0}.lora_B.weight"
-    case.tensors[a], case.tensors[b] = case.tensors[b], case.tensors[a]
-
-
-@refusal("LT203", r"has rank 4, but the config gives this module rank 5")
-def wrong_rank(case: Case) -> None:
-    case.config["r"] = 5
-
-
 @refusal(OnlyInMemory, r"LoRA on convolutions: .* has shape \[4, 16, 1\]")
 def three_dimensions(case: Case) -> None:
     name = f"{P}{Q0}.lora_A.weight"
@@ -119,84 +93,9 @@ def three_dimensions(case: Case) -> None:
         table |= {name: edit.raw(16, 16, 1) for name in table if name.endswith("q_proj.weight")}
 
 
-@refusal("LT207", r"q_proj.lora_A.weight`: no entry of `target_modules` matches its module")
-def untargeted(case: Case) -> None:
-    case.config["target_modules"] = ["v_proj", "down_proj"]
-
-
-@refusal("LT505", r"k_proj`: `target_modules` names it in .*base, but it has no LoRA")
-def incomplete(case: Case) -> None:
-    case.config["target_modules"].append("k_proj")
-
-
-@refusal("LT206", r"has shape \[0\]: it was saved under ZeRO-3 without a gather")
-def not_gathered(case: Case) -> None:
-    case.tensors[f"{P}{Q0}.lora_A.weight"] = np.empty(0, np.float32)
-
-
-@refusal("LT201", r"lora_A\.default\.weight`: its lora_B is missing")
-def twice(case: Case) -> None:
-    case.tensors[f"{P}{Q0}.lora_A.default.weight"] = case.tensors[f"{P}{Q0}.lora_A.weight"]
-
-
-@refusal("LT211", r"does not begin with `base_model.model.`")
-def without_prefix(case: Case) -> None:
-    case.rename(P, "")
-
-
-@refusal("LT207", r"norm\.weight`: it belongs to no entry of `target_modules` or `modules_to_save`")
-def unexplained(case: Case) -> None:
-    case.tensors[f"{P}model.norm.weight"] = np.ones(16, np.float32)
-
-
-@refusal("LT218", r"lora_magnitude_vector`: is in the file, but `use_dora` is false")
-def unasked_magnitude(case: Case) -> None:
-    case.tensors[f"{P}{Q0}.lora_magnitude_vector"] = np.ones(16, np.float32)
-
-
-@refusal("LT218", r"has no lora_magnitude_vector, but `use_dora` is true")
-def missing_magnitude(case: Case) -> None:
-    case.config["use_dora"] = True
-
-
-@refusal("LT218", r"has no lora_B.bias, but `lora_bias` is true")
-def missing_lora_bias(case: Case) -> None:
-    case.config["lora_bias"] = True
-
-
-@refusal("LT218", r"lora_B.bias`: is in the file, but `lora_bias` is false")
-def unasked_lora_bias(case: Case) -> None:
-    case.tensors[f"{P}{Q0}.lora_B.bias"] = np.ones(16, np.float32)
-
-
-@refusal("LT226", "`model.embed_tokens` is also in `modules_to_save`")
-def trained_whole_and_by_rows(case: Case) -> None:
-    case.config |= {"modules_to_save": ["embed_tokens"], "trainable_token_indices": [1]}
-    case.tensors[f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta"] = np.ones((1, 16), np.float32)
-
-
-@refusal("LT207", "LoRA layers have no tensor of this name")
-def odd_part(case: Case) -> None:
-    case.tensors[f"{P}{Q0}.lora_A.bias"] = np.ones(4, np.float32)
-
-
 @refusal("LT505", r"mlp.up_proj`: `target_parameters` names 1 parameter of it in .*base, but LoRA is on 0")
 def incomplete_parameters(case: Case) -> None:
     case.config["target_parameters"] = ["mlp.up_proj.weight"]
-
-
-@refusal("LT503", r"layers.7.self_attn.q_proj.lora_A.weight`: belongs to layer 7, but the base's last layer is 1")
-def layer_beyond_the_base(case: Case) -> None:
-    for part in "AB":
-        case.tensors[f"{P}model.layers.7.self_attn.q_proj.lora_{part}.weight"] = case.tensors[
-            f"{P}{Q0}.lora_{part}.weight"
-        ]
-
-
-@refusal("LT502", r"lora_B·lora_A is \[16, 12\], but the base's `model.layers.0.self_attn.q_proj.weight` is \[16, 16\]")
-def other_width(case: Case) -> None:
-    name = f"{P}{Q0}.lora_A.weight"
-    case.tensors[name] = np.ascontiguousarray(case.tensors[name][:, :12])
 
 
 @refusal("LT502", r"lora_B·lora_A is \[310, 16\], but the adapter's own `.*base_layer.weight` is \[312, 16\]")
@@ -207,12 +106,6 @@ def carried_of_another_height(case: Case) -> None:
         f"{P}model.embed_tokens.lora_embedding_B": np.ones((16, 4), np.float32),
         f"{P}model.embed_tokens.base_layer.weight": np.ones((312, 16), np.float32),
     }
-
-
-@refusal("LT506", r"norm.weight`: is \[15\], but the base's `model.norm.weight` is \[16\]")
-def saved_of_another_shape(case: Case) -> None:
-    case.config["modules_to_save"] = ["model.norm"]
-    case.tensors[f"{P}model.norm.weight"] = np.ones(15, np.float32)
 
 
 @refusal("LT304", r"is a `value_head` head, but task_type is CAUSAL_LM")
@@ -226,11 +119,6 @@ def unknown_architecture(case: Case) -> None:
     case.model["model_type"] = "mixtral"
 
 
-@refusal("LT214", r"`model_type`: expected a string, found nothing")
-def no_model_type(case: Case) -> None:
-    del case.model["model_type"]
-
-
 @refusal(UnsupportedAdapter, r"a mine is code in the checkpoint \(`auto_map`\), which lora-tool does not run")
 def own_code(case: Case) -> None:
     case.model |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "mine"}
@@ -239,27 +127,6 @@ def own_code(case: Case) -> None:
 @refusal(UnsupportedAdapter, r"quantised \(aqlm\)")
 def quantised(case: Case) -> None:
     case.model["quantization_config"] = {"quant_method": "aqlm"}
-
-
-@refusal("LT301", r"no trained head")
-def another_task(case: Case) -> None:
-    case.config["task_type"] = "TOKEN_CLS"
-
-
-@refusal("LT301", r"no trained head")
-def headless(case: Case) -> None:
-    case.config["task_type"] = "SEQ_CLS"
-
-
-@refusal("LT304", r"is a `score` head, but task_type is CAUSAL_LM")
-def head_on_a_causal_adapter(case: Case) -> None:
-    case.config["modules_to_save"] = ["score"]
-    case.tensors[f"{P}score.weight"] = np.ones((1, 16), np.float32)
-
-
-@refusal("LT214", r'adapter_config.json: `r`: expected int, found "8"')
-def rank_in_quotes(case: Case) -> None:
-    case.config["r"] = "8"
 
 
 for _name, _value, _words in (
@@ -304,17 +171,6 @@ def test_it_is_refused_by_name(change: Change, error: type[LoraToolError] | str,
 def test_the_fixtures_themselves_are_planned(tmp_path: Path) -> None:
     assert case(tmp_path / "a", "causal-llama").plan().counts()["merged"] == 6
     assert case(tmp_path / "b", "reward-qwen2").plan().counts()["added"] == 1
-
-
-def test_integers_are_no_lora_factors(tmp_path: Path) -> None:
-    broken = case(tmp_path, "causal-llama")
-    broken.plan()
-    path = broken.root / "adapter" / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
-    adapter = open_checkpoint(path.parent)
-    assert isinstance(adapter, AdapterDir)
-    with pytest.raises(FindingsFound, match="LT212 .* is I32: expected F32, BF16, F16 or F64"):
-        plan_merge(open_model(broken.root / "base"), adapter)
 
 
 @pytest.mark.parametrize(

@@ -338,22 +338,6 @@ def test_openrlhf_puts_it_one_folder_down(stage3: Path, tmp_path: Path) -> None:
     assert open_checkpoint(root).root == root / "_actor"
 
 
-def test_tags_are_sorted_by_step(stage2: Path) -> None:
-    shutil.copytree(stage2, stage2.parent / "global_step10")
-    (stage2.parent / "latest").unlink()
-    assert list(opened_tags(stage2)) == ["global_step1", "global_step2", "global_step10"]
-    with pytest.raises(NotACheckpoint, match="several tags") as error:
-        plan(stage2)
-    assert error.value.hint == "choose: `tag=T`"
-    assert {finding.code for finding in validate(open_sharded(stage2.parent)).findings} == {"LT409"}
-
-
-def opened_tags(tag: Path) -> dict[str, tuple[str, ...]]:
-    checkpoint = open_sharded(tag.parent)
-    assert isinstance(checkpoint, ShardedDir)
-    return dict(checkpoint.rank_files)
-
-
 def test_a_legacy_rank_file_is_refused_by_name(stage2: Path) -> None:
     path = stage2 / "mp_rank_00_model_states.pt"
     torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
