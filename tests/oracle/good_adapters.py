@@ -168,7 +168,6 @@ GOOD: Mapping[str, Good] = {
     ),
     "excluded-by-regex": Good(config={"target_modules": QV, "exclude_modules": r".*layers\.0.*"}),
     "regex": Good(config={"target_modules": r".*\.(q|v)_proj"}),
-    "all-linear": Good(config={"target_modules": "all-linear"}),
     "rank-patterns": Good(
         config={
             "target_modules": [*QV, "down_proj"],
@@ -253,16 +252,6 @@ GOOD: Mapping[str, Good] = {
     "negative-alpha": Good(config={"target_modules": QV, "lora_alpha": -8}),
     "attention-of-torch": Good(model=Attention, config={"target_modules": ["attention", "out"]}, task=None),
     "features": Good(model=_headless, config={"target_modules": QV}, task="FEATURE_EXTRACTION"),
-    "opt": Good(model=partial(tiny_model, "opt", "causal-lm"), config={"target_modules": [*QV, "fc1"]}),
-    "phi3": Good(
-        model=partial(tiny_model, "phi3", "causal-lm"), config={"target_modules": ["qkv_proj", "gate_up_proj"]}
-    ),
-    "neox": Good(
-        model=partial(tiny_model, "gpt_neox", "causal-lm"),
-        config={"target_modules": ["query_key_value", "dense_h_to_4h"]},
-    ),
-    "falcon": Good(model=partial(tiny_model, "falcon", "causal-lm"), config={"target_modules": ["query_key_value"]}),
-    "gemma-tied": Good(model=partial(tiny_model, "gemma2", "causal-lm"), config={"target_modules": "all-linear"}),
     "mamba": Good(
         model=partial(tiny_model, "mamba", "causal-lm"), config={"target_modules": ["x_proj", "in_proj", "embeddings"]}
     ),
@@ -303,10 +292,6 @@ GOOD: Mapping[str, Good] = {
         task="SEQ_CLS",
     ),
     "reward-of-one": Good(model=_one_label, config={"target_modules": QV, "use_rslora": True}, task="SEQ_CLS"),
-    "experts-all-linear": Good(model=_mixtral, config={"target_modules": "all-linear"}),
-    "longformer": Good(
-        model=partial(tiny_model, "longformer", "seq-cls"), config={"target_modules": "all-linear"}, task="SEQ_CLS"
-    ),
     "deberta": Good(
         model=partial(tiny_model, "deberta-v2", "seq-cls"),
         config={"target_modules": ["query_proj"], "modules_to_save": ["pooler", "classifier"]},
@@ -320,11 +305,7 @@ GOOD: Mapping[str, Good] = {
     "speech": Good(model=_whisper, config={"target_modules": QV}, task=None),
     "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
     "reward-by-class": Good(model=_reward, config={"target_modules": QV, "modules_to_save": ["score"]}, task=None),
-    "reward-all-linear": Good(model=_reward, config={"target_modules": "all-linear"}, task="SEQ_CLS"),
     "reward-dora": Good(model=_reward, config={"target_modules": QV, "use_dora": True}, task="SEQ_CLS"),
-    "bert": Good(
-        model=partial(tiny_model, "bert", "seq-cls"), config={"target_modules": ["query", "value"]}, task="SEQ_CLS"
-    ),
     "roberta": Good(
         model=partial(tiny_model, "roberta", "seq-cls"), config={"target_modules": ["query"]}, task="SEQ_CLS"
     ),
