@@ -27,15 +27,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_tool import plan_merge
-from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint, open_model
+from lora_tool.checkpoints import open_model
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import interleaved, ratio, run, table
 
@@ -103,17 +101,6 @@ def test_cold(folders: Path) -> None:
     print("\n" + table(runs, against="cp -r; sync"))
 
 
-def test_memory_of_three_gigabytes(folders: Path) -> None:
-    make_base(folders / "base3", layers=31)
-    for rank, limit in ((64, 120), (256, 200)):
-        adapter = folders / f"three-r{rank}"
-        make_adapter(adapter, layers=31, rank=rank)
-        options = ["--base", str(folders / "base3"), "-o", str(folders / "out3"), "-q", "--overwrite"]
-        done = run([sys.executable, "-m", "lora_tool", "merge", str(adapter), *options])
-        print(f"\n3.0 GB, r={rank}: {done.rss:.0f} MB, {done.wall:.1f} s, {done.cpu:.1f} s CPU")
-        assert done.rss <= limit
-
-
 def test_precision_peft_has_pefts_bits_at_this_size(folders: Path) -> None:
     theirs, ours = folders / "peft", folders / "ours"
     run([sys.executable, "-c", PEFT_MERGE, str(folders / "base"), str(folders / "all-r256"), str(theirs)])
@@ -125,15 +112,3 @@ def test_precision_peft_has_pefts_bits_at_this_size(folders: Path) -> None:
     unlike = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
     print(f"\n{len(unlike)} of {len(expected)} tensors differ from PEFT's at rank 256")
     assert not unlike
-
-
-def test_opening_and_planning(folders: Path) -> None:
-    start = time.perf_counter()
-    base, adapter = open_checkpoint(folders / "base"), open_checkpoint(folders / "all-r64")
-    opened = time.perf_counter()
-    assert isinstance(base, ModelDir)
-    assert isinstance(adapter, AdapterDir)
-    plan = plan_merge(base, adapter)
-    planned = time.perf_counter()
-    print(f"\nopening {plan.data_bytes / 1e9:.1f} GB and its adapter: {1e3 * (opened - start):.1f} ms")
-    print(f"planning its merge: {1e3 * (planned - opened):.1f} ms")

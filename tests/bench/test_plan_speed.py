@@ -48,19 +48,3 @@ def test_planned_from_headers(model: Mixture, tmp_path: Path) -> None:
                     f"{form:>5} {count:>7,} tensors, {adapter.name:<11} {how:<17}"
                     f"{done.wall:6.1f} s wall {done.cpu:6.1f} s CPU {done.rss:6.0f} MB (aim {aim} s)"
                 )
-
-
-def test_every_value_of_the_adapter_looked_at(tmp_path: Path) -> None:
-    make_base(tmp_path / "base", DEEPSEEK_V3)
-    make_adapter(tmp_path / "adapter", DEEPSEEK_V3)
-    command = ["merge", str(tmp_path / "adapter"), "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
-    done = run([sys.executable, "-m", "lora_tool", *command, "--ignore", "LT208", "--dry-run"])
-    print(f"\n13 GB of zeros looked at, then planned: {done.wall:.1f} s wall, {done.cpu:.1f} s CPU, {done.rss:.0f} MB")
-
-
-def test_an_adapter_beside_its_base(tmp_path: Path) -> None:
-    make_base(tmp_path / "base", DEEPSEEK_V3)
-    make_adapter(tmp_path / "adapter", DEEPSEEK_V3)
-    command = ["validate", str(tmp_path / "adapter"), "--base", str(tmp_path / "base"), "--headers-only"]
-    done = run([sys.executable, "-m", "lora_tool", *command])
-    print(f"\nvalidate --base: {done.wall:.1f} s wall, {done.cpu:.1f} s CPU, {done.rss:.0f} MB")

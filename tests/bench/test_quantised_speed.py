@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,50 +104,3 @@ def test_fp8_again_against_cp(tmp_path: Path) -> None:
         f"\n{open_model(tmp_path / 'base').weights.nbytes / 1e9:.2f} GB of FP8\n"
         + table(runs, against="cp -r; sync of the fp8")
     )
-
-
-_COUNTED = """
-import atexit, sys
-from lora_tool.formats.open_files import OpenFiles
-read, done = OpenFiles.read_exactly, []
-def counted(self, path, offset, buffer):
-    done.append(len(buffer))
-    read(self, path, offset, buffer)
-OpenFiles.read_exactly = counted
-atexit.register(lambda: print(f"{sum(done) / 1e6:.0f} MB in {len(done)} reads", file=sys.stderr))
-from lora_tool.cli.main import main
-main()
-"""
-
-
-def test_a_wide_gptq_matrix(tmp_path: Path) -> None:
-    """Print peak memory, and what is read, where a weight of 2048 by 57344 is packed along its inputs."""
-    base, outside = tmp_path / "base", SMALL.hidden
-    sizes = replace(SMALL, intermediate=57344, vocabulary=512)
-    make_base(base, layers=1, shards=1, sizes=sizes)
-    make_adapter(tmp_path / "down", layers=1, rank=16, targets=("mlp.down_proj",), sizes=sizes)
-    name, random = "model.layers.0.mlp.down_proj", np.random.default_rng(outside)
-    kept = {each: each_of.spec for each, each_of in open_model(base).tensors.items() if not each.startswith(name)}
-    groups = sizes.intermediate // TILE
-    shapes = {
-        "qweight": (DType.I32, (sizes.intermediate // 8, outside)),
-        "qzeros": (DType.I32, (groups, outside // 8)),
-        "scales": (DType.F16, (groups, outside)),
-    }
-    specs = [TensorSpec(name=f"{name}.{end}", dtype=of, shape=shape) for end, (of, shape) in shapes.items()]
-    for old in base.glob("model*"):
-        old.unlink()
-    with (base / "model.safetensors").open("wb") as file:
-        file.write(build_header([*kept.values(), *specs], {"format": "pt"}))
-        for spec in kept.values():
-            file.write(np.resize(np.array([0x3C00, 0xBC01, 0x3B02], np.uint16), spec.numel).tobytes())
-        for spec in specs:
-            raw = random.integers(0, 2**32, spec.numel, dtype=np.uint32)
-            file.write((raw & 0x1FFF).astype(np.uint16).tobytes() if spec.dtype is DType.F16 else raw.tobytes())
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": TILE, "desc_act": False}
-    (base / "config.json").write_text(json.dumps(config))
-    out, packed = tmp_path / "out", sum(spec.nbytes for spec in specs)
-    options = merge(tmp_path, "down", "--no-verify", out=out)[3:]
-    runs = interleaved({"merge down_proj": [sys.executable, "-c", _COUNTED, *options]}, out=out, rounds=1)
-    print(f"\n{packed / 1e6:.0f} MB packed\n" + table(runs, against="merge down_proj"))

@@ -237,13 +237,6 @@ def test_an_error_is_json_where_that_was_asked_for(call: Caller, words: list[str
     assert called.err.startswith("error: ")
 
 
-def test_help_and_version_have_short_ways(call: Caller) -> None:
-    assert call("help", "merge").out == call("merge", "--help").out
-    assert call("help").out == call("--help").out
-    assert call("-V").out == call("--version").out
-    assert "Did you mean 'merge'?" in call("help", "mrege").err
-
-
 def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
     called = call("merge", "--colours")
     assert called.err.splitlines() == ["error: No such option '--colours'.", "hint: lora-tool merge --help"]
