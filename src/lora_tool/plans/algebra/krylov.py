@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,13 @@ class TopSingular(Struct, frozen=True, kw_only=True):
     @property
     def kept(self) -> float:
         """The share of ‖D‖² beyond the rounding noise that is kept, 1 at most."""
-        signal = self.norm**2 - self.noise**2
-        return min(1.0, max(0.0, self.norm**2 - self.residual**2) / signal) if signal > 0 else 1.0
+        return kept_share(self.norm, self.noise, self.norm**2 - self.residual**2)
+
+
+def kept_share(norm: float, noise: float, energy: float) -> float:
+    """Return the share that `energy` is of ‖D‖² without the rounding noise, 1 at most; 1 of nothing."""
+    signal = norm**2 - noise**2
+    return min(1.0, max(0.0, energy) / signal) if signal > 0 else 1.0
 
 
 def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float | None = None) -> TopSingular:
@@ -69,10 +74,26 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
     where one holds NaN or infinity, `SourceChanged` and `CorruptFile` where a file cannot be read.
     """
     name, noise = f"{tensor.path}: `{tensor.name}` or the base's", math.sqrt(_rounding(tensor))
-    height, width = tensor.shape
-    basis, norm = _basis_and_norm(tensor, base, name, min(rank + _MORE, width, height))
+    return nearest_to(lambda: _differences(tensor, base), tensor.shape, name, noise=noise, rank=rank, keep=keep)
+
+
+def nearest_to(
+    blocks: Callable[[], Iterator[_Array]],
+    shape: Sequence[int],
+    name: str,
+    *,
+    noise: float = 0.0,
+    rank: int,
+    keep: float | None = None,
+) -> TopSingular:
+    """Return the nearest product of `rank` at most to the matrix whose rows `blocks` yields in float32, four times.
+
+    `name` stands for it in messages; see `nearest`. Raises `UnsupportedAdapter` where it holds NaN or infinity.
+    """
+    height, width = shape
+    basis, norm = _basis_and_norm(blocks, shape, name, min(rank + _MORE, width, height))
     thin, at = np.empty((height, basis.shape[1])), 0
-    for difference in _differences(tensor, base):
+    for difference in blocks():
         np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
         at += len(difference)
     eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
@@ -107,9 +128,11 @@ def memory_of(shape: Sequence[int], rank: int) -> int:
     return 8 * (height + width) * _PASSES * count + 4 * 3 * width * count + 16 * _BLOCK
 
 
-def _basis_and_norm(tensor: StoredTensor, base: StoredTensor, name: str, count: int) -> tuple[_Array, float]:
-    """Return an orthonormal basis of three passes from `count` random vectors, and ‖D‖². Raises as `nearest`."""
-    width = tensor.shape[1]
+def _basis_and_norm(
+    blocks: Callable[[], Iterator[_Array]], shape: Sequence[int], name: str, count: int
+) -> tuple[_Array, float]:
+    """Return an orthonormal basis of three passes from `count` random vectors, and ‖D‖². Raises as `nearest_to`."""
+    width = shape[1]
     chance = np.random.default_rng(zlib.crc32(name.encode("utf-8", "surrogatepass")))
     block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
     # in float64, because the residual is the difference of two sums of squares
@@ -117,7 +140,7 @@ def _basis_and_norm(tensor: StoredTensor, base: StoredTensor, name: str, count: 
     norm = 0.0
     for number in range(_PASSES):
         applied = np.zeros((width, count), np.float32)
-        for difference in _differences(tensor, base):
+        for difference in blocks():
             if number == 0:
                 wide = difference.reshape(-1).astype(np.float64)
                 norm += float(np.dot(wide, wide))
@@ -164,10 +187,10 @@ def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[_Array]:
     step = max(1, _BLOCK // max(1, tensor.shape[1]))
     for ours, theirs in zip(row_blocks(tensor, step), row_blocks(base, step), strict=True):
         with np.errstate(all="ignore"):  # NaN and infinity are refused by name
-            yield _single(ours, tensor.dtype) - _single(theirs, base.dtype)
+            yield single(ours, tensor.dtype) - single(theirs, base.dtype)
 
 
-def _single(stored: _Array, dtype: DType) -> _Array:
+def single(stored: _Array, dtype: DType) -> _Array:
     """Return stored elements as float32."""
     if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
