@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from lora_tool.core.choices import TextEnum, wrong_value
-from lora_tool.core.errors import ExecutionError
+from lora_tool.core.errors import ExecutionError, LoraToolError
 from lora_tool.core.tensors import DType
 
 # The arguments of the compiled kernel, as `merge.c` lays it out.
@@ -83,6 +83,10 @@ VERSION = 1
 """Of the functions in `merge.c`, and of the arithmetic that they define."""
 TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
 """The types that it reads and writes."""
+COMPARABLE = (DType.BF16, DType.F16)
+"""Those of `Kernel.compare`."""
+COMPARED = 1024
+"""Elements of which `Kernel.compare` gives the largest error."""
 
 
 @enum.unique
@@ -180,6 +184,19 @@ class Kernel(Struct, frozen=True, kw_only=True):
         done = self.library.lora_tool_scan(self.level.number, file, offset, nbytes, width, mask, seen)
         return Seen(*seen) if done else None
 
+    def compare(
+        self, elements: tuple[int, int], types: tuple[DType, DType], change: int, count: int, largest: int
+    ) -> tuple[float, float, float, float]:
+        """Return the sums of error², change², moved² and moved·change of elements, stored and of the base, and `change`.
+
+        `count` is a multiple of eight. At `largest` is written what each `COMPARED` of them are off at most, float32, in
+        half units in the last place.
+        """
+        totals = (ctypes.c_double * 4)()
+        listed = (ctypes.c_void_p * 2)(*elements), (ctypes.c_int * 2)(*(TYPES[each] for each in types))
+        self.library.lora_tool_compare(self.level.number, *listed, change, count, largest, totals)
+        return totals[0], totals[1], totals[2], totals[3]
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
@@ -196,6 +213,13 @@ def kernel() -> Kernel | None:
     the level that it requires.
     """
     return asked_for(os.environ.get(VARIABLE) or "auto", FILE)
+
+
+def any_kernel() -> Kernel | None:
+    """Return the kernel for what is only read: None where `kernel` refuses the setting, which a merge reports."""
+    with contextlib.suppress(LoraToolError):
+        return kernel()
+    return None
 
 
 @lru_cache
@@ -283,13 +307,15 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_write.argtypes = [number, pointer, size, size, size]
     library.lora_tool_pass.argtypes = [number, pointer, pointer, size]
     library.lora_tool_scan.argtypes = [number, number, size, size, number, ctypes.c_uint64, pointer]
+    library.lora_tool_compare.argtypes = [number, pointer, pointer, pointer, size, pointer, pointer]
+    library.lora_tool_compare.restype = None
     library.lora_tool_write.restype = library.lora_tool_pass.restype = size
     return library
 
 
 _ROWS, _COLUMNS, _DEPTH = 13, 37, 5
 _GROUP, _GROUPS = 12, 4
-CHECKSUM = 2822294617
+CHECKSUM = 2483084761
 """Of what `checksum` computes, by the definition in `merge.c`."""
 
 
@@ -307,7 +333,8 @@ def trial() -> tuple[list[float], list[float], list[int]]:
 
 def checksum(kernel: Kernel) -> int:
     """Return the CRC-32 of what the kernel makes of `trial`: of W + 0.3·(B·A) and W + B·A + 0.3·(B·A), stored as each type
-    from each type; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as codes again.
+    from each type; then of the bytes of W as codes: their numbers + 0.3·(B·A), and these as codes again; then of how far
+    W is from itself, shifted, as each type.
     """
     b, a, bits = trial()
     at = ctypes.addressof
@@ -330,6 +357,12 @@ def checksum(kernel: Kernel) -> int:
     for kind in range(3):
         for part in _of_codes(kernel, kind, weights, scaled):
             total = zlib.crc32(part, total)
+    begin, count = ctypes.addressof(weights), len(bits) // 8 * 8 - 8
+    change = (ctypes.c_double * count)(*(b[at % len(b)] for at in range(count)))
+    for types in (DType.BF16, DType.F16), (DType.F16, DType.BF16):
+        most = ctypes.c_float()
+        sums = kernel.compare((begin, begin + 2), types, ctypes.addressof(change), count, ctypes.addressof(most))
+        total = zlib.crc32(repr((*sums, most.value)).encode(), total)
     return total
 
 

@@ -83,6 +83,13 @@ typedef void int8_function(uint8_t *out, const float *numbers, float scale, int6
 
 typedef void scan_function(const void *block, int64_t count, uint64_t mask, uint64_t *seen);
 
+typedef __attribute__((vector_size(16))) uint16_t eight_halves;
+typedef __attribute__((vector_size(32))) int32_t eight_words;
+typedef __attribute__((vector_size(32))) float eight_floats;
+typedef __attribute__((vector_size(64))) double eight_doubles;
+typedef float compare_function(const uint16_t *stored, const uint16_t *base, const int *types, const double *change,
+                               int64_t count, double *totals);
+
 struct words {
     int rows, columns; /* of a tile */
     product_function *product;
@@ -95,6 +102,7 @@ struct words {
     extremes_function *extremes;
     column_extremes_function *column_extremes;
     scan_function *scan[4]; /* of 1, 2, 4 and 8 bytes */
+    compare_function *compare;
 };
 
 static inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
@@ -427,6 +435,18 @@ EXPORT int lora_tool_convert(int level, const void *source, int source_type, voi
     uint32_t largest = words->convert[source_type][out_type](source, out, count);
     restore_mode(before);
     return largest >= too_large[out_type];
+}
+
+/* Compare `count` elements, a multiple of eight: from[0] as stored, from[1] of the base. Write the largest |error| of each
+ * 1024, in half units in the last place that is stored, and add up error², change², moved² and moved·change. */
+EXPORT void lora_tool_compare(int level, const uint16_t *const *from, const int *types, const double *change,
+                              int64_t count, float *largest, double *totals) {
+    mode_type before = ieee_mode();
+    for (int64_t at = 0; at < count; at += 1024) {
+        const int64_t some = least_of(count - at, 1024);
+        *largest++ = words_of(level)->compare(from[0] + at, from[1] + at, types, change + at, some, totals);
+    }
+    restore_mode(before);
 }
 
 #include "files.h"

@@ -45,6 +45,7 @@ TARGET static void NAME(product)(float *tile, const float *left, const float *ri
 }
 
 #include "codes.h"
+#include "compare.h"
 
 /* Return the largest |result|, as LARGEST gives it. What lies beyond the last column goes by way of a line of its own. */
 #define STEPS(in, in_type, out, out_type)                                                                              \
@@ -134,6 +135,7 @@ static const struct words NAME(words) = {
     NAME(numbers),  NAME(e4m3_of), NAME(int8_of),         NAME(ratios),  NAME(extremes),
     NAME(column_extremes),
     {NAME(scan_8), NAME(scan_16), NAME(scan_32), NAME(scan_64)},
+    NAME(compare),
 };
 
 #undef JOINED

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from lora_tool.core.tensors import DType
+from lora_tool.native.library import COMPARABLE, COMPARED, any_kernel
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
 from lora_tool.verification.recompute import Recomputed
 from lora_tool.verification.tally import Tally
+
+_EIGHT = 8
+"""Elements that the kernel compares together."""
 
 
 def tally_of(
@@ -29,41 +33,75 @@ def tally_of(
     that of `dtype`.
     """
     within = float(wide.type(bounds[0].of_result))
-    tally, places = _seen(stored, dtype, expected, within, steps)
+    seen = _seen_by_kernel(stored, dtype, expected, within, wide) if steps is None else None
+    if seen is None:
+        tally, ratio = _seen_by_numpy(stored, dtype, expected.widened(wide), steps)
+        places = _beyond(ratio, within, tally)
+    else:
+        tally, places = seen
     if places.size:
         _look_closer(tally, places, stored, dtype, expected, bounds, wide, steps)
     return tally
 
 
-def _seen(
-    stored: Bytes, dtype: DType, expected: Recomputed, within: float, steps: Array | None = None
-) -> tuple[Tally, Array]:
-    """Return the tally, and the places of the values that are off by more than `within` half ulps.
+def _beyond(ratio: Array, within: float, tally: Tally) -> Array:
+    """Return where a ratio is beyond the bound, which NaN is; the tally is given the largest of the others."""
+    largest, places = ratio.max(initial=0.0), np.empty(0, np.intp)
+    if not largest <= within:
+        places = np.flatnonzero(~(ratio <= within))
+        ratio.reshape(-1)[places] = 0
+        largest = ratio.max()
+    tally.ulps = max(tally.ulps, float(largest) / 2)
+    return places
 
-    Of these the tally has the sums, and nothing in `ulps`.
+
+def _seen_by_kernel(
+    stored: Bytes, dtype: DType, expected: Recomputed, within: float, wide: np.dtype[Any]
+) -> tuple[Tally, Array] | None:
+    """Return the tally, and where values are beyond the bound; None where the kernel cannot, and where nothing moved,
+    which squares may hide.
     """
+    size, base = expected.base.size, expected.stored_as
+    if dtype not in COMPARABLE or base not in COMPARABLE or size % _EIGHT or (found := any_kernel()) is None:
+        return None
+    change, largest = np.ascontiguousarray(expected.change), np.empty(-(-size // COMPARED), np.float32)
+    elements = stored.ctypes.data, expected.base.ctypes.data
+    error, changed, moved, dot = found.compare(elements, (dtype, base), change.ctypes.data, size, largest.ctypes.data)
+    if not moved:
+        return None
+    tally = Tally(compared=size, moved=True, error_squares=error, change_squares=changed, moved_squares=moved, dot=dot)
+    parts = _beyond(largest, within, tally)
+    if not parts.size:
+        return tally, parts
+    places = (parts[:, None] * COMPARED + np.arange(COMPARED)).reshape(-1)
+    places = places[places < size]
+    chosen = expected.part(*np.divmod(places, expected.base.shape[1])).widened(wide)
+    _, ratio = _seen_by_numpy(_elements(stored, dtype, places), dtype, chosen, None)
+    return tally, places[_beyond(ratio, within, tally)]
+
+
+def _elements(stored: Bytes, dtype: DType, places: Array) -> Bytes:
+    return stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8)
+
+
+def _seen_by_numpy(stored: Bytes, dtype: DType, expected: Recomputed, steps: Array | None) -> tuple[Tally, Array]:
+    """Return the sums over the values, and by how many half units in the last place each is off."""
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
     steps = half_ulps(values, dtype) if steps is None else steps
     moved = np.subtract(values, expected.base, out=values)  # in memory that is in the cache
     error = moved - expected.change
-    np.abs(error, out=error)
-    ratio = error / steps
-    largest = ratio.max(initial=0.0)
-    places = np.empty(0, np.intp)
-    if not largest <= within:  # which NaN is not
-        fine = ratio <= within
-        largest, places = ratio.max(initial=0.0, where=fine), np.flatnonzero(~fine)
     moved_squares = _dot(moved, moved)
     tally = Tally(
         compared=error.size,
-        ulps=float(largest) / 2,
         moved=moved_squares != 0 or bool(moved.any()),
         error_squares=_dot(error, error),
         change_squares=_dot(expected.change, expected.change),
         moved_squares=moved_squares,
         dot=_dot(moved, expected.change),
     )
-    return tally, places
+    np.abs(error, out=error)
+    error /= steps
+    return tally, error
 
 
 def _look_closer(
@@ -78,8 +116,8 @@ def _look_closer(
 ) -> None:
     """Count the values outside the bounds, of those at `places`, each with its own size of change and product."""
     rows, columns = np.divmod(places, expected.base.shape[1])
-    found = decode(stored.view(f"V{dtype.bits // 8}")[places].view(np.uint8), dtype, wide)
-    chosen = expected.part(rows, columns)
+    found = decode(_elements(stored, dtype, places), dtype, wide)
+    chosen = expected.part(rows, columns).widened(wide)
     off = np.abs(found - chosen.base - chosen.change)
     both_nan = np.isnan(found) & np.isnan(chosen.base)
     kept = (chosen.change == 0) & (both_nan | (found == chosen.base))  # a NaN or infinity that the base has

@@ -115,13 +115,19 @@ class Files(OpenFiles):
         self.read_exactly(whole.path, whole.offset, stored.data)
         return stored.view(f"u{whole.itemsize}").reshape(whole.columns, whole.rows).T
 
-    def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode | None = None) -> Bytes:
-        """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
-        return self.ranges(tensor, rows, rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8, decode)
+    def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode | None = None, place: str = "") -> Bytes:
+        """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones.
 
-    def ranges(self, tensor: StoredTensor, rows: Rows, row_bytes: int, decode: Decode | None = None) -> Bytes:
+        With a `place` they are valid until this thread reads into it again.
+        """
+        return self.ranges(tensor, rows, rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8, decode, place)
+
+    def ranges(
+        self, tensor: StoredTensor, rows: Rows, row_bytes: int, decode: Decode | None = None, place: str = ""
+    ) -> Bytes:
         """Do what `rows` does where a row has so many bytes, whatever the tensor's shape."""
-        out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
+        nbytes = sum(last - first for first, last in rows) * row_bytes
+        out = self._room.of(place, (nbytes,), np.dtype(np.uint8)) if place else np.empty(nbytes, np.uint8)
         sizes = [(last - first) * row_bytes for first, last in rows]
         places = [out.data[end - nbytes : end] for nbytes, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
         starts = (first * row_bytes for first, _ in rows)
@@ -139,8 +145,8 @@ class Files(OpenFiles):
             ranges = [(above + first, above + last) for first, last in rows]
             out[...] = tiled_again(encoding, ranges, self.ranges).reshape(-1).view(np.uint8)
         else:
-            for start, place in zip(starts, places, strict=True):
-                fill(place, tensor, start, self.read_exactly, decode or self._decode)
+            for start, target in zip(starts, places, strict=True):
+                fill(target, tensor, start, self.read_exactly, decode or self._decode)
         return out
 
     def columns(self, tensor: StoredTensor, columns: Array) -> Bytes:

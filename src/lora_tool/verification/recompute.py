@@ -15,9 +15,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.core.choices import assert_never
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import read_columns
+from lora_tool.native.library import COMPARABLE, any_kernel
 from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plans.core.ops import (
     BiasDelta,
@@ -45,7 +46,7 @@ _DOUBLE = np.dtype(np.float64)
 
 
 class Recomputed(Struct, frozen=True):
-    """Rows of a tensor as they should be: `base` + `change`, both [rows, columns] in the working type."""
+    """Rows of a tensor as they should be: `base` + `change`, both [rows, columns], in the working type or wider."""
 
     base: Array
     change: Array
@@ -53,6 +54,17 @@ class Recomputed(Struct, frozen=True):
     """‖b‖·‖a‖ of the values at given rows and columns: asked for only where it decides."""
     room: Products | None = None
     """How much further the values at given rows and columns may be off: what an init took out was taken in float32."""
+    stored_as: DType | None = None
+    """The type of which `base` holds the stored bits; None where it holds numbers."""
+
+    def widened(self, wide: np.dtype[Any]) -> Recomputed:
+        """Return the same as numbers of the working type."""
+        base, change = self.base, self.change.astype(wide, copy=False)
+        if self.stored_as is not None:
+            base = decode(np.ascontiguousarray(base).reshape(-1).view(np.uint8), self.stored_as, wide).reshape(
+                base.shape
+            )
+        return replace(self, base=base, change=change, stored_as=None)
 
     def part(self, rows: Array, columns: Array) -> Recomputed:
         """Return the values at these rows and columns, one after the other."""
@@ -96,19 +108,22 @@ class Recomputer:
 
         What is yielded is valid until the next is asked for: the product's memory is used again.
         """
-        product = self._product(op, rows)
         width = rows_and_columns(op.shape)[1]
-        source = None if isinstance(op, FactorOp) else (op, self._files.rows(op.source, rows))
+        if isinstance(op, FactorOp):
+            for part in split(rows, width):
+                yield part, self._factor(op, part, wide)
+            return
+        product, dtype = self._product(op, rows), op.source.dtype
+        source, plain = self._files.rows(op.source, rows, place="source"), isinstance(op, LoraDelta) and op.init is None
+        at_once = plain and dtype in COMPARABLE and any_kernel() is not None
         at = 0
-        for part in split(rows, width):
-            height = sum(last - first for first, last in part)
-            inside = slice(at, at + height)
-            if source is None:
-                yield part, self._expected(op, part, product.part(inside), wide)
-            else:
-                base = decode(some_rows(source[1], inside, op.source.dtype, width), op.source.dtype, wide)
-                yield part, self._changed(source[0], part, base.reshape(-1, width), product.part(inside), wide)
-            at += height
+        for part in [rows] if at_once else split(rows, width):
+            inside = slice(at, at := at + sum(last - first for first, last in part))
+            stored, own = some_rows(source, inside, dtype, width), product.part(inside)
+            numbers = Recomputed(
+                stored.view(FLOATS[dtype].bits).reshape(-1, width), own.values, own.norms, stored_as=dtype
+            )
+            yield part, numbers if plain else self._changed(op, part, numbers.widened(wide).base, own, wide)
 
     def whole(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Recomputed:
         """Return the given rows of what `op` makes, all at once."""

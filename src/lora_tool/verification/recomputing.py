@@ -86,7 +86,7 @@ class Recomputing:
         width = rows_and_columns(part.stored.shape)[1]
         for rows in ranges:
             with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
-                stored, at = self._files.rows(part.stored, rows), 0
+                stored, at = self._files.rows(part.stored, rows, place="stored"), 0
                 for some, expected in self._recomputer.blocks(op, rows, wide):
                     inside = slice(at, at := at + len(expected.base))
                     steps = None if part.written is None else half_steps(part, some, self._files)

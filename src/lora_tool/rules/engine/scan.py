@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.errors import LoraToolError, SourceChanged
+from lora_tool.core.errors import SourceChanged
 from lora_tool.core.machine import available_cores
 from lora_tool.core.records import kept
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
@@ -174,11 +174,9 @@ def scans_of(_: AdapterDir) -> Scans:
 
 def _kernel() -> Kernel | None:
     """Return the compiled kernel, None without one: values are also judged where a merge would refuse its setting."""
-    from lora_tool.native.library import kernel  # imports ctypes, which only large tensors need
+    from lora_tool.native.library import any_kernel  # imports ctypes, which only large tensors need
 
-    with contextlib.suppress(LoraToolError):
-        return kernel()
-    return None
+    return any_kernel()
 
 
 def scan_compiled(kernel: Kernel, tensor: StoredTensor, opened: Opener, stopped: threading.Event) -> WeightScan | None:
