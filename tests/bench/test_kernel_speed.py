@@ -62,7 +62,8 @@ import numpy as np
 import pytest
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import VARIABLE, KernelTerm, kernel
+from lora_tool.native.library import VARIABLE, kernel
+from lora_tool.native.structures import KernelTerm
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import Run, interleaved, ratio
 from tests.bench.test_merge_speed import LAYERS, PEFT_MERGE

@@ -10,7 +10,8 @@ import numpy as np
 
 from lora_tool.core.tensors import DType
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.native.library import TYPES, Kernel, KernelLevel, KernelTerm
+from lora_tool.native.library import TYPES, Kernel, KernelLevel
+from lora_tool.native.structures import KernelTerm
 
 Array = np.ndarray[Any, Any]
 

@@ -16,8 +16,9 @@ from lora_tool.formats.quantised.coded import Code, Scaled, Table, eight_bits, i
 from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8, Tiled
 from lora_tool.formats.quantised.grids import Requantisable
-from lora_tool.native.library import TYPES, Kernel, KernelLevel, KernelTerm
+from lora_tool.native.library import TYPES, Kernel, KernelLevel
 from lora_tool.native.rows import KINDS, CodedRows
+from lora_tool.native.structures import KernelTerm
 from tests.native.cases import Array, Case, Factor, assert_right, drawn_factor, packed
 
 OF_CODES = 16

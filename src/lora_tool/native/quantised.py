@@ -14,8 +14,9 @@ from lora_tool.formats.quantised.decoding import Arithmetic
 from lora_tool.formats.quantised.encodings import BnbInt8
 from lora_tool.formats.quantised.grids import Grid, Requantisable, grid_of, limits, scales_of, type_of_codes
 from lora_tool.formats.quantised.requantising import Rounding
-from lora_tool.native.library import TYPES, Codes, Kernel, Storing, kernel
+from lora_tool.native.library import TYPES, Kernel, kernel
 from lora_tool.native.rows import KINDS, CodedRows
+from lora_tool.native.structures import Codes, Storing
 
 _COLUMNS, _CACHED = 512, 1 << 20
 """Columns that are computed together, where so many rows of a tile have no more than that many weights."""

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
-from lora_tool.native.library import TYPES, Codes, Kernel, KernelTerm, Storing
+from lora_tool.native.library import TYPES, Kernel
+from lora_tool.native.structures import Codes, KernelTerm, Storing
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.coded import Scaled

@@ -20,8 +20,9 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.grids import Requantisable, grid_of, is_requantisable
-from lora_tool.native.library import TYPES, KernelLevel, KernelTerm, kernel
+from lora_tool.native.library import TYPES, KernelLevel, kernel
 from lora_tool.native.rows import WRITE_BYTES, CodedRows, FileRows, PlainRows
+from lora_tool.native.structures import KernelTerm
 from lora_tool.plans.core.factor_ops import FactorOp
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
 from lora_tool.plans.core.terms import LoraTerm
