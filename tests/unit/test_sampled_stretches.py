@@ -55,7 +55,7 @@ def test_what_differs_is_counted(tmp_path: Path, shape: tuple[int, int], width: 
     every = [(first, last) for first, last in product(ends, ends) if 0 <= first < last <= meant.size]
     asked = [(part, [(first * width, (last - first) * width)]) for first, last in every]
     with Copies() as files:
-        found = files.look_at_each(asked)
+        found = [files.look(*each) for each in asked]
     for (first, last), tally in zip(every, found, strict=True):
         inside = [at for at in wrong if first <= at < last]
         known = (last - first, len(inside), inside[0] + 100 if inside else None, bool(inside))

@@ -148,7 +148,7 @@ class _Checking(Struct, frozen=True, kw_only=True):
     @ieee_arithmetic()  # a subnormal weight taken for zero would be found wrong
     def _look_at_each(self, looks: Sequence[_Look]) -> list[Tally]:
         copied = [(look.part, look.stretches) for look in looks if look.stretches]
-        compared = self.copies.look_at_each(copied)
+        compared = [self.copies.look(part, some) for part, some in copied]
         self.progress(sum(_nbytes(tally, part) for tally, (part, _) in zip(compared, copied, strict=True)))
         found = iter(compared)
         return [next(found) if look.stretches else self._recomputed(look) for look in looks]

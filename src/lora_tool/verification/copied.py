@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lora_tool.core.tensors import Span, StoredTensor, TransposedSpan
@@ -26,10 +26,6 @@ class Copies(OpenFiles):
         self._decoding: Files | None = None
         self._making = threading.Lock()
         self._local = threading.local()
-
-    def look_at_each(self, parts: Sequence[tuple[Compared, Iterable[Stretch]]]) -> list[Tally]:
-        """Return the tally of each part's stretches; see `look`."""
-        return [self.look(part, stretches) for part, stretches in parts]
 
     def look(self, part: Compared, stretches: Iterable[Stretch]) -> Tally:
         """Return the tally of the stretches, byte by byte. Raises `SourceChanged` where a file ends early, `OSError`."""
