@@ -40,6 +40,8 @@ class Sizes:
 
 SMALL = Sizes(hidden=2048, intermediate=5632, vocabulary=32000, heads=32, kv_heads=4)
 """14 layers are 1.5 GB of bf16, 31 layers 3.0 GB."""
+EIGHT_BILLION = Sizes(hidden=4096, intermediate=14336, vocabulary=128256, heads=32, kv_heads=8)
+"""Llama 3's: 32 layers are 16.1 GB."""
 
 
 def make_base(folder: Path, *, layers: int, shards: int = 3, sizes: Sizes = SMALL) -> None:
