@@ -24,9 +24,9 @@ class Negate(_RowOperation, frozen=True, kw_only=True):
         return (Negate(source=rows_of(self.source, start, rows)),)
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
-        return _described(self, self.source, input_names)
+        return _described(self, input_names)
 
-    def reference(self, read: Read) -> Values:
+    def reference(self, read: ReadValues) -> Values:
         return -read(self.source)
 
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TaskType,
+    VeraConfig,
+    get_peft_model,
+)
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 
@@ -31,9 +45,19 @@ ONLY_PEFT: dict[str, dict[str, Any]] = {
 }
 
 
-def adapter_of(base: Path, folder: Path, lora: dict[str, Any], task: Task) -> Path:
-    task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
-    model = get_peft_model(load_model(base, task), LoraConfig(task_type=task_type, **lora))
+METHODS: dict[str, PeftConfig] = {
+    "adalora": AdaLoraConfig(init_r=6, target_r=4, target_modules=Q["target_modules"], total_step=10),
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": LoHaConfig(r=4, alpha=8, target_modules=Q["target_modules"]),
+    "lokr": LoKrConfig(r=4, alpha=8, target_modules=Q["target_modules"]),
+    "oft": OFTConfig(oft_block_size=4, target_modules=Q["target_modules"]),
+    "vera": VeraConfig(r=4, target_modules=["q_proj"]),
+}
+
+
+def adapter_of(base: Path, folder: Path, method: PeftConfig, task: Task) -> Path:
+    method.task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
+    model = get_peft_model(load_model(base, task), method)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -46,7 +70,7 @@ def adapter_of(base: Path, folder: Path, lora: dict[str, Any], task: Task) -> Pa
 @pytest.mark.parametrize("name", ONLY_PEFT)
 def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path: Path, call: Caller) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
-    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT[name], task)
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT[name]), task)
     arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours")
     refused = call(*arguments)
     assert refused.code == 3
@@ -68,9 +92,52 @@ def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "ours", "theirs"}
 
 
+@pytest.mark.parametrize("task", ["causal-lm", "seq-cls"])
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_of_peft(name: str, task: Task, tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", replace(METHODS[name]), task)
+    arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours")
+    refused = call(*arguments)
+    assert refused.code == 1
+    assert "LT217" in refused.err
+    assert "--allow-in-memory" in refused.err
+    done = call(*arguments, "--allow-in-memory")
+    assert done.code == 0, done.err
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
+    ours = saved_tensors(tmp_path / "ours")
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []
+    manifest = json.loads((tmp_path / "ours" / "lora_tool.json").read_text())
+    assert manifest["counts"]["merged"] >= 2
+    checked = call("verify", tmp_path / "ours")
+    assert checked.code == 0, checked.err
+    assert f"peft_type {name.upper()}, which is not LoRA" in checked.out + checked.err
+
+
+def test_a_method_without_a_change_of_weights_stays_refused(tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    prompts = PromptTuningConfig(num_virtual_tokens=2)
+    adapter = adapter_of(base, tmp_path / "adapter", prompts, "causal-lm")
+    done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert done.code == 3
+    assert "PROMPT_TUNING, which acts while the model runs" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_methods_on_tied_ends_stay_refused(tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=True)
+    adapter = adapter_of(base, tmp_path / "adapter", LoHaConfig(r=4, target_modules=["q_proj", "lm_head"]), "causal-lm")
+    done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert done.code == 3
+    assert "PEFT's merge would change both ends" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
 def test_too_little_memory_and_dry_run(tmp_path: Path, call: Caller) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
-    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT["mica"], "causal-lm")
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT["mica"]), "causal-lm")
     arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
     with mock.patch.object(in_memory, "available_bytes", lambda: 1 << 20):
         refused = call(*arguments)
@@ -84,7 +151,7 @@ def test_too_little_memory_and_dry_run(tmp_path: Path, call: Caller) -> None:
 
 def test_a_tensor_that_peft_would_leave_out_is_an_error(tmp_path: Path, call: Caller) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
-    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT["mica"], "causal-lm")
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT["mica"]), "causal-lm")
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = next(name for name in tensors if "q_proj.lora_A" in name)
     save_file(
@@ -98,7 +165,7 @@ def test_a_tensor_that_peft_would_leave_out_is_an_error(tmp_path: Path, call: Ca
 
 def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
-    adapter = adapter_of(base, tmp_path / "adapter", Q, "causal-lm")
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**Q), "causal-lm")
     config = json.loads((adapter / "adapter_config.json").read_text())
     for field, value in {"init_lora_weights": "lora_ga", "alora_invocation_tokens": [1], "use_qalora": True}.items():
         (adapter / "adapter_config.json").write_text(json.dumps(config | {field: value}))
@@ -113,7 +180,7 @@ def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) ->
 def test_one_matrix_for_two_ends_stays_refused(end: str, tmp_path: Path, call: Caller) -> None:
     base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=True)
     lora = Q | {"target_modules": ["q_proj", end], "init_lora_weights": "mica"}
-    adapter = adapter_of(base, tmp_path / "adapter", lora, "causal-lm")
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**lora), "causal-lm")
     done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
     assert done.code == 3
     assert f"`base_model.model.{'model.' if end == 'embed_tokens' else ''}{end}." in done.err
@@ -146,7 +213,7 @@ def test_an_adapter_that_peft_would_not_read_whole(form: str, tmp_path: Path, ca
     """Of a raw state dict, or in a torch file, with the embeddings that PEFT saves beside it."""
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
     lora = ONLY_PEFT["pissa-dora"] | {"target_modules": ["q_proj", "embed_tokens"]}
-    adapter = adapter_of(base, tmp_path / "adapter", lora, "causal-lm")
+    adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**lora), "causal-lm")
     theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
     tensors = saved_tensors(adapter)
     weights = adapter / "adapter_model.safetensors"

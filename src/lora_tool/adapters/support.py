@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from lora_tool.adapters.view import AdapterView
+from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
@@ -79,8 +79,7 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
             text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", the spelling that PEFT knows'
         )
     elif not config.has_known_type:
-        text = f"peft_type {config.peft_type}, which is not LoRA"
-        yield Refusal(text=text, hint=WITH_PEFT)
+        yield _only_peft(f"peft_type {config.peft_type}, which is not LoRA")
     for name in config.refused:
         field = _REFUSED_FIELDS[name]
         yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)
@@ -131,6 +130,15 @@ def require_mergeable(view: AdapterView) -> None:
         error = UnsupportedAdapter if fatal else OnlyInMemory
         message = f"{view.config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
         raise error(message, hint=(fatal or found)[0].hint)
+
+
+def require_lora(adapters: Iterable[AdapterDir]) -> None:
+    """Return if all are LoRA. Raises `OnlyInMemory` for another of PEFT's methods, `UnsupportedAdapter` for one that has
+    no ΔW.
+    """
+    for adapter in adapters:
+        if adapter.config is not None and adapter.config.is_of_another_kind:
+            require_mergeable(view_of(adapter))
 
 
 def require_weightable(adapters: Sequence[AdapterDir], weights: Sequence[float]) -> None:

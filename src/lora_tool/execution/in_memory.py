@@ -105,17 +105,18 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
     PEFT does not know the names of a raw state dict, and we never give it a torch file.
     """
     whole = all(file.path.suffix != TORCH_SUFFIX for file in adapter.weights.files)
-    if adapter.config is None or (whole and all(key.canonical == name for name, key in adapter.keys.items())):
+    known = _names_in_peft(adapter)
+    if adapter.config is None or (whole and all(theirs == name for name, theirs in known.items())):
         return adapter.root
     import torch
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, key in adapter.keys.items():
+    for name, theirs in known.items():
         stored = adapter.tensors[name]
         data = bytearray(read_part(stored, 0, stored.nbytes))
         tensor = torch.frombuffer(data, dtype=getattr(torch, FLOAT_NAMES[stored.dtype])).reshape(stored.shape)
-        if not torch.equal(tensors.setdefault(key.canonical, tensor), tensor):
+        if not torch.equal(tensors.setdefault(theirs, tensor), tensor):
             raise UnsupportedAdapter(
                 f"{stored.path}: `{name}`: differs from another tensor of the same module, and PEFT would load only one of them"
             )
@@ -125,12 +126,19 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
     return folder
 
 
+def _names_in_peft(adapter: AdapterDir) -> dict[str, str]:
+    """Return PEFT's name for each tensor of the file; those of other methods than LoRA are as PEFT saved them."""
+    if adapter.config is not None and adapter.config.is_of_another_kind:
+        return {name: name for name in adapter.tensors}
+    return {name: key.canonical for name, key in adapter.keys.items()}
+
+
 def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # noqa: ANN401 - a PeftModel
     """Raise unless every tensor of the adapter's file is one of the model's: PEFT silently ignores others."""
     from peft import get_peft_model_state_dict
 
     loaded = get_peft_model_state_dict(model, adapter_name=name)
-    own = {key.canonical for key in adapter.keys.values()}
+    own = set(_names_in_peft(adapter).values())
     # whole tensors of the model, as of resized embeddings, are loaded into it
     left = sorted(own - loaded.keys() - model.state_dict().keys())
     missing = [tensor for tensor in loaded if tensor not in own and ".base_layer." not in tensor]

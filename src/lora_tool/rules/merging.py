@@ -27,18 +27,21 @@ _OF_SHAPES = "LT317"
 """The rule about a config that its weights contradict."""
 _OF_TIED = "LT514"
 """The rule about two values for one matrix; `untie` makes two matrices of it."""
+_OF_METHOD = "LT217"
+"""The rule about adapters that are not LoRA; PEFT merges most of them."""
 
 
 class MergeJudge(Struct, frozen=True, kw_only=True):
     """The options of a merge, and the rules that judge it. Codes are checked when the rules first run.
 
     `task` and `num_labels` are the given ones, None where adapter and base state them; `untie` makes tied ends two
-    matrices; `ask` is `Judge`'s. An error of an ignored rule refuses all the same where it leaves nothing to compute.
+    matrices; `by_peft` allows PEFT's other methods; `ask` is `Judge`'s. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
     num_labels: int | None = None
     untie: bool = False
+    by_peft: bool = False
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
@@ -97,7 +100,8 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         return self._refuse(judged, None)
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
-        fitting = [each for each in chosen() if not (self.untie and each.code == _OF_TIED)]
+        moot = {_OF_TIED} if self.untie else {_OF_METHOD} if self.by_peft else set()
+        fitting = [each for each in chosen() if each.code not in moot]
         selected = chosen(self.select, self.ignore)
         rules = tuple(each for each in fitting if each in selected)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task, ask=self.ask)

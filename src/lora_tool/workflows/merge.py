@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from lora_tool.adapters.support import require_lora
 from lora_tool.adapters.weighted import all_weighted
 from lora_tool.checkpoints import (
     AdapterDir,
@@ -236,6 +237,8 @@ def planned(
     one machine is `alone` with the work.
     """
     try:
+        if options.allow_in_memory:
+            require_lora(inputs.adapters)
         plan = plan_merge(inputs.base, inputs.adapters, replace(options, weights=inputs.weights or None))
     except OnlyInMemory as why:
         if not options.allow_in_memory or options.text_only or options.base_as:

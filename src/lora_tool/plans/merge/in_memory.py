@@ -88,7 +88,7 @@ def ask_in_memory(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanO
             hint=give_full_precision(source_of(base.root).hub_id, base.config, base.root),
         )
     inputs = inputs_of(base, adapters, options.weights)
-    judge = judge_of(replace_option(options, untie=False))  # PEFT leaves tied ends tied
+    judge = replace(judge_of(replace_option(options, untie=False)), by_peft=True)  # PEFT leaves tied ends tied
     report = judge.as_stored(inputs.adapters, base)
     with judge.reading(base):
         model = read_model(base, inputs.adapters, Task(options.task))

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from lora_tool.adapters.support import require_lora
 from lora_tool.adapters.weighted import all_weighted
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model, resolve
@@ -56,6 +57,7 @@ class Provenance(Struct, frozen=True, kw_only=True):
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
         try:
+            require_lora(self.adapters)
             return self.plan(), ""
         except UnsupportedAdapter as error:
             return None, str(error)

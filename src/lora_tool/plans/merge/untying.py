@@ -7,13 +7,15 @@ refused, unless the ends are to be untied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from msgspec.structs import replace
 
 from lora_tool.adapters.support import UNMERGED
 from lora_tool.adapters.view import view_of
+from lora_tool.checkpoints import AdapterDir
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import PREFIX
 from lora_tool.core.tensors import StoredTensor, TensorAction, TensorSpec
 from lora_tool.plans.core.ops import copied_as
 from lora_tool.plans.core.steps import Step
@@ -58,12 +60,26 @@ def _tokens_of_one_end(draft: Draft, tied: TiedEmbeddings) -> StoredTensor | Non
 
 
 def require_no_lora_on_tied_ends_in_memory(model: Model) -> None:
-    """Raise `UnsupportedAdapter` where PEFT would merge LoRA into an end of tied embeddings, and so into both."""
+    """Raise `UnsupportedAdapter` where PEFT would merge a change of one end of tied embeddings, and so change both."""
     tied = tied_ends(model.base, model.arch, model.facts, tied_copies(model.base, model.arch, model.facts))
-    for layer in (layer for adapter in model.adapters for layer in view_of(adapter).layers) if tied else ():
-        name = f"{layer.target}.weight"
-        if tied is not None and (name == tied.output or (layer.embedding and name in tied.names)):
-            raise UnsupportedAdapter(_changes_both(layer.any_tensor, name), hint=UNMERGED)
+    if tied is None:
+        return
+    for adapter in model.adapters:
+        if adapter.config is not None and adapter.config.is_of_another_kind:
+            _require_ends_untouched(adapter, tied.names | {tied.output})
+        for layer in view_of(adapter).layers:
+            name = f"{layer.target}.weight"
+            if name == tied.output or (layer.embedding and name in tied.names):
+                raise UnsupportedAdapter(_changes_both(layer.any_tensor, name), hint=UNMERGED)
+
+
+def _require_ends_untouched(adapter: AdapterDir, ends: Collection[str]) -> None:
+    """Raise for a tensor of another method than LoRA in a module of `ends`; a module that was saved whole is none."""
+    for tensor in adapter.tensors.values():
+        place = tensor.name.removeprefix(PREFIX)
+        end = next((end for end in ends if place.startswith(f"{end.removesuffix('.weight')}.")), None)
+        if end is not None and place != end:
+            raise UnsupportedAdapter(_changes_both(tensor, end), hint=UNMERGED)
 
 
 def _changes_both(tensor: StoredTensor, name: str) -> str:

@@ -213,10 +213,11 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of another kind.
 
     What it does: Reads `peft_type`.
-    Why it matters: Prompt tuning, IA³, LoHa and similar methods have other tensors, which lora-tool cannot check or
-    merge.
+    Why it matters: Prompt tuning, IA³, LoHa and similar methods have other tensors, which lora-tool cannot check, and
+    which only PEFT can merge.
     Example: `"peft_type": "IA3"`.
-    What to do: Use PEFT for this adapter, or correct `peft_type` if the adapter is LoRA after all.
+    What to do: Use PEFT for this adapter: `lora-tool merge --allow-in-memory ADAPTER` merges it with PEFT, if its method
+    has a ΔW. Correct `peft_type` if the adapter is LoRA after all.
     """
     if subject.config.is_of_another_kind:
         message = f"expected LORA, found {subject.config.peft_type}"
