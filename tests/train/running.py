@@ -20,7 +20,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file, save_file
 
-from lora_tool_train import experimental, guard, launch
+from lora_tool_train import experimental, guard, running
 from lora_tool_train.config import trl_parser
 from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, read_outcomes, write_job
 from lora_tool_train.logbook import this_process
@@ -124,7 +124,7 @@ class Trainings:
         given = {name: value for name, value in table.items() if value is not ...}
         block = {"lora_tool": {"guard": dict(guard)}} if guard else {}
         (place / "run.yaml").write_text(yaml.safe_dump({**given, **block}), encoding="utf-8")
-        with mock.patch.object(launch, "run_guarded", run_here):
+        with mock.patch.object(running, "run_guarded", run_here):
             done = self.call("train", method, "--config", place / "run.yaml", "--json", *words)
         report = done.out[done.out.index('{\n  "schema_version"') :]  # TRL's script has printed in this process, too
         return Trained(done.code, done.err, json.loads(report))
