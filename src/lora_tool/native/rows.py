@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lora_tool.core.tensors import DType
 from lora_tool.native.library import TYPES, Kernel
-from lora_tool.native.structures import Codes, KernelTerm, Storing
+from lora_tool.native.structures import Codes, KernelTerm, Passage, Storing
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.coded import Scaled
@@ -85,27 +85,6 @@ def _codes_of(part: Scaled, scales: NDArray[np.float32], dtype: DType) -> Codes:
     )
 
 
-class _Passage(ctypes.Structure):
-    """`struct passage` of `files.h`."""
-
-    _fields_ = (
-        ("begin", ctypes.c_int64),
-        ("to", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-        ("some", ctypes.c_int64),
-        ("read", ctypes.c_void_p),
-        ("made", ctypes.c_void_p),
-        ("codes", ctypes.POINTER(Codes)),
-        ("storing", ctypes.POINTER(Storing)),
-        ("source", ctypes.c_int32),
-        ("out", ctypes.c_int32),
-        ("source_type", ctypes.c_int32),
-        ("out_type", ctypes.c_int32),
-    )
-
-
 class FileRows(Struct, frozen=True, kw_only=True):
     """Rows `first` to `last` of W, which lie one after the other in a file: numbers, or codes."""
 
@@ -147,7 +126,7 @@ class FileRows(Struct, frozen=True, kw_only=True):
         Codes are stored again as `storing` says, of the type of those that are read.
         """
         read, made = blocks
-        passage = _Passage(
+        passage = Passage(
             begin=self.begin,
             to=begin,
             rows=self.last - self.first,

@@ -53,3 +53,24 @@ class Storing(ctypes.Structure):
         ("scale_type", ctypes.c_int32),
         ("divided", ctypes.c_int32),
     )
+
+
+class Passage(ctypes.Structure):
+    """Rows that go from file to file: `struct passage` of `files.h`."""
+
+    _fields_ = (
+        ("begin", ctypes.c_int64),
+        ("to", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("some", ctypes.c_int64),
+        ("read", ctypes.c_void_p),
+        ("made", ctypes.c_void_p),
+        ("codes", ctypes.POINTER(Codes)),
+        ("storing", ctypes.POINTER(Storing)),
+        ("source", ctypes.c_int32),
+        ("out", ctypes.c_int32),
+        ("source_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+    )

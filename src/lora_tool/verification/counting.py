@@ -85,7 +85,7 @@ def _elements(stored: Bytes, dtype: DType, places: Array) -> Bytes:
 
 
 def _seen_by_numpy(stored: Bytes, dtype: DType, expected: Recomputed, steps: Array | None) -> tuple[Tally, Array]:
-    """Return the sums over the values, and by how many half units in the last place each is off."""
+    """Return the sums over all values, and the error of each value in half ulps."""
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
     steps = half_ulps(values, dtype) if steps is None else steps
     moved = np.subtract(values, expected.base, out=values)  # in memory that is in the cache

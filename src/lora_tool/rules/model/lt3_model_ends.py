@@ -25,7 +25,7 @@ from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subjec
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _DECODER_HEAD = "score"
-"""The head of decoders, which read the score at the last token that is no padding."""
+"""The name of a decoder's head: transformers takes the score of the last token that is not padding."""
 
 _NO_CLASSIFIER = re.compile(
     r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|LMHeadModel|(?<!Reward)Model)\Z"
