@@ -10,14 +10,15 @@ TRL's form: the head lies outside of the PEFT model, and the norms are trained w
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ranks
+
 RANKS = 4
+IMPORTS = ["deepspeed", "peft", "transformers.models.qwen2.modeling_qwen2"]
 TAG = "global_step2"
 Module = Any
 Maker = Callable[[Path], None]
@@ -159,28 +160,23 @@ def work(out: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # gloo does it alone; DeepSpeed would compile an operator for collectives on a CPU, for a minute and a half
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     for name in names:
         (out / name).mkdir(exist_ok=True)
         dist.barrier()
         KINDS[name](out / name)
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort a normal end
 
 
 def make(out: Path, *names: str) -> None:
     """Make the kinds that are named, by default all."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    tools = (
-        f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for DeepSpeed's own operator
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PATH": tools}
-    subprocess.run([*launcher, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
+    ranks.launch(__file__, str(out), *(names or KINDS))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        work(Path(sys.argv[2]), sys.argv[3:])
+        ranks.fork(RANKS, lambda: work(Path(sys.argv[2]), sys.argv[3:]), IMPORTS)
     else:
         make(Path(sys.argv[1]), *sys.argv[2:])
