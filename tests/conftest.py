@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr == "fast" and collection_path.match("test_*.py"):
         return not _is_fast(collection_path)
     return None
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the garbage collector's sight: it went through a million objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
