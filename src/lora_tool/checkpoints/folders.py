@@ -26,6 +26,8 @@ _OTHER_TRAINED = re.compile(
 _WHOLE_MODEL = frozenset({"pytorch_model.bin", "model.safetensors"})
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
+_IN_PROGRESS = re.compile(r"(?:tmp[-_])(?:checkpoint|global_step|step|iter)[-_]?\d+\Z")
+"""What some programs call a save until all of it is written."""
 
 
 class Folder(Struct, frozen=True, kw_only=True):
@@ -74,6 +76,11 @@ class Folder(Struct, frozen=True, kw_only=True):
     def is_numbered(self) -> bool:
         """Whether it is itself a `checkpoint-N` folder of a run."""
         return is_numbered(self.root.name)
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether it has the name of a save that its program renames when all of it is written."""
+        return _IN_PROGRESS.match(self.root.name) is not None
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

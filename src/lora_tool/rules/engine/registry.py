@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from lora_tool.core.choices import closest
-from lora_tool.core.errors import UnknownRule
+from lora_tool.core.errors import Defect, UnknownRule
 from lora_tool.core.report import Finding, Severity
-from lora_tool.rules.engine.subjects import Subject
+from lora_tool.rules.engine.subjects import Matter, Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
 """The headings of every rule's page, in order."""
@@ -93,6 +93,8 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
     on: type[Subject]
     needs: frozenset[Need]
     check: Callable[[Any], Iterator[Fault | Unchecked]]
+    about: Matter | Defect | None = None
+    """What it judges, of things that few folders have; without it in a folder the rule has run there and found nothing."""
     unmergeable: bool = False
     """Whether its errors leave a merge nothing to compute, so that ignoring the rule does not help one."""
 
@@ -147,6 +149,8 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
         """Yield the rule's findings on a subject of its kind, and the checks that it could not make; of an `ignored`
         rule only the findings that make a merge impossible.
         """
+        if self.about is not None and not subject.has(self.about):
+            return
         advice, home = "", ""
         for fault in self.check(subject):
             if isinstance(fault, Unchecked):
@@ -187,6 +191,7 @@ def rule(
     *,
     on: type[S],
     needs: Iterable[Need] = (),
+    about: Matter | Defect | None = None,
     deep: bool = False,
     unmergeable: bool = False,
 ) -> Callable[[Callable[[S], Iterator[F]]], Callable[[S], Iterator[F]]]:
@@ -196,7 +201,9 @@ def rule(
 
     def register(check: Callable[[S], Iterator[F]]) -> Callable[[S], Iterator[F]]:
         wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
-        RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, unmergeable=unmergeable)
+        RULES[code] = Rule(
+            code=code, severity=severity, on=on, needs=wanted, check=check, about=about, unmergeable=unmergeable
+        )
         return check
 
     return register

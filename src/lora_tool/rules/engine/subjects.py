@@ -14,7 +14,7 @@ from lora_tool.adapters.targeting import trained_for
 from lora_tool.adapters.view import AdapterView, HalfPair, LoraLayer, half_pair_in
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.core.choices import Choice
-from lora_tool.core.errors import Problem
+from lora_tool.core.errors import Defect, Problem
 from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
@@ -39,6 +39,20 @@ class Server(Choice):
     SGLANG = "sglang"
     LLAMA_CPP = "llama.cpp"
     MLX = "mlx"
+
+
+@enum.unique
+class Matter(enum.Enum):
+    """What some rules judge and most folders do not have."""
+
+    LOG = "log"
+    """The Trainer's log, of the save in this folder."""
+    RUN = "run"
+    """A run's saves, or one of them with its log."""
+    SAVE = "save"
+    """A folder with the name of a run's save."""
+    DEVIATION = "deviation"
+    """A compared tensor of a merged model that is not as planned."""
 
 
 class Subject(Struct, frozen=True, kw_only=True, eq=False):
@@ -72,6 +86,18 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
         """The tensors whose headers were read; none for the folders of rank files."""
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
 
+    def has(self, matter: Matter | Defect) -> bool:
+        """Return whether the folder has this, so that the rules about it have something to judge."""
+        match matter:
+            case Matter.LOG | Matter.RUN:
+                return self.checkpoint.folder.trainer is not None
+            case Matter.SAVE:
+                return self.checkpoint.folder.is_numbered or self.checkpoint.folder.is_in_progress
+            case Matter.DEVIATION:
+                return False
+            case defect:
+                return any(problem.defect is defect for problem in self.problems)
+
     def scan(self, tensor: StoredTensor) -> WeightScan:
         """Return the scan of the tensor's values, read the first time. Raises as `Scans.of`."""
         return self.scans.of(tensor, self.tensors)
@@ -82,6 +108,10 @@ class RunSubject(Subject, frozen=True, kw_only=True, eq=False):
 
     checkpoint: RunDir
     inner: tuple[Checkpoint, ...] = ()
+
+    def has(self, matter: Matter | Defect) -> bool:
+        """See `Subject`; the logs and the names are those of its saves, which are judged by themselves."""
+        return matter is Matter.RUN or (not isinstance(matter, Matter) and super().has(matter))
 
 
 def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import AdapterDir, Folder
+from lora_tool.checkpoints import AdapterDir
 from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.display import counted
@@ -50,7 +51,7 @@ def _way_to_read(path: str, message: str) -> str | None:
     return way_to_open(path, message)
 
 
-@rule("LT101", Severity.ERROR, on=Subject)
+@rule("LT101", Severity.ERROR, on=Subject, about=Defect.TRUNCATED)
 def truncated(subject: Subject) -> Iterator[Fault]:
     """Truncated weights file.
 
@@ -67,7 +68,7 @@ def truncated(subject: Subject) -> Iterator[Fault]:
         yield Fault(message=f"{first.message}{more}", subject=first.subject, path=path)
 
 
-@rule("LT102", Severity.ERROR, on=Subject)
+@rule("LT102", Severity.ERROR, on=Subject, about=Defect.BAD_HEADER)
 def bad_header(subject: Subject) -> Iterator[Fault]:
     """Weights file with a broken header.
 
@@ -77,10 +78,10 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
     Example: `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
     What to do: Download the real file (`git lfs pull`, or `hf download`), or save the checkpoint again.
     """
-    yield from defects(subject, Defect.BAD_HEADER)
+    return defects(subject, Defect.BAD_HEADER)
 
 
-@rule("LT103", Severity.ERROR, on=Subject)
+@rule("LT103", Severity.ERROR, on=Subject, about=Defect.HOLE)
 def hole(subject: Subject) -> Iterator[Fault]:
     """Bytes that belong to no tensor.
 
@@ -90,10 +91,10 @@ def hole(subject: Subject) -> Iterator[Fault]:
     Example: The header lists tensors up to byte 4,096, but the data has 4,100 bytes.
     What to do: Copy or save the file again; do not edit safetensors files by hand.
     """
-    yield from defects(subject, Defect.HOLE)
+    return defects(subject, Defect.HOLE)
 
 
-@rule("LT104", Severity.ERROR, on=Subject)
+@rule("LT104", Severity.ERROR, on=Subject, about=Defect.OVERLAP)
 def overlap(subject: Subject) -> Iterator[Fault]:
     """Tensors that share bytes.
 
@@ -103,10 +104,10 @@ def overlap(subject: Subject) -> Iterator[Fault]:
     Example: Two tensors both have `data_offsets` [0, 512].
     What to do: Save the checkpoint again with safetensors, and do not trust the source of this file.
     """
-    yield from defects(subject, Defect.OVERLAP)
+    return defects(subject, Defect.OVERLAP)
 
 
-@rule("LT105", Severity.ERROR, on=Subject)
+@rule("LT105", Severity.ERROR, on=Subject, about=Defect.DUPLICATE_KEY)
 def duplicate_key(subject: Subject) -> Iterator[Fault]:
     """A duplicate name.
 
@@ -116,10 +117,10 @@ def duplicate_key(subject: Subject) -> Iterator[Fault]:
     Example: `adapter_config.json` has `"r": 8` and further down `"r": 16`.
     What to do: Remove the wrong one, or save the checkpoint again.
     """
-    yield from defects(subject, Defect.DUPLICATE_KEY)
+    return defects(subject, Defect.DUPLICATE_KEY)
 
 
-@rule("LT106", Severity.ERROR, on=Subject)
+@rule("LT106", Severity.ERROR, on=Subject, about=Defect.WRONG_SIZE)
 def wrong_size(subject: Subject) -> Iterator[Fault]:
     """A tensor whose size does not match its shape and dtype.
 
@@ -129,10 +130,10 @@ def wrong_size(subject: Subject) -> Iterator[Fault]:
     Example: An F32 tensor of shape [4, 16] needs 256 bytes, but its header gives it 128.
     What to do: Save the checkpoint again; a header edited by hand is the usual cause.
     """
-    yield from defects(subject, Defect.WRONG_SIZE)
+    return defects(subject, Defect.WRONG_SIZE)
 
 
-@rule("LT107", Severity.ERROR, on=Subject)
+@rule("LT107", Severity.ERROR, on=Subject, about=Defect.SHARD_MISSING)
 def shard_missing(subject: Subject) -> Iterator[Fault]:
     """A weights file that the index names is missing.
 
@@ -141,10 +142,10 @@ def shard_missing(subject: Subject) -> Iterator[Fault]:
     Example: The index names `model-00002-of-00003.safetensors`, but the folder has only files 1 and 3.
     What to do: Copy or download the missing file (`hf download` continues where it stopped).
     """
-    yield from defects(subject, Defect.SHARD_MISSING)
+    return defects(subject, Defect.SHARD_MISSING)
 
 
-@rule("LT108", Severity.ERROR, on=Subject)
+@rule("LT108", Severity.ERROR, on=Subject, about=Defect.SHARD_NAME)
 def shard_name(subject: Subject) -> Iterator[Fault]:
     """An index that points outside its folder.
 
@@ -154,10 +155,10 @@ def shard_name(subject: Subject) -> Iterator[Fault]:
     Example: `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
     What to do: Do not use this folder unless you know who made it; a valid index holds only bare file names.
     """
-    yield from defects(subject, Defect.SHARD_NAME)
+    return defects(subject, Defect.SHARD_NAME)
 
 
-@rule("LT109", Severity.ERROR, on=Subject)
+@rule("LT109", Severity.ERROR, on=Subject, about=Defect.INDEX_MISMATCH)
 def index_mismatch(subject: Subject) -> Iterator[Fault]:
     """Index and weights files disagree.
 
@@ -167,10 +168,10 @@ def index_mismatch(subject: Subject) -> Iterator[Fault]:
     Example: The index puts `model.norm.weight` in the third file, which does not hold it.
     What to do: Copy the index and all weights files again, from one place.
     """
-    yield from defects(subject, Defect.INDEX_MISMATCH)
+    return defects(subject, Defect.INDEX_MISMATCH)
 
 
-@rule("LT110", Severity.ERROR, on=Subject)
+@rule("LT110", Severity.ERROR, on=Subject, about=Defect.PICKLE)
 def pickle_weights(subject: Subject) -> Iterator[Fault]:
     """Weights in a pickle.
 
@@ -191,7 +192,7 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
             )
 
 
-@rule("LT111", Severity.WARNING, on=Subject)
+@rule("LT111", Severity.WARNING, on=Subject, about=Defect.TOTAL_SIZE)
 def total_size(subject: Subject) -> Iterator[Fault]:
     """The index states a wrong total size.
 
@@ -203,7 +204,7 @@ def total_size(subject: Subject) -> Iterator[Fault]:
 
     `lora-tool validate --fix` sets it.
     """
-    yield from defects(subject, Defect.TOTAL_SIZE)
+    return defects(subject, Defect.TOTAL_SIZE)
 
 
 @rule("LT112", Severity.ERROR, on=Subject)
@@ -218,20 +219,23 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
     What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
-    folder, reported = subject.checkpoint.folder, {problem.path for problem in subject.problems}
-    for name in folder.copied_files:
-        path, wrong = str(folder.root / name), _no_own_file(folder, name)
-        if wrong and path not in reported:
-            yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
+    for path, wrong in _unreported(subject, subject.checkpoint.folder.copied_files):
+        if wrong is not None:
+            yield Fault(message=wrong, path=path, hint=_way_to_read(str(path), wrong))
 
 
-def _no_own_file(folder: Folder, name: str) -> str | None:
-    """Return why a file of the folder cannot be copied, None where it can."""
-    try:
-        require_own_file(folder.root, folder.root / name)
-    except CorruptFile as error:
-        return error.problem.message
-    return None
+def _unreported(subject: Subject, names: Iterable[str]) -> Iterator[tuple[Path, str | None]]:
+    """Yield those of the folder's files that have no problem yet, each with the reason why it cannot be copied, if any."""
+    root, reported = subject.checkpoint.root, {problem.path for problem in subject.problems}
+    for path in map(root.joinpath, names):
+        if str(path) in reported:
+            continue
+        try:
+            require_own_file(root, path)
+        except CorruptFile as error:
+            yield path, error.problem.message
+        else:
+            yield path, None
 
 
 @rule("LT113", Severity.ERROR, on=Subject)
@@ -244,16 +248,14 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
-    folder, reported = subject.checkpoint.folder, {problem.path for problem in subject.problems}
-    for name in folder.files:
-        path = str(folder.root / name)
-        if name in _OTHER_JSON and path not in reported and _no_own_file(folder, name) is None:
-            wrong = broken_json(folder.root / name)
-            if wrong:
-                yield Fault(message=wrong, path=path, hint=_way_to_read(path, wrong))
+    others = filter(_OTHER_JSON.__contains__, subject.checkpoint.folder.files)
+    for path, uncopied in _unreported(subject, others):
+        wrong = broken_json(path) if uncopied is None else None
+        if wrong:
+            yield Fault(message=wrong, path=path, hint=_way_to_read(str(path), wrong))
 
 
-@rule("LT114", Severity.WARNING, on=Subject)
+@rule("LT114", Severity.WARNING, on=Subject, about=Defect.STRAY_WEIGHTS)
 def stray_weights(subject: Subject) -> Iterator[Fault]:
     """A weights file that the index does not name.
 
@@ -263,7 +265,7 @@ def stray_weights(subject: Subject) -> Iterator[Fault]:
     Example: A model of two files was saved over one of five, and three of the old files remain.
     What to do: Check that the index names the right files, then remove this one.
     """
-    yield from defects(subject, Defect.STRAY_WEIGHTS)
+    return defects(subject, Defect.STRAY_WEIGHTS)
 
 
 _WITH_INDEX = "copy or download the index too, from where the shards come from (hf download continues where it stopped)"
@@ -274,7 +276,7 @@ _IN_ONE_FILE = (
 )
 
 
-@rule("LT115", Severity.ERROR, on=Subject)
+@rule("LT115", Severity.ERROR, on=Subject, about=Defect.NO_WEIGHTS)
 def weights_absent(subject: Subject) -> Iterator[Fault]:
     """No weights.
 

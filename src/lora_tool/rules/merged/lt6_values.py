@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import TensorAction
 from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import Matter
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.rules.merged.subject import MergedSubject
 
@@ -37,7 +38,7 @@ def _amount(found: TensorEvidence) -> str:
     return f"{found.wrong:,} of {found.compared:,} values{of} differ{at}{distance}"
 
 
-@rule("LT605", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+@rule("LT605", Severity.ERROR, on=MergedSubject, needs=_COMPARED, about=Matter.DEVIATION)
 def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter does not change differs from the base's.
 
@@ -64,7 +65,7 @@ def _as_part(subject: MergedSubject, found: TensorEvidence) -> str:
     return f"; it is a part of `{weight}`, which the adapter leaves alone: it was quantised again"
 
 
-@rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+@rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED, about=Matter.DEVIATION)
 def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter should change equals the base's.
 
@@ -85,7 +86,7 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, message, severity=None if sure else Severity.WARNING)
 
 
-@rule("LT607", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+@rule("LT607", Severity.ERROR, on=MergedSubject, needs=_COMPARED, about=Matter.DEVIATION)
 def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The merged model equals its base: no tensor contains the adapter.
 
@@ -99,7 +100,7 @@ def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
         yield Fault(message=f"none of the {count} tensors that the adapter should change differs from the base's")
 
 
-@rule("LT608", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT608", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
     """A merged tensor is not W + ΔW.
 
@@ -116,7 +117,7 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, f"is not W + ΔW: {_amount(found)}")
 
 
-@rule("LT609", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT609", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged twice.
 
@@ -132,7 +133,7 @@ def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, f"is W + {found.factor:.3f}·ΔW: the adapter was merged twice")
 
 
-@rule("LT610", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT610", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged with the wrong scaling.
 
@@ -164,7 +165,7 @@ def _cause(found: TensorEvidence) -> str:
     return f": {named}" if named else ""
 
 
-@rule("LT611", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT611", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged transposed.
 
@@ -178,7 +179,7 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, "is W + ΔWᵀ")
 
 
-@rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The weights contain another adapter.
 
@@ -198,7 +199,7 @@ def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
         yield Fault(message=message)
 
 
-@rule("LT614", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+@rule("LT614", Severity.ERROR, on=MergedSubject, needs=_COMPARED, about=Matter.DEVIATION)
 def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter saved whole differs in the merged model.
 
@@ -216,7 +217,7 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, f"differs from the trained one: {_amount(found)}")
 
 
-@rule("LT626", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT626", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     """A computed adapter does not match its inputs.
 
@@ -236,7 +237,7 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, found.reason or f"does not match its inputs: {_amount(found)}")
 
 
-@rule("LT627", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT627", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
     """A quantised weight was read or stored without its scales.
 
@@ -253,7 +254,7 @@ def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, found.reason)
 
 
-@rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+@rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED, about=Matter.DEVIATION)
 def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
     """Most tensors that the adapter does not change differ from the base's.
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from msgspec import field
 
 from lora_tool.checkpoints import MERGED_MODEL
+from lora_tool.core.errors import Defect
 from lora_tool.core.tensors import TensorAction, TensorSpec
 from lora_tool.formats.quantised.encodings import encoding_of, parts
 from lora_tool.rules.engine.registry import Need
-from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.engine.subjects import Matter, ModelSubject
 from lora_tool.rules.merged.evidence import Expected, Verdict
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
         if not self.recomputed and Need.RECOMPUTED in needs:
             return "the merged values were not computed again; lora-tool verify computes them"
         return None
+
+    def has(self, matter: Matter | Defect) -> bool:
+        """See `Subject`."""
+        return self._deviates if matter is Matter.DEVIATION else super().has(matter)
+
+    @cached_property
+    def _deviates(self) -> bool:
+        return any(found.verdict is not Verdict.RIGHT for found in self.evidence.values())
 
     def merged(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the tensors that the adapter changes."""

@@ -17,7 +17,7 @@ from lora_tool.core.report import Severity
 from lora_tool.formats import trainer_state
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import RunSubject, Subject, an_earlier_checkpoint
+from lora_tool.rules.engine.subjects import Matter, RunSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.training.saves import incomplete_reason
 
 _NO_GRADIENT = 1e-6
@@ -33,16 +33,16 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})\Z")
 Entry = Mapping[str, float]
 
 
-def _state(subject: Subject) -> TrainerState | None:
-    return None if isinstance(subject, RunSubject) else subject.checkpoint.folder.trainer
+def _state(subject: Subject) -> TrainerState:
+    """Return the state of the save, for rules about the Trainer's log."""
+    state = subject.checkpoint.folder.trainer
+    if state is None:
+        raise TypeError("rules about a log run only where there is one")
+    return state
 
 
-def _losses(state: TrainerState | None) -> list[Entry]:
-    return [entry for entry in state.log if "loss" in entry] if state else []
-
-
-def _logged(state: TrainerState | None, name: str) -> list[float]:
-    return [entry[name] for entry in state.log if name in entry] if state else []
+def _losses(state: TrainerState) -> list[Entry]:
+    return [entry for entry in state.log if "loss" in entry]
 
 
 def _is_online(state: TrainerState) -> bool:
@@ -64,7 +64,7 @@ def _at(entry: Entry) -> str:
     return f"at step {entry['step']:.0f}" if math.isfinite(entry.get("step", math.nan)) else "at some step"
 
 
-@rule("LT701", Severity.ERROR, on=Subject)
+@rule("LT701", Severity.ERROR, on=Subject, about=Matter.LOG)
 def run_not_finite(subject: Subject) -> Iterator[Fault]:
     """The loss or the gradient was NaN or infinite.
 
@@ -76,8 +76,6 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     What to do: Use a checkpoint from before that step; train in bf16, or with a smaller learning rate.
     """
     state = _state(subject)
-    if state is None:
-        return
     losses = _losses(state)
     bad = [entry for entry in losses if _is_not_finite(entry) and not _is_masked(entry)]
     if bad:
@@ -105,7 +103,7 @@ def _not_finite(state: TrainerState, losses: Sequence[Entry], bad: Sequence[Entr
     return Fault(subject=name, message=message, path=state.path, severity=severity)
 
 
-@rule("LT702", Severity.ERROR, on=Subject)
+@rule("LT702", Severity.ERROR, on=Subject, about=Matter.LOG)
 def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     """A logged loss of 0 that is really NaN.
 
@@ -119,7 +117,7 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     """
     state = _state(subject)
     losses = _losses(state)
-    if state is None or not losses:
+    if not losses:
         return
     masked = [entry for entry in losses if _is_masked(entry)]
     if masked:
@@ -143,7 +141,7 @@ def _zeros_at_the_end(losses: Sequence[Entry]) -> int:
     return next((at for at, entry in enumerate(reversed(losses)) if entry["loss"] != 0), len(losses))
 
 
-@rule("LT703", Severity.ERROR, on=Subject)
+@rule("LT703", Severity.ERROR, on=Subject, about=Matter.LOG)
 def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     """The gradient was zero throughout, so nothing was learned.
 
@@ -156,7 +154,7 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     """
     state = _state(subject)
     losses = _losses(state)
-    if state is None or not losses:
+    if not losses:
         return
     norms = [entry["grad_norm"] for entry in losses if "grad_norm" in entry]
     zeros = next((at for at, norm in enumerate(reversed(norms)) if norm != 0), len(norms))
@@ -190,7 +188,7 @@ def _why_no_gradient(losses: Sequence[Entry]) -> str:
     return "the adapter may be frozen, disabled, or not part of what is computed"
 
 
-@rule("LT704", Severity.ERROR, on=Subject)
+@rule("LT704", Severity.ERROR, on=Subject, about=Matter.LOG)
 def run_diverged(subject: Subject) -> Iterator[Fault]:
     """The training diverged.
 
@@ -203,7 +201,7 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
     rate or a warmup.
     """
     state = _state(subject)
-    if state is None or _is_online(state):
+    if _is_online(state):
         return
     losses = [entry["loss"] for entry in _losses(state) if math.isfinite(entry["loss"])]
     found = _divergence(losses)
@@ -234,7 +232,7 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-@rule("LT705", Severity.WARNING, on=Subject)
+@rule("LT705", Severity.WARNING, on=Subject, about=Matter.RUN)
 def run_stopped_early(subject: Subject) -> Iterator[Fault]:
     """The run stopped before its last step.
 
@@ -246,7 +244,7 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
     What to do: Resume it from the last complete checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
     single = not isinstance(subject, RunSubject)
-    state = subject.checkpoint.folder.trainer if single else _last_state(subject)
+    state = _last_state(subject) if isinstance(subject, RunSubject) else _state(subject)
     if state is None or state.max_steps is None or state.global_step >= state.max_steps:
         return
     if state.stopped:
@@ -260,14 +258,12 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject="global_step", message=message, path=state.path)
 
 
-def _last_state(subject: Subject) -> TrainerState | None:
-    if not isinstance(subject, RunSubject):
-        return None
+def _last_state(subject: RunSubject) -> TrainerState | None:
     states = [inner.folder.trainer for inner in subject.inner if inner.folder.trainer]
     return max(states, key=lambda state: state.global_step, default=None)
 
 
-@rule("LT706", Severity.WARNING, on=Subject)
+@rule("LT706", Severity.WARNING, on=Subject, about=Matter.LOG)
 def run_other_step(subject: Subject) -> Iterator[Fault]:
     """A checkpoint whose trainer state is from another step.
 
@@ -278,12 +274,12 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
     """
     state = _state(subject)
     named = _CHECKPOINT.match(subject.checkpoint.root.name)
-    if state is not None and named and int(named[1]) != state.global_step and not state.problems:
+    if named and int(named[1]) != state.global_step and not state.problems:
         message = f"is {state.global_step:,}, but the folder is {subject.checkpoint.root.name}"
         yield Fault(subject="global_step", message=message, path=state.path)
 
 
-@rule("LT707", Severity.INFO, on=Subject)
+@rule("LT707", Severity.INFO, on=Subject, about=Matter.LOG)
 def run_never_ends(subject: Subject) -> Iterator[Fault]:
     """Every completion was cut off.
 
@@ -294,8 +290,8 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
     What to do: Raise `max_completion_length`, or check that the tokenizer has the right end-of-text token.
     """
     state = _state(subject)
-    ratios = _logged(state, "completions/clipped_ratio")
-    if state is not None and len(ratios) > 1 and min(ratios) >= 1:
+    ratios = [entry["completions/clipped_ratio"] for entry in state.log if "completions/clipped_ratio" in entry]
+    if len(ratios) > 1 and min(ratios) >= 1:
         message = f"is 1 in all {len(ratios)} log entries"
         yield Fault(subject="completions/clipped_ratio", message=message, path=state.path)
 
@@ -321,7 +317,7 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
             yield Fault(message=f"holds the same weights as {earlier}", path=path)
 
 
-@rule("LT709", Severity.WARNING, on=Subject)
+@rule("LT709", Severity.WARNING, on=Subject, about=Matter.SAVE)
 def save_incomplete(subject: Subject) -> Iterator[Fault]:
     """A checkpoint that was not saved completely.
 
@@ -334,7 +330,7 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
     What to do: Resume from an earlier checkpoint: `resume_from_checkpoint="RUN/checkpoint-N"`.
     """
     folder = subject.checkpoint.folder
-    if isinstance(subject, RunSubject) or (folder.trainer is None and trainer_state.FILE_NAME in folder.files):
+    if folder.trainer is None and trainer_state.FILE_NAME in folder.files:
         return  # LT113 names a state that cannot be read
     reason = incomplete_reason(folder)
     if reason is not None:

@@ -37,8 +37,6 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "error", "wer", "cer", "ppl")
 _OTHER_METHOD = "LT217"
 _OF_THE_RUN = "LT7"
 
-_IN_PROGRESS = re.compile(r"(?:tmp[-_])(?:checkpoint|global_step|step|iter)[-_]?\d+\Z")
-"""What some programs call a save until all of it is written."""
 _OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
 _SCHEDULER = "scheduler.pt"
 _TORCH_STATES = re.compile(r"(?:optimizer\.(?:pt|bin)|(?:scheduler|scaler)\.pt|rng_state(?:_\d{1,6})?\.pth)\Z")
@@ -117,7 +115,7 @@ def incomplete_reason(folder: Folder, *, deep: bool = False) -> str | None:
 
 def _interrupted_reason(folder: Folder) -> str | None:
     """Return why a save ended before its end, by its name and by what its program writes last; None if it did not."""
-    if _IN_PROGRESS.match(folder.root.name):
+    if folder.is_in_progress:
         return "has the name of a save in progress, which its program renames when all is written"
     if not folder.is_numbered or folder.trainer is not None:
         return None
