@@ -34,17 +34,35 @@ class Readings:
     """
 
     def __init__(self, view: AdapterView, model: ModuleNames | None, *, prefixed: bool) -> None:
-        own = [key for key in view.adapter.keys.values() if key.prefixed is prefixed]
-        lora = {view.paths[key.module] for key in own if key.part in LAYER_PARTS}
-        heads = [path for key in own if is_new_module(path := view.paths[key.module])]
-        self.paths = [path.replace(f".{Part.BASE_LAYER.value}", "") for path in sorted(lora.difference(heads))]
+        count = 0
+        lora: set[str] = set()
+        heads: list[str] = []
+        for key in view.adapter.keys.values():
+            if key.prefixed is not prefixed:
+                continue
+            count, path = count + 1, view.paths[key.module]
+            if is_new_module(path):
+                heads.append(path)
+            elif key.part in LAYER_PARTS:
+                lora.add(path)
+        self.paths = [path.replace(f".{Part.BASE_LAYER.value}", "") for path in sorted(lora)]
         """The modules of its LoRA as the base knows them, heads and output layers left out."""
         self.headed = True if heads else _headed(view.config)
         """Whether it was trained on a class with a head or an output layer; None where its config does not show it."""
         self._model = model
         self._prefixed = prefixed
         self._half = next((path for path in heads if path.startswith(PEFT_MODEL)), None)
-        self._mixed = len(own) < len(view.adapter.keys)
+        self._mixed = count < len(view.adapter.keys)
+
+    def fit_as_they_are(self) -> bool:
+        """Return whether all `paths` are modules of a class of the base model."""
+        return any(held.issuperset(self.paths) for held in self._classes())
+
+    def _classes(self) -> list[frozenset[str]]:
+        """Return the modules of the classes that the adapter may be of, if the base's are known."""
+        if self._model is None:
+            return []
+        return [self._model.headed] * (self.headed is not False) + [self._model.bare] * (self.headed is not True)
 
     def fitting(self) -> list[PathReading]:
         """Return the readings that make all `paths` modules of a class of the base model, as they are first."""
@@ -52,7 +70,6 @@ class Readings:
         if model is None or not self.paths:
             return []
         prefix = f"{model.prefix}." if model.prefix else ""
-        classes = [model.headed] * (self.headed is not False) + [model.bare] * (self.headed is not True)
         tried = [
             PathReading(strip=strip, add=add)
             for strip in dict.fromkeys(("", LORA_MODEL, PEFT_MODEL, prefix))
@@ -60,7 +77,7 @@ class Readings:
             if not strip or strip != add
         ]
         tried.append(PathReading(strip=_TEXT_IN_MLX, add=f"{prefix}{_TEXT}"))
-        return [reading for reading in tried if any(self._fits(reading, held) for held in classes)]
+        return [reading for reading in tried if any(self._fits(reading, held) for held in self._classes())]
 
     def _fits(self, reading: PathReading, held: frozenset[str]) -> bool:
         return all(path.startswith(reading.strip) and reading.path(path) in held for path in self.paths)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import force_setattr
 
 from lora_tool.adapters.experts import parameter_of
 from lora_tool.adapters.naming import bare_path
@@ -31,6 +31,7 @@ Found = TypeVar("Found")
 Place: TypeAlias = tuple[Part, str | None]
 """Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""
 
+_FROZEN = frozenset({Part.BASE_LAYER, Part.TOKENS_BASE})
 _BASE_LAYER = f".{Part.BASE_LAYER.value}"
 _LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias"), (Part.MAGNITUDE, None)})
 _EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None), (Part.MAGNITUDE, None)})
@@ -53,40 +54,18 @@ class LoraLayer(Struct, frozen=True, kw_only=True, eq=False):
     """Layers of one kind differ in the numbers in their paths and in their values alone: the config treats them alike,
     and their tensors have the same types and shapes.
     """
-    a: StoredTensor | None = None
+    a: StoredTensor | None
     """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
-    b: StoredTensor | None = None
+    b: StoredTensor | None
     """The matrix that maps from the rank: (out, r)."""
-    pair: tuple[StoredTensor, StoredTensor] | None = None
-    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution.
-
-    All three are taken from the parts, whatever is given for them.
-    """
-
-    def __post_init__(self) -> None:
-        # a dozen rules ask a hundred thousand layers for them
-        parts = self.parts
-        a = parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None))
-        b = parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None))
-        fits = a is not None and b is not None and a.nbytes and b.nbytes and len(a.shape) == len(b.shape) >= MATRIX
-        force_setattr(self, "a", a)
-        force_setattr(self, "b", b)
-        force_setattr(self, "pair", (a, b) if fits else None)
-
-    @property
-    def bias(self) -> StoredTensor | None:
-        """The bias of lora_B, of `lora_bias` adapters."""
-        return self.parts.get((Part.LORA_B, "bias"))
-
-    @property
-    def magnitude(self) -> StoredTensor | None:
-        """DoRA's vector of column norms."""
-        return self.parts.get((Part.MAGNITUDE, None))
-
-    @property
-    def embedding(self) -> bool:
-        """Whether the module is an embedding, whose A, not B, begins as zeros."""
-        return (Part.EMBEDDING_A, None) in self.parts or (Part.EMBEDDING_B, None) in self.parts
+    pair: tuple[StoredTensor, StoredTensor] | None
+    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution."""
+    bias: StoredTensor | None
+    """The bias of lora_B, of `lora_bias` adapters."""
+    magnitude: StoredTensor | None
+    """DoRA's vector of column norms."""
+    embedding: bool
+    """Whether the module is an embedding, whose A, not B, begins as zeros."""
 
     @property
     def zero_initialised(self) -> StoredTensor | None:
@@ -96,13 +75,14 @@ class LoraLayer(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def factors(self) -> tuple[StoredTensor, ...]:
         """A and B, those that are there."""
-        return tuple(factor for factor in (self.a, self.b) if factor is not None)
+        return tuple(filter(None, (self.a, self.b)))
 
     @property
     def strays(self) -> tuple[StoredTensor, ...]:
         """Those of its tensors that PEFT's layer, linear or embedding, does not have: the bias of a lora_A."""
         places = self.parts.keys()
-        return tuple(self.parts[place] for place in min(places - _LINEAR, places - _EMBEDDING, key=len))
+        strays: AbstractSet[Place] = min(places - _LINEAR, places - _EMBEDDING, key=len)
+        return tuple(map(self.parts.__getitem__, strays))
 
     @property
     def any_tensor(self) -> StoredTensor:
@@ -165,6 +145,8 @@ class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
     """The model's own name → what replaces or adds to the base's: plain tensors, `modules_to_save`, trained biases."""
     frozen: Mapping[str, StoredTensor]
     """The model's own name → the frozen tensor under LoRA or trained tokens, where the adapter carries it."""
+    plain: frozenset[str]
+    """The model's own names of the plain tensors."""
     tokens: Mapping[str, TrainedTokens]
     """Embedding → its rows that were trained by themselves."""
     repeats: Mapping[str, StoredTensor]
@@ -176,14 +158,16 @@ class AdapterView(Struct, frozen=True, kw_only=True, eq=False):
         `look` may depend on the headers of the layer's tensors, on its settings in the config, and on its path but for
         the numbers: layers of one kind differ in nothing else.
         """
-        sound = {first.kind for first in self.kinds if not any(True for _ in look(first))}
-        for layer in self.layers if len(sound) < len(self.kinds) else ():
-            if layer.kind not in sound:
+        fruitful = {first.kind for first in self.kinds if next(iter(look(first)), None) is not None}
+        for layer in self.layers if fruitful else ():
+            if layer.kind in fruitful:
                 yield from look(layer)
 
     def parts(self, *parts: Part) -> Iterator[WholeTensor]:
         """Yield the tensors of these parts that are in no layer, in the order of the file."""
-        return (item for item in self.whole if item.part in parts)
+        for item in self.whole:
+            if item.part in parts:
+                yield item
 
 
 @kept
@@ -191,11 +175,13 @@ def view_of(adapter: AdapterDir) -> AdapterView:
     """Return the view of an opened adapter, whether or not it is sound: made once, and the same for everybody."""
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     tensors = adapter.tensors
-    paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
+    paths: dict[str, str] = {}
     held: dict[tuple[str, str | None], dict[Place, StoredTensor]] = defaultdict(dict)
     repeats: dict[str, StoredTensor] = {}
     whole: list[WholeTensor] = []
     for name, key in adapter.keys.items():
+        if key.module not in paths:
+            paths[key.module] = bare_path(key.module)
         tensor, part, module = tensors[name], key.part, paths[key.module]
         if part in LAYER_PARTS:
             # PEFT keeps the magnitude in a module of its own, and saves an embedding's under both names
@@ -207,8 +193,13 @@ def view_of(adapter: AdapterDir) -> AdapterView:
             whole.append(WholeTensor(tensor=tensor, part=part, module=without_wrapped(module), leaf=key.leaf))
     layers = tuple(_layers(held, None if adapter.config is None else config))
     saved = _saved(whole, config, repeats)
-    frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))
-    taken = {*repeats, *(tensor.name for tensor in saved.values())}
+    frozen: dict[str, StoredTensor] = {}
+    tokens: dict[str, TrainedTokens] = {}
+    for item in whole:
+        if item.part is Part.TOKENS_DELTA:
+            tokens[item.module] = TrainedTokens(rows=item.tensor, indices=config.tokens(item.module))
+        elif item.part in _FROZEN and item.tensor.name not in repeats and saved.get(item.name) is not item.tensor:
+            frozen[item.name] = item.tensor
     return AdapterView(
         adapter=adapter,
         config=config,
@@ -217,12 +208,9 @@ def view_of(adapter: AdapterDir) -> AdapterView:
         kinds=tuple({layer.kind: layer for layer in reversed(layers)}.values()),
         whole=tuple(whole),
         saved=saved,
-        frozen={item.name: item.tensor for item in frozen if item.tensor.name not in taken},
-        tokens={
-            item.module: TrainedTokens(rows=item.tensor, indices=config.tokens(item.module))
-            for item in whole
-            if item.part is Part.TOKENS_DELTA
-        },
+        frozen=frozen,
+        plain=frozenset(item.name for item in whole if item.part is Part.PLAIN),
+        tokens=tokens,
         repeats=repeats,
     )
 
@@ -233,7 +221,9 @@ def _layers(
     alike = config is not None and config.ignores_numbers
     kinds: dict[object, int] = {}
     scalings: dict[str, float] = {}
-    together = _wrapped_together(held, config)
+    together: Counter[tuple[str, str | None]] = Counter()  # how many parameters of each module have LoRA
+    if config is not None and config.target_parameters:
+        together.update((module.replace(_BASE_LAYER, ""), name) for module, name in held)
     for (module, name), parts in held.items():
         form = without_numbers(module) if alike else module
         target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
@@ -241,6 +231,9 @@ def _layers(
         if config is not None and form not in scalings:
             scalings[form] = config.scaling(path)
         kind = form, name, tuple((place, tensor.dtype, tensor.shape) for place, tensor in parts.items())
+        a = parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None))
+        b = parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None))
+        fits = a is not None and b is not None and a.nbytes and b.nbytes and len(a.shape) == len(b.shape) >= MATRIX
         yield LoraLayer(
             module=module,
             adapter_name=name,
@@ -249,16 +242,13 @@ def _layers(
             path=path,
             scaling=scalings.get(form),
             kind=kinds.setdefault(kind, len(kinds)),
+            a=a,
+            b=b,
+            pair=(a, b) if a is not None and b is not None and fits else None,
+            bias=parts.get((Part.LORA_B, "bias")),
+            magnitude=parts.get((Part.MAGNITUDE, None)),
+            embedding=(Part.EMBEDDING_A, None) in parts or (Part.EMBEDDING_B, None) in parts,
         )
-
-
-def _wrapped_together(
-    held: Iterable[tuple[str, str | None]], config: AdapterConfig | None
-) -> Counter[tuple[str, str | None]]:
-    """Return how many parameters of each module have LoRA; nothing where the config names no parameters."""
-    if config is None or not config.target_parameters:
-        return Counter()
-    return Counter((module.replace(_BASE_LAYER, ""), name) for module, name in held)
 
 
 def _path(module: str, target: str, config: AdapterConfig, count: int) -> str:
@@ -277,13 +267,14 @@ def _saved(
     A plain name goes first: it is the one that PEFT loads.
     """
     saved: dict[str, StoredTensor] = {}
-    trained = config.bias != "none"
-    copies = [item for item in whole if item.part is Part.SAVED_MODULE]
-    plain = (
-        item
-        for item in whole
-        if item.part is Part.PLAIN or (trained and item.part is Part.BASE_LAYER and item.leaf == "bias")
-    )
+    plain, copies = [], []
+    for item in whole:
+        if item.part is Part.SAVED_MODULE:
+            copies.append(item)
+        elif item.part is Part.PLAIN or (
+            item.part is Part.BASE_LAYER and item.leaf == "bias" and config.bias != "none"
+        ):
+            plain.append(item)
     for item in (*plain, *copies):
         first = saved.setdefault(item.name, item.tensor)
         if first is not item.tensor:
@@ -326,8 +317,8 @@ class HalfPair(NamedTuple):
 
 def half_pair_in(layer: LoraLayer) -> Iterator[HalfPair]:
     """Yield the pair of the layer if it is not whole."""
-    lacking = tuple(part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None)
-    if lacking:
+    if layer.a is None or layer.b is None:
+        lacking = tuple(part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None)
         name = (layer.a or layer.b or layer.any_tensor).name
         yield HalfPair(name, lacking, _ZEROS if layer.zero_initialised is None else _NOISE)
 

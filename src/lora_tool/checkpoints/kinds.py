@@ -7,6 +7,7 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 from msgspec import Struct
@@ -126,6 +127,11 @@ class ModelDir(_WithWeights, frozen=True, kw_only=True, dict=True):
         if self.config is None:
             raise AssertionError("a whole model has a config")
         return self.config
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The paths of the modules that have tensors."""
+        return frozenset(name.rpartition(".")[0] for name in self.tensors)
 
     @property
     def dtype(self) -> DType | None:

@@ -30,8 +30,8 @@ class ModuleNames(Struct, frozen=True, kw_only=True):
     bare: frozenset[str]
 
 
-def module_names(config: ModelConfig, tensors: Iterable[str], adapter: AdapterConfig) -> ModuleNames | None:
-    """Return where the modules that hold `tensors`, the names on disk, are in memory; None where no table knows.
+def module_names(config: ModelConfig, held: frozenset[str], adapter: AdapterConfig) -> ModuleNames | None:
+    """Return where the modules `held`, by their paths on disk, are in memory; None where no table knows.
 
     `config` is the base's. An `adapter` of an encoder and decoder that writes text is of a class that no table has, and
     some classes hold the parts of the base model themselves.
@@ -39,7 +39,6 @@ def module_names(config: ModelConfig, tensors: Iterable[str], adapter: AdapterCo
     arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     if config.custom_code or (arch is None and text is None):
         return None
-    held = frozenset(name.rpartition(".")[0] for name in tensors)
     if text is not None:
         inner = frozenset(text.strip + name.removeprefix(text.add) for name in held if name.startswith(text.add))
         whole = frozenset(map(text.in_whole, held))

@@ -28,8 +28,8 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_hazards,
     lt5_model,
 )
-from lora_tool.rules.adapter.lt5_several import SeveralAdapters
-from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked
+from lora_tool.rules.adapter.lt5_several import OF_SEVERAL, SeveralAdapters
+from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked, chosen
 from lora_tool.rules.engine.scan import scans_of
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
@@ -59,6 +59,8 @@ OF_LOADING = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
 WEIGHTS_BESIDE = "LT222"
 """The rule that reports weights in other files than the adapter's."""
 
+_OF_FILES = ("LT1", "LT214")
+"""The rules about the files themselves, and their fields."""
 _OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
@@ -77,8 +79,7 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
 
 def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Report:
     """Return the findings about the files of a folder with these problems."""
-    rules = tuple(RULES[code] for code in sorted(RULES) if code.startswith("LT1") or code == "LT214")
-    found = Judge(rules=rules).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
+    found = Judge(rules=chosen(_OF_FILES)).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
     paths = {problem.path for problem in problems}
     return replace(found, findings=tuple(finding for finding in found.findings if finding.path in paths))
 
@@ -118,11 +119,10 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
         """Return the findings about the combination of adapters that are merged into one base; not those about each."""
-        rules = tuple(rule for rule in self.rules if rule.on is SeveralAdapters)
-        if len(adapters) == 1 or not rules:
+        if len(adapters) == 1:
             return Report()
         several = SeveralAdapters(checkpoint=adapters[0], views=tuple(map(view_of, adapters)))
-        return replace(replace(self, rules=rules).folder(several), subjects=())
+        return replace(self.only(OF_SEVERAL).folder(several), subjects=())
 
     def rank_files_beside(self, checkpoint: AdapterDir | ModelDir) -> Iterator[Report]:
         """Yield the findings about the training checkpoint that HF Trainer wrote to the folder of an adapter or model,
@@ -145,14 +145,13 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         wrong = _fatal_problems(checkpoint)
         if not wrong:
             return Report()
-        of_files = tuple(rule for rule in self.rules if rule.code.startswith("LT1") or rule.code == "LT214")
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
-        return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
+        return replace(replace(self.only(*_OF_FILES), ignored=False).folder(subject), subjects=())
 
     def _copied_files(self, subject: AdapterSubject, base: ModelDir) -> Report:
         """Return the findings about the JSON files that a merge copies from the base because the adapter has none."""
         own = {*subject.checkpoint.folder.files, *((generation_config.FILE_NAME,) if subject.is_reward() else ())}
-        files = tuple(name for name in base.folder.files if name not in own)
+        files = tuple(sorted(set(base.folder.files) - own))
         copied = replace(base, folder=replace(base.folder, files=files), problems=())
         return replace(self.only("LT113").folder(Subject(checkpoint=copied)), subjects=())
 
@@ -163,8 +162,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         match = subject.match
         compared = isinstance(match, BaseMatch) and not match.outside and not is_wrapped(match.add)
         codes = _OF_BASES - ({"LT318"} if compared else set())
-        rules = tuple(rule for rule in self.rules if rule.code in codes)
-        found = Judge(rules=rules, ignored=self.ignored).folder(subject.stored_base)
+        found = self.only(*codes).folder(subject.stored_base)
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)
         return Report(findings=tuple(findings), skipped=found.skipped)
@@ -190,9 +188,9 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             why_no_base=self.why_no_base,
         )
 
-    def only(self, code: str) -> Judge:
-        """Return the same judge with only one of its rules."""
-        return replace(self, rules=tuple(rule for rule in self.rules if rule.code == code))
+    def only(self, *beginnings: str) -> Judge:
+        """Return the same judge with only those of its rules whose codes begin like this."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.code.startswith(beginnings)))
 
     def folder(self, subject: Subject) -> Report:
         """Return the findings of the rules in one subject, without its base or rank files."""
@@ -216,13 +214,13 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 else:
                     ran.append(rule.code)
                     reason = self._why_in_part(rule, subject)
-            reasons = [] if reason is None else [reason]
+            if reason is not None:
+                skipped.append(Skipped(code=rule.code, path=path, reason=reason))
             for each in found:
                 if isinstance(each, Unchecked):
-                    reasons.append(each.reason)
+                    skipped.append(Skipped(code=rule.code, path=path, reason=each.reason))
                 else:
                     findings.append(each)
-            skipped += [Skipped(code=rule.code, path=path, reason=reason) for reason in reasons]
         checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
@@ -251,9 +249,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         if isinstance(checkpoint, AdapterDir | ModelDir):
             if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
                 return "the weights cannot be read; that is reported above"
-            reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
-            if reason is None and Need.LORA in rule.needs:
-                reason = _why_not_lora(checkpoint.config)
+            reason = _why_no_config(checkpoint, rule.needs)
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
                 matched = Need.BASE not in rule.needs or (
                     Need.SAME_NAMES in rule.needs and subject.same_names is not None
@@ -286,17 +282,14 @@ def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in of_folder)
 
 
-def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
+def _why_no_config(checkpoint: AdapterDir | ModelDir, needs: frozenset[Need]) -> str | None:
+    """Return why the config is not what a rule with these needs has to have; None where it is."""
     config = checkpoint.config
-    if config is None or config.problems:
+    if Need.CONFIG in needs and (config is None or config.problems):
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
-    if isinstance(config, AdapterConfig) and not config.has_known_type:
-        return f"peft_type is {config.peft_type}, not LORA"
-    return None
-
-
-def _why_not_lora(config: object) -> str | None:
-    if isinstance(config, AdapterConfig) and config.is_of_another_kind:
-        return f"peft_type is {config.peft_type}, not LORA"
+    if isinstance(config, AdapterConfig):
+        other = Need.CONFIG in needs and not config.has_known_type
+        if other or (Need.LORA in needs and config.is_of_another_kind):
+            return f"peft_type is {config.peft_type}, not LORA"
     return None

@@ -151,7 +151,7 @@ def _require_names(base: ModelDir, found: Differing) -> None:
     if config is None or config.custom_code:
         return
     trained = AdapterConfig(path=base.root / FILE_NAME, task_type=found.task_type)
-    known = module_names(config, base.tensors, trained)
+    known = module_names(config, base.modules, trained)
     if known is None and all(map(find_spec, ("torch", "transformers"))):
         from lora_tool.models.mapping.modules import built_modules
 

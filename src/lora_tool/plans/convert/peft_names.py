@@ -148,7 +148,7 @@ def modules_of(base: ModelDir | None, adapter: AdapterConfig) -> ModuleNames | N
     """
     if base is None or base.config is None:
         return None
-    known = module_names(base.config, base.tensors, adapter)
+    known = module_names(base.config, base.modules, adapter)
     if known is not None or base.config.custom_code or not _can_ask():
         return known
     from lora_tool.models.mapping.modules import built_modules

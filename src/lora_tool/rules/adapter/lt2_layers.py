@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 
 from lora_tool.adapters.targeting import ranks_of
-from lora_tool.adapters.view import LoraLayer
+from lora_tool.adapters.view import LAYER_PARTS, LoraLayer
 from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
 from lora_tool.core.keys import Part
@@ -18,6 +19,22 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, LoraSubject
 
 _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
+_CONFIGURED = frozenset({Need.WEIGHTS, Need.CONFIG})
+_OfLayer = Callable[[AdapterConfig, LoraLayer], Iterator[Fault]]
+
+
+def _of_layers(code: str, needs: frozenset[Need]) -> Callable[[_OfLayer], _OfLayer]:
+    """Register a generator of the faults of one layer, by its headers and the config, as a rule about all layers."""
+
+    def register(check: _OfLayer) -> _OfLayer:
+        @rule(code, Severity.ERROR, on=AdapterSubject, needs=needs, unmergeable=True)
+        @wraps(check)
+        def check_all(subject: AdapterSubject) -> Iterator[Fault]:
+            return subject.view.found(partial(check, subject.config))
+
+        return check
+
+    return register
 
 
 @rule("LT201", Severity.ERROR, on=LoraSubject, needs=_OF_LORA, unmergeable=True)
@@ -36,8 +53,8 @@ def unpaired(subject: LoraSubject) -> Iterator[Fault]:
         yield Fault(subject=half.name, message=half.message, hint=half.hint)
 
 
-@rule("LT202", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
-def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
+@_of_layers("LT202", _OF_LORA)
+def ranks_disagree(config: AdapterConfig, layer: LoraLayer) -> Iterator[Fault]:
     """A pair whose factors do not fit together.
 
     What it does: Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B`
@@ -47,43 +64,32 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
     What to do: Save the adapter again from one training state.
     """
-
-    def of_other_ranks(layer: LoraLayer) -> Iterator[Fault]:
-        a, b = layer.a, layer.b
-        if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
-            return
-        if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
-            shapes = f"lora_A has shape {list(a.shape)} and lora_B has shape {list(b.shape)}: expected two matrices"
-            yield Fault(subject=a.name, message=shapes)
-        elif _swapped_rank(subject.config, layer) is None:
-            ranks = (
-                f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), but lora_B has rank {b.shape[1]} (shape "
-                f"{list(b.shape)})"
-            )
-            yield Fault(subject=a.name, message=ranks)
-
-    def of_other_lengths(layer: LoraLayer) -> Iterator[Fault]:
-        vectors = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
-        if vectors and layer.rank is not None and _swapped_rank(subject.config, layer) is None:
-            yield from _of_other_length(layer, vectors)
-
-    yield from subject.view.found(of_other_ranks)
-    yield from subject.view.found(of_other_lengths)
-
-
-def _of_other_length(layer: LoraLayer, vectors: Iterable[StoredTensor]) -> Iterator[Fault]:
-    """Check the magnitude and the bias, which have one value for each row of lora_B."""
-    if layer.pair is None:
+    a, b = layer.a, layer.b
+    swapped = _swapped_rank(config, layer) is not None  # LT204 reports these
+    if layer.pair is not None and layer.rank is not None:
+        yield from () if swapped else _of_other_length(layer, layer.pair[1])
+    elif a is None or b is None or not (a.spec.numel and b.spec.numel):
         return
-    _, b = layer.pair
+    elif len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
+        shapes = f"lora_A has shape {list(a.shape)} and lora_B has shape {list(b.shape)}: expected two matrices"
+        yield Fault(subject=a.name, message=shapes)
+    elif not swapped:
+        ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), but lora_B has rank {b.shape[1]} (shape {list(b.shape)})"
+        yield Fault(subject=a.name, message=ranks)
+
+
+def _of_other_length(layer: LoraLayer, b: StoredTensor) -> Iterator[Fault]:
+    """Check the magnitude and the bias, which have one value for each row of lora_B."""
     rows = b.shape[0]
-    for tensor in vectors:
+    for tensor in (layer.magnitude, layer.bias):
+        if tensor is None or not tensor.spec.numel:
+            continue
         if not (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows):
             yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, but its lora_B has {rows} rows")
 
 
-@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
-def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
+@_of_layers("LT203", _CONFIGURED)
+def rank_not_as_configured(config: AdapterConfig, layer: LoraLayer) -> Iterator[Fault]:
     """The rank differs from the config's.
 
     What it does: Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
@@ -92,19 +98,14 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `adapter_config.json` says `"r": 16`, but every `lora_A` has 8 rows.
     What to do: Put the trained rank into `adapter_config.json`, or use the `adapter_config.json` of the same run.
     """
-
-    def of_another_rank(layer: LoraLayer) -> Iterator[Fault]:
-        expected = ranks_of(subject.config, layer)
-        found = layer.rank
-        if found is None or found in expected or _swapped_rank(subject.config, layer) is not None:
-            return
-        if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
-            return
-        name = layer.a.name if layer.a else layer.module
-        message = f"has rank {found}, but the config gives this module rank {' or '.join(map(str, sorted(expected)))}"
-        yield Fault(subject=name, message=message)
-
-    yield from subject.view.found(of_another_rank)
+    expected, found = ranks_of(config, layer), layer.rank
+    if found is None or found in expected or _swapped_rank(config, layer) is not None:
+        return
+    if _is_stacked(config, layer) and any(found % rank == 0 for rank in expected):
+        return
+    name = layer.a.name if layer.a else layer.module
+    message = f"has rank {found}, but the config gives this module rank {' or '.join(map(str, sorted(expected)))}"
+    yield Fault(subject=name, message=message)
 
 
 def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
@@ -112,8 +113,8 @@ def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
     return bool(config.target_parameters) and not config.targets(layer.target)
 
 
-@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
-def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
+@_of_layers("LT204", _CONFIGURED)
+def factors_swapped(config: AdapterConfig, layer: LoraLayer) -> Iterator[Fault]:
     """A and B are swapped.
 
     What it does: Looks for pairs whose `lora_A` has r columns and whose `lora_B` has r rows.
@@ -122,15 +123,11 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     Example: r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
     What to do: Convert the adapter again. PEFT expects `lora_A` as (r, in) and `lora_B` as (out, r).
     """
-
-    def swapped(layer: LoraLayer) -> Iterator[Fault]:
-        rank = _swapped_rank(subject.config, layer)
-        if rank is not None and layer.a and layer.b:
-            shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
-            message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
-            yield Fault(subject=layer.a.name, message=message)
-
-    yield from subject.view.found(swapped)
+    rank = _swapped_rank(config, layer)
+    if rank is not None and layer.a and layer.b:
+        shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
+        message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
+        yield Fault(subject=layer.a.name, message=message)
 
 
 def _swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
@@ -160,10 +157,11 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
     (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
     """
-    of_no_tokens = {
-        tokens.rows.name for tokens in subject.view.tokens.values() if tokens.of_none
-    }  # LT226 reports these
-    empty = [each for each in subject.tensors.values() if each.spec.numel == 0 and each.name not in of_no_tokens]
+    empty = [each for each in subject.tensors.values() if each.spec.numel == 0]
+    if not empty:
+        return
+    of_no_tokens = {tokens.rows.name for tokens in subject.view.tokens.values() if tokens.of_none}
+    empty = [each for each in empty if each.name not in of_no_tokens]  # LT226 reports these
     hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
     for tensor in empty:
         message = (
@@ -200,15 +198,15 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `…lora_A.weight` is I8.
     What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
-    lora = subject.view.found(lambda layer: [each for each in layer.parts.values() if not each.dtype.is_float])
-    plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf in ("weight", "bias"))
-    for tensor in (*lora, *plain):
-        if not tensor.dtype.is_float:
+    for name, key in subject.checkpoint.keys.items():
+        tensor = subject.tensors[name]
+        judged = key.part in LAYER_PARTS or (key.part is Part.PLAIN and key.leaf in ("weight", "bias"))
+        if judged and not tensor.dtype.is_float and name not in subject.view.repeats:
             yield Fault(subject=tensor.name, message=f"is {tensor.dtype}: expected F32, BF16, F16 or F64")
 
 
-@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
-def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
+@_of_layers("LT218", _CONFIGURED)
+def flags_disagree(config: AdapterConfig, layer: LoraLayer) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 
     What it does: Compares `use_dora` with the `lora_magnitude_vector`s, and `lora_bias` with the biases of `lora_B`.
@@ -217,22 +215,17 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     Example: The file has a `lora_magnitude_vector` for each module, but the config says `"use_dora": false`.
     What to do: Set the flag in `adapter_config.json` to match the tensors.
     """
-    config = subject.config
-
-    def against_its_flags(layer: LoraLayer) -> Iterator[Fault]:
-        if layer.a is None or layer.b is None:
-            return
-        checks = (
-            ("use_dora", config.use_dora, layer.magnitude, "lora_magnitude_vector"),
-            ("lora_bias", config.lora_bias, layer.bias, "lora_B.bias"),
-        )
-        for flag, wanted, tensor, part in checks:
-            if flag == "lora_bias" and layer.embedding:
-                continue
-            if tensor is not None and not wanted:
-                message = f"is in the file, but `{flag}` is false: PEFT would silently drop it"
-                yield Fault(subject=tensor.name, message=message)
-            elif tensor is None and wanted and not _is_stacked(config, layer):
-                yield Fault(subject=layer.b.name, message=f"has no {part}, but `{flag}` is true")
-
-    yield from subject.view.found(against_its_flags)
+    if layer.a is None or layer.b is None:
+        return
+    checks = (
+        ("use_dora", config.use_dora, layer.magnitude, "lora_magnitude_vector"),
+        ("lora_bias", config.lora_bias, layer.bias, "lora_B.bias"),
+    )
+    for flag, wanted, tensor, part in checks:
+        if flag == "lora_bias" and layer.embedding:
+            continue
+        if tensor is not None and not wanted:
+            message = f"is in the file, but `{flag}` is false: PEFT would silently drop it"
+            yield Fault(subject=tensor.name, message=message)
+        elif tensor is None and wanted and not _is_stacked(config, layer):
+            yield Fault(subject=layer.b.name, message=f"has no {part}, but `{flag}` is true")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
-from lora_tool.adapters.naming import AS_THEY_ARE, drift
+from lora_tool.adapters.naming import drift
 from lora_tool.adapters.readings import Readings
 from lora_tool.adapters.view import AdapterView
 from lora_tool.core.display import counted, size
@@ -50,9 +50,8 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
         wrong = drift(key)
         if wrong:
             yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{view.paths[key.module]}…`", hint=hint)
-    plain = _plain(subject)
     for copy in view.parts(Part.SAVED_MODULE):
-        if copy.name not in plain:
+        if copy.name not in view.plain:
             message = f"PEFT looks for `{PREFIX}{copy.name}` and would fail"
             yield Fault(subject=copy.tensor.name, message=message, hint=hint, mergeable=True)
     yield from _adapter_names(view, hint)
@@ -64,13 +63,13 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
     base = subject.base
     if base is None or base.config is None:
         return
-    modules = module_names(base.config, base.tensors, subject.config)
+    modules = module_names(base.config, base.modules, subject.config)
     if modules is None:
         yield Unchecked(reason="lora-tool does not know the modules of the base's class, whose names could be compared")
         return
     readings = Readings(subject.view, modules, prefixed=True)
-    fitting = readings.fitting() if readings.headed else []
-    if fitting and AS_THEY_ARE not in fitting:
+    fitting = readings.fitting() if readings.headed and not readings.fit_as_they_are() else []
+    if fitting:
         path = readings.paths[0]
         message = (
             f"is called `{fitting[0].path(path)}` in a {subject.config.task_type or 'model'} of that base: PEFT finds "
@@ -114,33 +113,31 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
     What to do: Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
     """
-    plain = _plain(subject)
-    embeddings = {each.target for each in subject.view.found(lambda layer: [layer] if layer.embedding else [])}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
-    repeats = subject.view.repeats.items()
-    other_values = {name: first for name, first in repeats if not same_values(subject.tensors[name], first)}
-    for name, first in other_values.items():
-        message = f"differs from `{first.name}`, although both belong to the same module"
-        yield Fault(subject=name, message=message, severity=Severity.ERROR)
+    other_values = set()
+    for name, first in subject.view.repeats.items():
+        if not same_values(subject.tensors[name], first):
+            other_values.add(name)
+            message = f"differs from `{first.name}`, although both belong to the same module"
+            yield Fault(subject=name, message=message, severity=Severity.ERROR)
     for item in subject.view.whole:
         name, held = item.tensor.name, size(item.tensor.nbytes)
-        if item.part in copied and item.name in plain:
+        if item.part in copied and item.name in subject.view.plain:
             message = f"{copied[item.part]}, {held} that PEFT never reads"
             severity = Severity.INFO if is_end(item.module) or item.name.endswith(".bias") else None
             if name not in other_values:
                 yield Fault(subject=name, message=message, severity=severity)
         elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
-            expected = is_end(item.module) or is_decoder(item.module) or item.module in embeddings
+            expected = is_end(item.module) or is_decoder(item.module) or _is_embedding(subject, item.module)
             severity = Severity.INFO if expected else None
             message = f"a frozen weight of the base, {held} that the base has already"
             hint = _KEPT_ON_PURPOSE if severity else None
             yield Fault(subject=name, message=message, severity=severity, hint=hint)
 
 
-def _plain(subject: AdapterSubject) -> frozenset[str]:
-    """Return the names of the whole tensors; a saved head may be several layers deep."""
-    return frozenset(item.name for item in subject.view.parts(Part.PLAIN))
+def _is_embedding(subject: AdapterSubject, module: str) -> bool:
+    return any(layer.embedding and layer.target == module for layer in subject.layers)
 
 
 @rule("LT222", Severity.WARNING, on=AdapterSubject)
@@ -196,17 +193,27 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
                 subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path, hint=hint
             )
     else:
-        # "all-linear" also names the layers inside a head that is saved whole
-        carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
-        held = {*(layer.target for layer in subject.view.kinds), *_saved_whole(subject), *carried}
-        entries = config.target_modules or ()
-        seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
-        for entry in entries:
+        seen = _ends_of_modules(subject)
+        for entry in config.target_modules or ():
             if entry not in seen and not _is_left_out(subject, entry):
                 message = "matches no module that has LoRA tensors"
                 yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
     yield from _parameters_without_tensors(subject)
     yield from _saved_without_tensors(subject)
+
+
+def _ends_of_modules(subject: AdapterSubject) -> set[str]:
+    """Return the ends of the paths of modules with LoRA or whole tensors, by which `target_modules` may name them."""
+    ends: set[str] = set()
+    for layer in subject.view.kinds:
+        ends.update(_suffixes(layer.target))
+    for name in subject.view.frozen:  # whose lost LoRA is LT505's
+        ends.update(_suffixes(name.rpartition(".")[0]))
+    for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE):
+        # "all-linear" also names the layers inside a head that is saved whole
+        if targeting.is_saved_whole(subject.config, item.module):
+            ends.update(_suffixes(item.module))
+    return ends
 
 
 def _suffixes(path: str) -> Iterator[str]:
@@ -230,12 +237,6 @@ def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
     if config.layers_to_transform or any(name.endswith(f".{entry}") for name in excluded):
         return True
     return any(name in excluded for name in _suffixes(entry))
-
-
-def _saved_whole(subject: AdapterSubject) -> Iterator[str]:
-    for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE):
-        if targeting.is_saved_whole(subject.config, item.module):
-            yield item.module
 
 
 def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
@@ -262,10 +263,11 @@ def _named_twice(subject: AdapterSubject, parent: str) -> str | None:
 
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
-    # PEFT adds these names to every such adapter, whatever its head is called; LT301 checks heads
-    entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
-    for entry in entries:
+    for entry in config.modules_to_save:
+        # PEFT adds these names to every such adapter, whatever its head is called; LT301 checks heads
+        if entry in PEFT_CLASSIFIERS | QUESTION_HEADS:
+            continue
         held = (*whole, *subject.view.tokens)  # LT226 reports tokens of a module that is not whole
         if not any(ancestor.endswith(entry) for path in held for ancestor in targeting.ancestors(path)):
             message, severity = "the file has no tensor of such a module", None
@@ -274,7 +276,7 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(
                 subject=f"modules_to_save: {entry}", message=message, path=subject.config_path, severity=severity
             )
-    for path in whole:
+    for path in whole if config.modules_to_save else ():
         saved = [each for each in targeting.ancestors(path) if each.endswith(config.modules_to_save)]
         if len(saved) > 1:
             message = f"lies in `{saved[-1]}`, which is saved whole too: PEFT fails to load the adapter"
@@ -314,9 +316,9 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
     adapted = {match.name(layer.target) for layer in subject.layers}
     unknown = None if match.facts else match.base.config  # of its class, which may not have all that is on disk
-    if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
+    if adapted.isdisjoint(match.base.modules):
         return
-    forms = {INDEX.sub("*", name) for name in adapted}
+    forms = {INDEX.sub("*", name) for name in adapted} if match.in_part else set()
     for name, tensor in match.trained():
         path, _, leaf = name.rpartition(".")
         if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
@@ -350,9 +352,10 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
     PEFT keeps the base's values for them, and does not warn.
     """
     there = {**subject.view.saved, **subject.view.frozen}
-    modules = {name.rpartition(".")[0] for name in there} - {layer.target for layer in subject.layers}
+    adapted = {layer.target for layer in subject.layers}
+    modules = {name.rpartition(".")[0] for name in there}.difference(adapted)
     added = ADDED_BY_PEFT.get(subject.config.task_type or "", ())
-    forms = {INDEX.sub("*", module) for module in modules}
+    forms = {INDEX.sub("*", module) for module in modules} if match.in_part else set()
     found = {
         entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
     }

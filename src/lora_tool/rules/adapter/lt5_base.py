@@ -70,7 +70,7 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int]
     if all(match.tensor(module) is not None for module in modules):  # as nearly always
         return
     without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
-    held, indices = frozenset(name.rpartition(".")[0] for name in match.base.tensors), _held_indices(match)
+    held, indices = match.base.modules, _held_indices(match)
     for module, name in without_weight.items():
         if match.name(module) not in held and not may_be_absent(subject, module):
             yield module, name, _beyond(match, indices, module)
@@ -89,7 +89,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match = subject.matched
     absent = [(module, name) for module, name, beyond in _absent(subject) if beyond is None]
-    modules = sorted({name.rpartition(".")[0] for name in match.base.tensors}) if absent else []
+    modules = sorted(match.base.modules) if absent else []
     if absent and len(absent) == len(_adapted(subject)):
         yield Fault(message=f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`")
         return

@@ -23,7 +23,11 @@ class SeveralAdapters(Subject, frozen=True, kw_only=True, eq=False):
     views: tuple[AdapterView, ...]
 
 
-@rule("LT512", Severity.ERROR, on=SeveralAdapters, unmergeable=True)
+OF_SEVERAL = "LT512"
+"""The rule about several adapters together."""
+
+
+@rule(OF_SEVERAL, Severity.ERROR, on=SeveralAdapters, unmergeable=True)
 def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     """Adapters that cannot be merged or combined together.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-
-from msgspec import Struct
+from itertools import chain
+from typing import TypeAlias
 
 from lora_tool.core.choices import suggestion
 from lora_tool.core.report import Severity
@@ -55,6 +55,7 @@ OWN_LAYERS = frozenset({"deepseek_v4", "nemotron_h", "neomme", "resnet"})
 """Model types whose classes have kinds of layers of their own."""
 _NOT_MODELS = frozenset({"quantization_config", "generation_config"})
 """Objects in a config that are the config of no model."""
+_Table: TypeAlias = Mapping[str, object]
 _DEEPEST = 8
 _OF_SOME_MODELS = frozenset({"axial", "mrope", "su", "xdrope"})
 """Types that the configs of some models have of their own, or translate."""
@@ -75,64 +76,71 @@ def unknown_function(subject: ModelSubject) -> Iterator[Fault]:
     config = subject.checkpoint.config
     if config is None or config.custom_code:
         return
-    for each in _configs("", config.raw, _DEEPEST):
-        faults = (_unknown_names(each), _rope_faults(each), _layer_faults(each), _outer_faults(each))
-        for name, message in (fault for some in faults for fault in some):
-            yield Fault(subject=f"{each.context}{name}", message=message, path=config.path)
+    for context, table in _configs("", config.raw, _DEEPEST):
+        model_type = table.get("model_type")
+        model_type = model_type if isinstance(model_type, str) else ""
+        faults = (_activations(table, model_type), _ropes(table, model_type), _layers(table, model_type))
+        for name, message in (*chain(*faults), *(() if context else _of_the_outermost(table))):
+            yield Fault(subject=f"{context}{name}", message=message, path=config.path)
 
 
-class _Config(Struct, frozen=True, kw_only=True):
-    """A config, or one inside it; `context` stands before its fields."""
-
-    context: str
-    table: Mapping[str, object]
-
-    @property
-    def model_type(self) -> str:
-        found = self.table.get("model_type")
-        return found if isinstance(found, str) else ""
-
-
-def _configs(context: str, table: Mapping[str, object], deepest: int) -> Iterator[_Config]:
-    """Yield the config and those inside it."""
-    yield _Config(context=context, table=table)
+def _configs(context: str, table: _Table, deepest: int) -> Iterator[tuple[str, _Table]]:
+    """Yield the config and those inside it, each with what stands before its fields."""
+    yield context, table
     for name, inner in table.items() if deepest else ():
         if name.endswith("_config") and name not in _NOT_MODELS and isinstance(inner, Mapping):
             yield from _configs(f"{context}{name}.", inner, deepest - 1)
-
-
-def _unknown_names(config: _Config) -> Iterator[tuple[str, str]]:
-    """Yield the names that transformers does not have."""
-    for name, value, known in _named(config):
-        if isinstance(value, str) and value not in known | _OF_SOME_MODELS:
-            yield name, _no_such(value, known)
 
 
 def _no_such(value: str, known: Iterable[str]) -> str:
     return f"transformers has no {shown(value)}. {suggestion(value, sorted(known))}".rstrip()
 
 
-def _rope_faults(config: _Config) -> Iterator[tuple[str, str]]:
-    """Yield fields that a rope type requires and that are missing, and those that are not numbers."""
-    for name, kind, rope in _ropes(config):
-        for key in ROPE_KEYS.get(kind, ()):
-            if key not in rope:
-                yield f"{name}{key}", f"is missing: transformers requires it for {shown(kind)}"
-        for key, value in rope.items():
-            if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-                yield f"{name}{key}", f"expected a number, found {shown(value)}: transformers does not load the model"
+def _activations(table: _Table, model_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the activations that transformers does not have."""
+    for name in ("hidden_act", "hidden_activation", "activation_function") if model_type not in OWN_ACTIVATION else ():
+        value = table.get(name)
+        if isinstance(value, str) and value not in ACTIVATIONS | _OF_SOME_MODELS:
+            yield name, _no_such(value, ACTIVATIONS)
 
 
-def _layer_faults(config: _Config) -> Iterator[tuple[str, str]]:
+def _ropes(table: _Table, model_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the faults of each set of rope parameters, also those of kinds of layers."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = table.get(name)
+        if not isinstance(rope, Mapping):
+            continue
+        if model_type not in OWN_ROPES:
+            yield from _rope_faults(f"{name}.", rope)
+        for kind, inner in rope.items():
+            if isinstance(inner, Mapping):
+                yield from _rope_faults(f"{name}.{kind}.", inner)
+
+
+def _rope_faults(name: str, rope: _Table) -> Iterator[tuple[str, str]]:
+    """Yield an unknown type, the fields that the type requires and that are missing, and those that are not numbers."""
+    found = rope.get("rope_type", rope.get("type", "default"))
+    kind = found if isinstance(found, str) else "default"
+    if kind not in ROPE_TYPES | _OF_SOME_MODELS:
+        yield f"{name}{'rope_type' if 'rope_type' in rope else 'type'}", _no_such(kind, ROPE_TYPES)
+    for key in ROPE_KEYS.get(kind, ()):
+        if key not in rope:
+            yield f"{name}{key}", f"is missing: transformers requires it for {shown(kind)}"
+    for key, value in rope.items():
+        if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+            yield f"{name}{key}", f"expected a number, found {shown(value)}: transformers does not load the model"
+
+
+def _layers(table: _Table, model_type: str) -> Iterator[tuple[str, str]]:
     """Yield the kinds of layers that transformers does not know, and lists that are not as long as the model is deep.
 
     Nearly every new model type has a new kind of layer, so types that lora-tool has no table of are not judged.
     """
-    if config.model_type in OWN_LAYERS or not prefixes_of(config.model_type):
+    if model_type in OWN_LAYERS or LAYERS.keys().isdisjoint(table) or not prefixes_of(model_type):
         return
-    depth = config.table.get("num_hidden_layers")
+    depth = table.get("num_hidden_layers")
     for name, known in LAYERS.items():
-        kinds = config.table.get(name)
+        kinds = table.get(name)
         if kinds is None:
             continue
         if not isinstance(kinds, list):
@@ -141,48 +149,23 @@ def _layer_faults(config: _Config) -> Iterator[tuple[str, str]]:
         for kind in dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in known):
             yield name, _no_such(kind, known)
         if type(depth) is int and depth != len(kinds):
-            yield (
-                name,
-                f"has {len(kinds)} entries, but `num_hidden_layers` is {depth}: transformers does not load the model",
-            )
+            why = f"but `num_hidden_layers` is {depth}: transformers does not load the model"
+            yield name, f"has {len(kinds)} entries, {why}"
 
 
-def _outer_faults(config: _Config) -> Iterator[tuple[str, str]]:
+def _of_the_outermost(table: _Table) -> Iterator[tuple[str, str]]:
     """Yield faults that only the outermost config can have: unknown attention, unnamed code, codes without a method."""
-    if config.context:
-        return
     for name in ("attn_implementation", "_attn_implementation"):
-        value = config.table.get(name)
+        value = table.get(name)
         if value is not None and not isinstance(value, str | dict):
             yield name, f"expected a string, found {shown(value)}: transformers does not load the model"
         elif isinstance(value, str) and "/" not in value and value.removeprefix("paged|") not in ATTENTIONS:
             yield name, _no_such(value, ATTENTIONS)
-    if config.table.get("auto_map", {}) is None:
+    if table.get("auto_map", {}) is None:
         yield "auto_map", "expected an object or no such field, found null: transformers does not load the model"
-    quantised = config.table.get("quantization_config")
+    quantised = table.get("quantization_config")
     if quantised is not None and not (isinstance(quantised, dict) and quantised):
         message = (
             f"expected an object with `quant_method`, found {shown(quantised)}: transformers does not load the model"
         )
         yield "quantization_config", message
-
-
-def _named(config: _Config) -> Iterator[tuple[str, object, frozenset[str]]]:
-    """Yield field, value and the names that there are, for the config of one model."""
-    for name in ("hidden_act", "hidden_activation", "activation_function"):
-        if config.model_type not in OWN_ACTIVATION:
-            yield name, config.table.get(name), ACTIVATIONS
-    for name, kind, rope in _ropes(config):
-        yield f"{name}{'rope_type' if 'rope_type' in rope else 'type'}", kind, ROPE_TYPES
-
-
-def _ropes(config: _Config) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-    """Yield each set of rope parameters, also those of kinds of layers, with the prefix of its keys, and its type."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = config.table.get(name)
-        if isinstance(rope, Mapping):
-            whole = () if config.model_type in OWN_ROPES else ((f"{name}.", rope),)
-            for inside, each in (*whole, *((f"{name}.{kind}.", of) for kind, of in rope.items())):
-                if isinstance(each, Mapping):
-                    kind = each.get("rope_type", each.get("type", "default"))
-                    yield inside, kind if isinstance(kind, str) else "default", each

@@ -41,7 +41,7 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
         return str(error)
     arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     wanted = [module for module in modules if head_of(module) is None]
-    held = frozenset(name.rpartition(".")[0] for name in base.tensors)
+    held = base.modules
     if arch is None:
         return (_text_match(base, text, held, wanted) if text else None) or _may_differ(config)
     if not wanted or not held:
