@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapters.view import LoraLayer
+from lora_tool.adapters.view import LAYER_PARTS, LoraLayer
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
@@ -44,26 +44,31 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     Example: A GRPO run in which all rewards were equal ends with loss 0 and such an adapter.
     What to do: Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
     """
-    factors = [layer.zero_initialised for layer in subject.layers]
-    read = [tensor for tensor in factors if tensor is not None and tensor.dtype.is_float and tensor.spec.numel]
-    zero = [tensor for tensor in read if subject.scan(tensor).all_zero]
-    if zero and len(zero) == len(read):
+    read, zero = 0, []
+    for layer in subject.layers:
+        tensor = layer.zero_initialised
+        if tensor is not None and tensor.dtype.is_float and tensor.spec.numel:
+            read += 1
+            if subject.scan(tensor).all_zero:
+                zero.append((layer, tensor))
+    if zero and len(zero) == read:
         yield Fault(message=f"all {len(zero)} lora_B are zero, as before training, so the adapter changes nothing")
         return
     if subject.layers and all(_without_delta(subject, layer) for layer in subject.layers):
         message = f"in all {len(subject.layers)} modules lora_A or lora_B is zero, so the adapter changes nothing"
         yield Fault(message=message)
         return
-    past = {layer.zero_initialised for layer in subject.layers if layer.target.endswith(READ_PAST_LORA)}
-    for tensor in zero:
-        if tensor not in past:
+    for layer, tensor in zero:
+        if not layer.target.endswith(READ_PAST_LORA):
             yield Fault(subject=tensor.name, message="is all zero: this module was not trained", severity=Severity.INFO)
 
 
 def _without_delta(subject: AdapterSubject, layer: LoraLayer) -> bool:
     """Return whether a factor of the layer is all zero, and with it ΔW."""
-    read = (tensor for tensor in layer.factors if tensor.dtype.is_float and tensor.spec.numel)
-    return any(subject.scan(tensor).all_zero for tensor in read)
+    for factor in layer.factors:
+        if factor.dtype.is_float and factor.spec.numel and subject.scan(factor).all_zero:
+            return True
+    return False
 
 
 @rule("LT227", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)
@@ -110,8 +115,10 @@ def _rows_between_zeros(factor: StoredTensor) -> range:
     """
     rows = factor.shape[0]
     row_bytes = factor.nbytes // rows if rows else 0
-    ends = (read_part(factor, at * row_bytes, row_bytes) for at in (0, rows - 1)) if row_bytes else ()
-    if all(end.strip(b"\0") for end in ends):
+    if not row_bytes:
+        return range(rows)
+    first, last = read_part(factor, 0, row_bytes), read_part(factor, (rows - 1) * row_bytes, row_bytes)
+    if first.strip(b"\0") and last.strip(b"\0"):
         return range(rows)
     data = read_part(factor, 0, factor.nbytes)
     return range((len(data) - len(data.lstrip(b"\0"))) // row_bytes, -(-len(data.rstrip(b"\0")) // row_bytes))
@@ -196,9 +203,11 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Use an earlier checkpoint; `grad_norm` and `loss` in `trainer_state.json` show where the run diverged.
     If the original file is fine, copy it again.
     """
-    factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
-    plain = [item.tensor for item in subject.view.parts(Part.PLAIN)]
-    for tensor in (*factors, *plain):
+    for name, key in subject.checkpoint.keys.items():
+        of_layer = key.part in LAYER_PARTS and name not in subject.view.repeats
+        if not of_layer and key.part is not Part.PLAIN:
+            continue
+        tensor = subject.tensors[name]
         largest = subject.scan(tensor).largest
         if largest:
             severity = Severity.ERROR if largest >= _ABSURD else None

@@ -34,13 +34,16 @@ CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
 
 def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the head tensors that the adapter carries whole, by the model's own names."""
-    whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)
-    return {item.name: item.tensor for item in whole if head_of(item.module)}
+    heads: dict[str, StoredTensor] = {}
+    for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE):
+        if head_of(item.module):
+            heads[item.name] = item.tensor
+    return heads
 
 
 def carries_head(subject: AdapterSubject) -> bool:
     """Return whether a head is saved: one of the known names, or a top-level module outside the adapted trunk."""
-    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
+    if not CLASSIFICATION_HEADS.isdisjoint(map(head_of, saved_heads(subject))):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}
     tops = {item.module.partition(".")[0] for item in subject.view.parts(Part.PLAIN) if not is_end(item.module)}
@@ -59,8 +62,9 @@ def head_weight(tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
 
 def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the lora_B of each head that has LoRA on it, by module path."""
-    of_heads = subject.view.found(lambda layer: [layer] if head_of(layer.target) else [])
-    return {layer.target: layer.b for layer in of_heads if layer.b is not None}
+    return dict(
+        subject.view.found(lambda layer: [(layer.target, layer.b)] if layer.b and head_of(layer.target) else [])
+    )
 
 
 def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
@@ -184,11 +188,14 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
     """Return the lora_B of each head under LoRA whose own weight is neither in the adapter nor in the base."""
+    heads = lora_heads(subject)
+    if not heads:
+        return {}
     kept = {item.module for item in subject.view.parts(Part.BASE_LAYER)}
     kept |= {name.rpartition(".")[0] for name in saved_heads(subject)}
     if subject.base is not None:
         kept |= {name.removesuffix(".weight") for name in subject.base.tensors}
-    return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
+    return {module: lora_b for module, lora_b in heads.items() if module not in kept}
 
 
 @rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE | {Need.BASE_IN_PART}, unmergeable=True)
@@ -308,11 +315,10 @@ def _contradicted_task(subject: AdapterSubject, *, has_head: bool) -> tuple[str,
 def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:
     """Return one tensor of each head, saved whole or under LoRA; a head that LT302 calls lost is not there."""
     lost = _lost_heads(subject)
-    under_lora = {module: tensor for module, tensor in lora_heads(subject).items() if module not in lost}
     heads: dict[str, StoredTensor] = {}
-    for path, tensor in (*saved_heads(subject).items(), *under_lora.items()):
+    for path, tensor in (*saved_heads(subject).items(), *lora_heads(subject).items()):
         head = head_of(path)
-        if head in CLASSIFICATION_HEADS | VALUE_HEADS:
+        if path not in lost and head in CLASSIFICATION_HEADS | VALUE_HEADS:
             heads.setdefault(head, tensor)
     return heads
 

@@ -13,6 +13,7 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
+from lora_tool.models.model_tensors import may_have
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
@@ -66,10 +67,15 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
 def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
     """Yield module, tensor name and the result of `_beyond` for each adapted module that the base does not have."""
     match = subject.matched
-    modules = (*subject.view.tokens, *(layer.target for layer in subject.layers))
-    if all(match.tensor(module) is not None for module in modules):  # as nearly always
+    without_weight: dict[str, str] = {}
+    for module, tokens in subject.view.tokens.items():
+        if match.tensor(module) is None:
+            without_weight[module] = tokens.rows.name
+    for layer in subject.layers:
+        if match.tensor(layer.target) is None:
+            without_weight[layer.target] = layer.any_tensor.name
+    if not without_weight:  # as nearly always
         return
-    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
     held, indices = match.base.modules, _held_indices(match)
     for module, name in without_weight.items():
         if match.name(module) not in held and not may_be_absent(subject, module):
@@ -117,7 +123,9 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     yield from _heads_of_other_width(subject, match)
     if _RESHAPED & set(subject.config.refused):
         return
-    bare = _wrapped(subject, match)
+    # only the class itself has the order in which parameters are wrapped
+    named = match.facts.parameters if match.facts and subject.config.target_parameters else ()
+    bare = targeting.wrapped_parameters(subject.config, named) if named else {}
     fitting: set[tuple[int, DType, tuple[int, ...]]] = set()  # kinds of layers, and the base's weights that they fit
     for layer in subject.layers:
         if layer.module in bare:
@@ -159,11 +167,6 @@ def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer)
         whose = "the base's" if weight is held else "the adapter's own"
         message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
         yield Fault(subject=pair[0].name, message=message)
-
-
-def _wrapped(subject: AdapterSubject, match: BaseMatch) -> Mapping[str, str]:
-    """Return the wrappers of bare parameters; only the class itself has the order in which they are wrapped."""
-    return targeting.wrapped_parameters(subject.config, match.facts.parameters if match.facts else ())
 
 
 def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer, name: str) -> Iterator[Fault]:
@@ -301,8 +304,6 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bo
     """Whether it is a classifier's module outside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
     if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
         return False
-    from lora_tool.models.model_tensors import may_have  # only tensors that the base lacks need it
-
     of_class = (match.arch.model_type, match.arch.sequence_classification or "")
     if subject.is_reward() and may_have(*of_class, name) is False:
         return False

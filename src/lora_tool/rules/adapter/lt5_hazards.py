@@ -155,9 +155,11 @@ def _is_fingerprinted(subject: AdapterSubject) -> bool:
 def _record_of(subject: AdapterSubject) -> Path | None:
     """Return the record in the adapter's folder, or in that of the run that it is a checkpoint of."""
     root = subject.checkpoint.root
-    folders = [root, root.resolve().parent] if subject.checkpoint.folder.trainer else [root]
-    paths = (folder / training_record.FILE_NAME for folder in folders)
-    return next((path for path in paths if path.is_file() and inside(path.parent, path)), None)
+    for folder in (root, root.resolve().parent) if subject.checkpoint.folder.trainer else (root,):
+        path = folder / training_record.FILE_NAME
+        if path.is_file() and inside(folder, path):
+            return path
+    return None
 
 
 def _named(record: TrainingRecord) -> str:
@@ -238,8 +240,10 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.base is None or subject.base.config is None:
         return
+    if not any(".experts." in name for name in subject.base.tensors):
+        return
     dense_ones = tuple(subject.view.found(lambda layer: [layer] if _DENSE.fullmatch(layer.target) else []))
-    if not dense_ones or not any(".experts." in name for name in subject.base.tensors):
+    if not dense_ones:
         return
     by_layer: dict[str, list[str]] = {}
     for name in subject.base.tensors:

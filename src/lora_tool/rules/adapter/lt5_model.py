@@ -24,6 +24,7 @@ from lora_tool.models.ends import (
     output_name,
     stored_twice,
 )
+from lora_tool.models.model_tensors import own_tensors
 from lora_tool.rules.adapter.lt3_head import (
     CLASSIFYING,
     carries_head,
@@ -172,7 +173,7 @@ def _compared_by_name(subject: AdapterSubject) -> bool:
 def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[str, StoredTensor]) -> Iterator[Fault]:
     """Look for the head under the names that its class has; one that is nowhere at all is LT301's or LT302's."""
     head, class_name = match.arch.head or "", match.arch.sequence_classification or ""
-    names, allowed = last_weights(head), _own_tensors(match.arch.model_type, class_name)
+    names, allowed = last_weights(head), own_tensors(match.arch.model_type, class_name)
     expected = (
         subject.layers
         and not carries_head(subject)
@@ -197,12 +198,6 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
         yield Fault(message=message, hint=way_to_head(subject.checkpoint.root, head))
 
 
-def _own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
-    from lora_tool.models.model_tensors import own_tensors  # only adapters with a base need it
-
-    return own_tensors(model_type, class_name)
-
-
 def _labels(
     subject: AdapterSubject, match: BaseMatch, whole: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[StoredTensor, int]]:
@@ -211,8 +206,8 @@ def _labels(
     if match.facts is not None:
         at = dict(match.facts.label_axes)
     elif _is_classifier(subject, match) and match.arch.head:
-        held = (name for name in last_weights(match.arch.head) if name in whole or match.held(name))
-        at = {f"{name.removesuffix('.weight')}.{leaf}": 0 for name in list(held)[:1] for leaf in ("weight", "bias")}
+        last = next((name for name in last_weights(match.arch.head) if name in whole or match.held(name)), None)
+        at = {} if last is None else {last: 0, f"{last.removesuffix('.weight')}.bias": 0}
     for name in sorted(at, key=lambda name: name not in whole):
         tensor = whole.get(name) or match.held(name)
         if tensor is not None and len(tensor.shape) > at[name]:
@@ -234,9 +229,12 @@ def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     with `--untie`.
     """
     match = subject.matched
-    saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))
+    tied = match.facts.tied if match.facts else _tied_output(subject, match)
+    if not tied:
+        return
+    saved, frozen = _by_base_names(match, subject.view.saved), _by_base_names(match, subject.view.frozen)
     output = f"{match.facts.output}.weight" if match.facts else output_name(match.arch)
-    for name, of in (match.facts.tied if match.facts else _tied_output(subject, match)).items():
+    for name, of in tied.items():
         if name == output:
             yield from _two_ends(subject, match, (name, of), saved, frozen)
             continue
@@ -339,7 +337,7 @@ def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, li
     """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
     config, arch = match.base.config, match.arch
     known = None if subject.stored_base is None else subject.stored_base.class_tensors
-    if config is None or known is None:
+    if config is None or known is None or not known.missing:
         return "", []
     own = ({arch.causal_lm, arch.sequence_classification} - {None}) if config.architectures else {None}
     if known.class_name not in own:
