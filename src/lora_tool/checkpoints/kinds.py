@@ -100,6 +100,11 @@ class _Opened(Struct, frozen=True, kw_only=True):
     def root(self) -> Path:
         return self.folder.root
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a file has a fault after which its contents cannot be believed."""
+        return any(problem.fatal for problem in self.problems)
+
     def __repr__(self) -> str:
         problems = f", {len(self.problems)} problems" if self.problems else ""
         return f"{type(self).__name__}({shortened(str(self.root), 300)!r}{problems})"

@@ -101,7 +101,7 @@ def _not_sharded(folder: Folder, found: Checkpoint | None) -> NotACheckpoint:
         *signs, last = (kind.sign for kind in sharded_kinds())
         message = f"{folder.root} holds no rank files: neither {', '.join(signs)} nor {last}"
         return NotACheckpoint(message, hint=consolidate_command(folder.root) or _list_below(folder))
-    lacking = isinstance(found, AdapterDir) or any(problem.fatal for problem in found.problems)
+    lacking = isinstance(found, AdapterDir) or found.is_broken
     return unexpected(found, "rank files", hint=consolidate_command(folder.root) if lacking else None)
 
 

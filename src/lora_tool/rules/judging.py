@@ -142,7 +142,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
 
     def unreadable(self, checkpoint: AdapterDir | ModelDir) -> Report:
         """Return what keeps a folder's config and weights from being believed, and nothing else about it."""
-        wrong = _fatal_problems(checkpoint)
+        of_folder = checkpoint.folder.problems
+        wrong = tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in of_folder)
         if not wrong:
             return Report()
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
@@ -274,12 +275,6 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 return f"{subject.why_no_match}: only what has the same name in both was compared"
         model = subject.stored_base if isinstance(subject, AdapterSubject) else subject
         return model.why_no_class if Need.CLASS in rule.needs and isinstance(model, ModelSubject) else None
-
-
-def _fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
-    """Return the problems of config and weights after which nothing can be computed from them."""
-    of_folder = checkpoint.folder.problems
-    return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in of_folder)
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir, needs: frozenset[Need]) -> str | None:

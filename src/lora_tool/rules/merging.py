@@ -101,13 +101,11 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
         moot = {_OF_TIED} if self.untie else {_OF_METHOD} if self.by_peft else set()
-        fitting = [each for each in chosen() if each.code not in moot]
-        selected = chosen(self.select, self.ignore)
-        rules = tuple(each for each in fitting if each in selected)
+        rules = tuple(each for each in chosen(self.select, self.ignore) if each.code not in moot)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task, ask=self.ask)
         report = judged(judge)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:
-            left_out = tuple(each for each in fitting if each not in rules)
+            left_out = tuple(each for each in chosen() if each.code not in moot and each not in rules)
             judged(replace(judge, rules=left_out, deep=False, ignored=True)).raise_at(Severity.ERROR, hint=_NO_HELP)
         return report

@@ -43,7 +43,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
     config of the run that wrote the weights.
     """
-    config = subject.config
+    config, base = subject.config, subject.base.config if subject.base is not None else None
+    tied = None if base is None else base.tie_word_embeddings
     names = "no entry of `target_modules`" + (" or `target_parameters`" if config.target_parameters else "")
 
     def unexplained_in(layer: LoraLayer) -> Iterator[Fault]:
@@ -53,7 +54,7 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
             hint = f"correct `{field}` in {subject.config_path}, {_OF_THAT_RUN}" if field else None
             for tensor in layer.parts.values():
                 yield _dropped(tensor, why, hint)
-        elif is_lost_on_loading(config, layer, tied=_says_tied(subject)):
+        elif is_lost_on_loading(config, layer, tied=tied):
             yield _lost_end(layer)
         elif not config.refused:
             for tensor in layer.strays:
@@ -86,11 +87,6 @@ def _lost_end(layer: LoraLayer) -> Fault:
     )
     hint = f"add `{layer.target}` to `target_modules` of `adapter_config.json`"
     return Fault(subject=layer.any_tensor.name, message=message, hint=hint, severity=Severity.WARNING)
-
-
-def _says_tied(subject: AdapterSubject) -> bool | None:
-    config = subject.base.config if subject.base is not None else None
-    return None if config is None else config.tie_word_embeddings
 
 
 def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collection[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
@@ -198,8 +198,9 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             if entry not in seen and not _is_left_out(subject, entry):
                 message = "matches no module that has LoRA tensors"
                 yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
-    yield from _parameters_without_tensors(subject)
-    yield from _saved_without_tensors(subject)
+    yield from _parameters_without_tensors(subject, config.target_parameters or ())
+    if config.modules_to_save:
+        yield from _saved_without_tensors(subject)
 
 
 def _ends_of_modules(subject: AdapterSubject) -> set[str]:
@@ -239,8 +240,7 @@ def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
     return any(name in excluded for name in _suffixes(entry))
 
 
-def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    entries = subject.config.target_parameters or ()
+def _parameters_without_tensors(subject: AdapterSubject, entries: Sequence[str]) -> Iterator[Fault]:
     for entry in entries:
         if entry == _ROUTER and _FUSED in entries:
             continue  # PEFT adds both to every mixture of experts, whatever its router is called
@@ -276,7 +276,7 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(
                 subject=f"modules_to_save: {entry}", message=message, path=subject.config_path, severity=severity
             )
-    for path in whole if config.modules_to_save else ():
+    for path in whole:
         saved = [each for each in targeting.ancestors(path) if each.endswith(config.modules_to_save)]
         if len(saved) > 1:
             message = f"lies in `{saved[-1]}`, which is saved whole too: PEFT fails to load the adapter"
@@ -303,7 +303,8 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
     match, config = subject.matched, subject.config
-    yield from _parameters_not_trained(subject, match)
+    if config.target_parameters and not match.in_part:
+        yield from _parameters_not_trained(subject, match)
     yield from _saved_in_part(subject, match)
     for name in subject.view.frozen:
         module = name.rpartition(".")[0]
@@ -334,8 +335,6 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
     """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
-    if not subject.config.target_parameters or match.in_part:
-        return
     paths = (name for name, _ in match.trained())
     counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
     held = {layer.module for layer in subject.layers}

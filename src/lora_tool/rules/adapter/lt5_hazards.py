@@ -48,7 +48,7 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     base = subject.base
     if base is None and record.base_fingerprint is not None:
         yield Unchecked(reason=subject.why_no_base)
-    if base is None or record.base_fingerprint is None or any(problem.fatal for problem in base.problems):
+    if base is None or record.base_fingerprint is None or base.is_broken:
         return
     from lora_tool.formats.manifest import fingerprint  # slow to import, and for trained records only
 
@@ -74,7 +74,7 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     If `--base` is right and the named model cannot be had: `--ignore LT520`.
     """
     base, named = subject.base, subject.config.base_model
-    if base is None or not named or any(problem.fatal for problem in base.problems):
+    if base is None or not named or base.is_broken:
         return
     given, near, hub_id = source_of(base.root), subject.checkpoint.root, hub_id_of(named)
     try:

@@ -66,6 +66,10 @@ _STRUCTURE = [
 """Fields of `config.json` that decide what the same weights compute."""
 _MAY_DIFFER = frozenset({"vocab_size", "tie_word_embeddings"})
 """Fields that a model changes when it is trained from its base, and its tensors with them."""
+_IN_TOKENIZER_JSON = frozenset(
+    {"vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"}
+)
+"""What newer versions of transformers write into tokenizer.json instead."""
 _ROTARY = ("rope_parameters", "rope_scaling")
 _ROTARY_FIELDS = (
     "rope_theta",
@@ -176,8 +180,8 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
 
 def _forgotten_head(subject: ModelSubject) -> frozenset[str]:
     """Return the head tensors that base or adapter give and the model lacks."""
-    expected = subject.expected or {}
-    return frozenset(name for name in expected if name not in subject.tensors and _is_head(subject, name))
+    lacking = (subject.expected or {}).keys() - subject.tensors.keys()
+    return frozenset(name for name in lacking if _is_head(subject, name)) if lacking else frozenset()
 
 
 def _is_head(subject: ModelSubject, name: str) -> bool:
@@ -224,25 +228,18 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     if not isinstance(subject, MergedSubject):
         yield from _no_tokenizer(subject, files)
         return
-    wanted = [file for file in (subject.planned.files if subject.planned else ()) if file.source is not None]
-    modules = {*root_files(file.filename for file in wanted)}
-    looked_for = [f for f in wanted if f.filename in FILE_NAMES | modules or "/" in f.filename]
-    missing = [file for file in looked_for if not (subject.checkpoint.root / file.filename).is_file()]
-    if "tokenizer.json" in files:  # what newer versions of transformers write into it
-        old = {
-            "vocab.json",
-            "merges.txt",
-            "vocab.txt",
-            "special_tokens_map.json",
-            "added_tokens.json",
-            "tokenizer.model",
-        }
-        missing = [file for file in missing if file.filename not in old]
-    for file in missing:
-        if file.filename.startswith("chat_template") and _has_template(subject):
+    planned = subject.planned.files if subject.planned else ()
+    copied = {file.filename: file.source for file in planned if file.source is not None}
+    ours = FILE_NAMES.union(root_files(copied))
+    for name, source in copied.items():
+        if (name not in ours and "/" not in name) or (subject.checkpoint.root / name).is_file():
             continue
-        hint = shlex.join(["cp", str(file.source), f"{subject.checkpoint.root / Path(file.filename).parent}/"])
-        yield Fault(subject=file.filename, message="is not in the merged folder", hint=hint)
+        if ("tokenizer.json" in files and name in _IN_TOKENIZER_JSON) or (
+            name.startswith("chat_template") and _has_template(subject)
+        ):
+            continue
+        hint = shlex.join(["cp", str(source), f"{subject.checkpoint.root / Path(name).parent}/"])
+        yield Fault(subject=name, message="is not in the merged folder", hint=hint)
 
 
 def _no_tokenizer(subject: ModelSubject, files: set[str]) -> Iterator[Fault]:

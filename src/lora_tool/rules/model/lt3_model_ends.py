@@ -58,7 +58,7 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
             yield Fault(subject="pad_token_id", message=message, path=config.path)
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
         folder = subject.checkpoint.folder
-        score = any(head_of(path) == _DECODER_HEAD for path in subject.view.paths.values())
+        score = _DECODER_HEAD in map(head_of, subject.view.paths.values())
         if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
             message = "no tokenizer file in this folder names a pad token; the base's may"
             path = str(folder.root / tokenizer.CONFIG)
@@ -223,13 +223,14 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
 def _largest(subject: Subject) -> int | None:
     """Return how many tokens the embeddings know, None where there are none to look at."""
     if isinstance(subject, AdapterSubject):
-        whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
-        own = [(item.module, item.tensor, 0) for item in whole]
-        embeddings = subject.view.found(lambda layer: [layer] if layer.embedding else [])
-        own += [(layer.target, layer.a, 1) for layer in embeddings if layer.a]
-        rows = [held.shape[at] for path, held, at in own if is_input(path) and len(held.shape) == MATRIX]
-        base = {} if subject.base is None else embedding_rows(as_matrices(subject.base).tensors)
-        return max([*rows, *base.values()], default=None)
+        rows = set() if subject.base is None else {*embedding_rows(as_matrices(subject.base).tensors).values()}
+        for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER):
+            if is_input(item.module) and len(item.tensor.shape) == MATRIX:
+                rows.add(item.tensor.shape[0])
+        for layer in subject.view.kinds:
+            if layer.embedding and layer.a and is_input(layer.target) and len(layer.a.shape) == MATRIX:
+                rows.add(layer.a.shape[1])
+        return max(rows, default=None)
     held = subject.matrices if isinstance(subject, ModelSubject) else subject.tensors
     return max(embedding_rows(held).values(), default=None)
 

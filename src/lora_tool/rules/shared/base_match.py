@@ -30,7 +30,7 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     A checkpoint of the model without its head, as the published `gpt2`, has other beginnings: the one under which
     most modules are found is taken.
     """
-    if base.config is None or any(problem.fatal for problem in base.problems):
+    if base.config is None or base.is_broken:
         return f"the base model {base.root} cannot be read: lora-tool validate {shlex.quote(str(base.root))}"
     config = base.config
     if why := _why_names_cannot_tell(config, adapter):
@@ -46,8 +46,13 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
         return (_text_match(base, text, held, wanted) if text else None) or _may_differ(config)
     if not wanted or not held:
         return BaseMatch(base=base, arch=arch)
-    candidates = [BaseMatch(base=base, arch=arch, strip=strip, add=add) for strip, add in _shifts(wanted[0], held)]
-    return max(candidates, key=lambda match: sum(match.name(module) in held for module in wanted))
+    best, most = BaseMatch(base=base, arch=arch), -1
+    for strip, add in _shifts(wanted[0], held):
+        match = BaseMatch(base=base, arch=arch, strip=strip, add=add)
+        found = sum(map(held.__contains__, map(match.name, wanted)))
+        if found > most:
+            best, most = match, found
+    return best
 
 
 def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | None:
@@ -56,7 +61,7 @@ def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
 
     transformers renames, fuses and splits what it reads, but gives nothing the name that another tensor has on disk.
     """
-    if base.config is None or any(problem.fatal for problem in base.problems) or "layer_replication" in adapter.refused:
+    if base.config is None or base.is_broken or "layer_replication" in adapter.refused:
         return None
     try:
         plain = in_full_precision(base)

@@ -309,7 +309,7 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
 
     seen: dict[str, str] = {}
     for inner in subject.inner:
-        if not isinstance(inner, AdapterDir) or not inner.tensors or any(problem.fatal for problem in inner.problems):
+        if not isinstance(inner, AdapterDir) or not inner.tensors or inner.is_broken:
             continue
         earlier = seen.setdefault(fingerprint(inner.weights), inner.root.name)
         if earlier != inner.root.name:
