@@ -312,8 +312,6 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         ours = known and config.targets(module) and may_be_absent(subject, module)
         if ours and not any(layer.target == module for layer in subject.layers):
             yield Fault(subject=module, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
-    if not subject.layers:
-        return
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
     adapted = {match.name(layer.target) for layer in subject.layers}
     unknown = None if match.facts else match.base.config  # of its class, which may not have all that is on disk
