@@ -3,7 +3,7 @@
 PEFT calls a tensor ``base_model.model.<module>.<part>``. Trainers save others: prime-rl leaves the prefix out, as vLLM
 reads it; torch.compile, FSDP1 and activation checkpointing put wrappers into the path, DistributedDataParallel
 ``module.`` before it; the state dict of a `LoraModel` begins with only ``model.``; and a name may have lost what its
-class calls its base model, too. Parts that are plainly not the model's are removed (`naming.bare_path`); the rest is
+class calls its base model, too. Parts that are plainly not the model's are removed (`view.bare_path`); the rest is
 decided by the modules of the base or, without one, by what transformers' classes call theirs.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.adapters.naming import AS_THEY_ARE, LORA_MODEL, PEFT_MODEL, PathReading
+from msgspec import Struct
+
 from lora_tool.adapters.targeting import is_of_base_model, trained_for
 from lora_tool.adapters.view import LAYER_PARTS, AdapterView
 from lora_tool.core.errors import UnsupportedAdapter
@@ -21,10 +22,29 @@ from lora_tool.models.ends import is_new_module
 from lora_tool.models.model_tensors import base_prefixes
 from lora_tool.models.module_names import ModuleNames
 
+LORA_MODEL = "model."
+"""What the state dict of PEFT's `LoraModel` puts before the names of the model in it."""
+PEFT_MODEL = "base_model."
+"""What that of a `PeftModel` puts before them in turn."""
 _TEXT, _TEXT_IN_MLX = "language_model.", "language_model.model."
 """The prefix of the layers of a multimodal model's text in transformers, and in MLX-LM."""
 _BARE = "FEATURE_EXTRACTION"
 """The task type of an adapter for the base model's own class, without a head."""
+
+
+class PathReading(Struct, frozen=True, kw_only=True):
+    """How bare paths become those in the model: `strip` is taken off their beginning, `add` put before it."""
+
+    strip: str = ""
+    add: str = ""
+
+    def path(self, bare: str) -> str:
+        """Return the path in the model; nothing is put before heads and output layers."""
+        rest = bare.removeprefix(self.strip)
+        return rest if is_new_module(rest) else self.add + rest
+
+
+AS_THEY_ARE = PathReading()
 
 
 class Readings:

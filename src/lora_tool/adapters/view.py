@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from msgspec import Struct
 
 from lora_tool.adapters.experts import parameter_of
-from lora_tool.adapters.naming import bare_path
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.keys import AdapterKey, Part, without_numbers, without_wrapped
+from lora_tool.core.keys import LINEAR_FACTORS, PREFIX, AdapterKey, Part, without_numbers, without_wrapped
 from lora_tool.core.records import kept
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
@@ -280,6 +279,30 @@ def _saved(
         if first is not item.tensor:
             repeats[item.tensor.name] = first
     return saved
+
+
+# The beginnings of tensor names: what PEFT, trainers and wrappers put before and into a module path.
+
+
+def bare_path(module: str) -> str:
+    """Return the module path of a parsed name without what PEFT and DistributedDataParallel put before it."""
+    path = module.rpartition(PREFIX)[2]
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return path
+
+
+def drift(key: AdapterKey) -> str | None:
+    """Return how the beginning of a tensor's name differs from the form that PEFT loads; None if it does not."""
+    if not key.prefixed:
+        return f"does not begin with `{PREFIX}`"
+    if key.wrapper:
+        return f"has `{key.wrapper}.` in it, which torch.compile, FSDP or checkpointing put there"
+    if PREFIX in key.module:
+        return f"has `{PREFIX}` twice"
+    if key.part in LINEAR_FACTORS and key.leaf == "weight" and not key.text.endswith(".weight"):
+        return "does not end with `.weight`"
+    return "has `module.` in it, which DistributedDataParallel put there" if key.module.startswith("module.") else None
 
 
 # LoRA with one factor of a pair missing: PEFT loads the other, and initialises the missing one.

@@ -13,6 +13,7 @@ from lora_tool.checkpoints.folders import Folder, listed, read_config, without_w
 from lora_tool.checkpoints.kinds import AdapterDir, Claim, Kind
 from lora_tool.core import keys
 from lora_tool.core.errors import BrokenFile
+from lora_tool.core.keys import PREFIX
 from lora_tool.formats import adapter_config, manifest, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.weights import Weights, read_single
@@ -34,7 +35,8 @@ def _recognise(folder: Folder) -> Claim | None:
 def _open(folder: Folder) -> AdapterDir:
     config, problems = read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
     weights = _weights(folder)
-    other_formats.refuse_tensors(weights)
+    if not any(name.startswith(PREFIX) for name in weights.tensors):
+        other_formats.refuse_tensors(weights)
     if config is not None and config.peft_type is None:
         other_formats.refuse_config(config.path, weights.tensors)
     return AdapterDir(
@@ -86,7 +88,9 @@ def base_around(adapter: AdapterDir) -> Path | None:
     `lora_adapter` into the folder of the unmerged model. None anywhere else.
     """
     around = adapter.root.absolute().parent
-    names = listed(around) if adapter.root.absolute().name == UNMERGED else ()
+    if adapter.root.absolute().name != UNMERGED:
+        return None
+    names = listed(around)
     has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     return around if model_config.FILE_NAME in names and has_weights else None
 

@@ -60,7 +60,7 @@ class Folder(Struct, frozen=True, kw_only=True):
     def copied_files(self) -> tuple[str, ...]:
         """Paths in the folder of the files that commands copy or publish with the weights, byte for byte."""
         others = (generation_config.FILE_NAME, model_card.FILE_NAME, manifest.FILE_NAME)
-        found = (name for name in self.files if name in others)
+        found = filter(others.__contains__, self.files)
         return (*self.tokenizer_files, *self.templates, *self.licence_files, *found)
 
     @property
@@ -75,7 +75,7 @@ class Folder(Struct, frozen=True, kw_only=True):
     @property
     def is_numbered(self) -> bool:
         """Whether it is itself a `checkpoint-N` folder of a run."""
-        return is_numbered(self.root.name)
+        return _CHECKPOINT.match(self.root.name) is not None
 
     @property
     def is_in_progress(self) -> bool:

@@ -141,8 +141,9 @@ class ModelDir(_WithWeights, frozen=True, kw_only=True, dict=True):
     @property
     def dtype(self) -> DType | None:
         """The dtype that `from_pretrained(dtype="auto")` gives the model: the config's, else that of its first float tensor."""
-        first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
-        return (self.config.dtype if self.config else None) or first
+        if self.config is not None and self.config.dtype is not None:
+            return self.config.dtype
+        return next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
 
 
 class AdapterDir(_WithWeights, frozen=True, kw_only=True, dict=True):

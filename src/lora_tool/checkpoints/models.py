@@ -50,8 +50,8 @@ def _open(folder: Folder) -> ModelDir:
 
 def weights_in(folder: Folder) -> Weights:
     """Return the weights that transformers would load from the folder; their faults are in `problems`."""
-    shards = [name for name in folder.files if _SHARD.match(name)]
-    found = next((name for name in _READERS if name in folder.files), None)
+    shards = list(filter(_SHARD.match, folder.files))
+    found = next(filter(folder.files.__contains__, _READERS), None)
     if found is None and not shards:
         other_formats.refuse_files(folder, adapter=False)
         return without_weights(folder, _WEIGHTS)
@@ -60,7 +60,7 @@ def weights_in(folder: Folder) -> Weights:
         message = f"is missing, but {len(shards)} shards are there: without the index nothing says which of them belong together"
         return without_weights(folder, index, message)
     weights = _READERS[found](folder.root / found)
-    if any(problem.fatal for problem in weights.problems):
+    if not shards or any(problem.fatal for problem in weights.problems):
         return weights
     read = {file.path.name for file in weights.files}
     stray = tuple(

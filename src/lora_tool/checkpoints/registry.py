@@ -57,30 +57,27 @@ def recognised(folder: Folder, kinds: Iterable[Kind]) -> tuple[Kind, Claim] | No
 
 def sharded_kinds() -> Iterator[ShardedKind]:
     """Yield the kinds whose weights lie in pieces."""
-    return _sharded(kinds())
-
-
-def _sharded(among: Iterable[Kind]) -> Iterator[ShardedKind]:
-    return (kind for kind in among if isinstance(kind, ShardedKind))
+    return (kind for kind in kinds() if isinstance(kind, ShardedKind))
 
 
 def piece_folders(folder: Folder) -> tuple[str, ...]:
     """Return the names of the folders in it that hold pieces of a training checkpoint: DeepSpeed's tags, FSDP's parts."""
-    return tuple(name for name in folder.folders if holds_pieces(name))
+    return tuple(filter(holds_pieces, folder.folders))
 
 
 def holds_rank_files(folder: Folder) -> bool:
     """Return whether pieces of a training checkpoint lie in the folder, themselves or in folders of their own."""
-    if _holds_files_of(folder, _sharded((*_CERTAIN, *_COMMON))):
+    if _holds_files_of(folder, (*_CERTAIN, *_COMMON)):
         return True
     # plain folders are most, and reading entry points takes as long as judging one
-    return not _is_plain(folder) and _holds_files_of(folder, _sharded(added.kind for added in added_kinds()))
+    return not _is_plain(folder) and _holds_files_of(folder, (added.kind for added in added_kinds()))
 
 
-def _holds_files_of(folder: Folder, among: Iterator[ShardedKind]) -> bool:
+def _holds_files_of(folder: Folder, among: Iterable[Kind]) -> bool:
     return any(
         matches(name, patterns)
         for kind in among
+        if isinstance(kind, ShardedKind)
         for names, patterns in ((folder.folders, kind.folders), (folder.files, kind.weights))
         for name in names
     )

@@ -169,7 +169,7 @@ def opened_adapter(adapter: Reference) -> AdapterDir:
     """Return the adapter that is given, or the one at a path or of a Hub id, downloaded. Raises `CheckpointError`."""
     if isinstance(adapter, str | os.PathLike):
         return open_adapter_at(resolve(adapter, download=True, wanted=Wanted.ADAPTER).path)
-    return as_adapter(adapter, hint=_merge_instead(adapter))
+    return _the_adapter(adapter)
 
 
 def open_adapter_at(path: Path) -> AdapterDir:
@@ -183,25 +183,24 @@ def open_adapter_at(path: Path) -> AdapterDir:
         raise NotACheckpoint(
             message, hint=f"give one, or several to merge their sum: lora-tool merge {shlex.quote(str(inner[0]))}"
         )
-    found = open_checkpoint(inner[0] if inner else path)
-    return as_adapter(found, hint=_merge_instead(found))
+    return _the_adapter(open_checkpoint(inner[0] if inner else path))
 
 
-def _merge_instead(opened: Checkpoint) -> str | None:
-    """Return the merge that may have been meant, None where another command comes first."""
-    root = shlex.quote(str(opened.root))
+def _the_adapter(opened: Checkpoint) -> AdapterDir:
+    """Return the checkpoint, which is an adapter. Raises `NotACheckpoint`, with the merge that may have been meant."""
+    root, hint = shlex.quote(str(opened.root)), None
     if isinstance(opened, RunDir):
-        return f"give one of its checkpoints; to see which is the best: lora-tool ls {root}"
-    if isinstance(opened, ModelDir) and opened.manifest is None:
-        return f"lora-tool merge ADAPTER --base {root}"
-    return None
+        hint = f"give one of its checkpoints; to see which is the best: lora-tool ls {root}"
+    elif isinstance(opened, ModelDir) and opened.manifest is None:
+        hint = f"lora-tool merge ADAPTER --base {root}"
+    return as_adapter(opened, hint=hint)
 
 
 def local_folder(reference: str, near: Path | None = None) -> Path | None:
     """Return the folder on this disk that `reference` means, as `resolve` finds it; None where there is none."""
     path = expanded(reference)
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
-    found = [candidate for candidate in candidates if is_folder(candidate)]
+    found = list(filter(is_folder, candidates))
     if not found and near is not None and not path.is_absolute():
         # the path was typed where the training ran, and `near` lies somewhere below that folder
         above = (folder / path for folder in Path(os.path.abspath(near)).parents)  # noqa: PTH100 - links stay as named

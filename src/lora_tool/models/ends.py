@@ -141,8 +141,11 @@ def output_name(arch: Architecture) -> str | None:
 def embeddings(base: StoredModel, arch: Architecture) -> list[StoredTensor]:
     """Return the base's matrices with a row per token, the output layer aside."""
     vocab_size = base.config.vocab_size if base.config else None
-    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
-    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
+    return [
+        tensor
+        for tensor in base.tensors.values()
+        if len(tensor.shape) == MATRIX and tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only
+    ]
 
 
 def end_names(base: StoredModel, arch: Architecture) -> frozenset[str]:

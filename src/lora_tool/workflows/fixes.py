@@ -13,9 +13,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.adapters.naming import drift
 from lora_tool.adapters.targeting import trained_for
-from lora_tool.adapters.view import view_of
+from lora_tool.adapters.view import drift, view_of
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_checkpoint
 from lora_tool.checkpoints.sources import moved_to
 from lora_tool.core.errors import CheckpointError, LoraToolError

@@ -11,9 +11,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.adapters.mlx import is_mlx, read_mlx
-from lora_tool.adapters.naming import bare_path
 from lora_tool.adapters.readings import Readings
-from lora_tool.adapters.view import AdapterView
+from lora_tool.adapters.view import AdapterView, bare_path
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model

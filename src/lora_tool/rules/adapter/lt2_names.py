@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
-from lora_tool.adapters.naming import drift
 from lora_tool.adapters.readings import Readings
-from lora_tool.adapters.view import AdapterView
+from lora_tool.adapters.view import AdapterView, drift
 from lora_tool.core.display import counted, size
 from lora_tool.core.keys import INDEX, PREFIX, Part, is_under, split_layer
 from lora_tool.core.report import Severity
