@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     row = _row(config.model_type or "")
     if row is None or _why_no_row(config) is not None or why_unsure(config) is not None:
         return None
-    known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
+    known = next(filter(row["classes"].__contains__, config.architectures[:1]), None)
     return _Compared(row, known, config, names).result()
 
 
@@ -202,9 +201,10 @@ class _Compared:
         self._groups = [*row["groups"], *self._own["groups"]]
         prefixes = {entry["prefix"] for entry in row["classes"].values()} if class_name is None else ()
         tried = [f"{prefix}." for prefix in (prefixes or (self._own["prefix"],))]
-        self._prefix = max(tried, key=lambda prefix: sum(name.startswith(prefix) for name in names), default="")
+        counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in tried}
+        self._prefix = max(counts, key=counts.__getitem__)
         """What the checkpoint puts before the base model's names."""
-        self._bare = not any(name.startswith(self._prefix) for name in names)
+        self._bare = not counts[self._prefix]
         self._held: dict[str, str] = {}
         """Name in the table's words → name in the checkpoint."""
         self._placed: dict[str, tuple[str, int | None]] = {}
@@ -240,7 +240,7 @@ class _Compared:
         if not paths or 2 * len(paths.intersection(always)) < len(always):
             return None
         unexpected, of_others = self._strange() if self._class else ((), ())
-        shapes, left_out = self._shapes(paths)
+        shapes, left_out = self._shapes()
         doubtful = self._sizes.doubtful
         return ModelTensors(
             class_name=self._class,
@@ -283,39 +283,42 @@ class _Compared:
                 lost = [name for name, is_lost in members if is_lost]
                 found += lost if len(lost) < len(members) else ()
         for path in self._row["alike"]:
-            instances = self._instances(path)
+            instances = list(self._instances(path))
             lost = [name for _, name, is_lost in instances if is_lost]
             found += lost if 2 * len(lost) <= len(instances) else ()
         before = "" if self._bare else self._prefix
         return tuple(before + name[1:] if name.startswith("@") else name for name in dict.fromkeys(found))
 
-    def _instances(self, path: str) -> list[tuple[int | None, str, bool]]:
-        """Return the layers that have a path of the table, each with the name there, and whether that is lost: the
+    def _instances(self, path: str) -> Iterator[tuple[int | None, str, bool]]:
+        """Yield the layers that have a path of the table, each with the name there, and whether that is lost: the
         checkpoint has neither the name nor one that is tied to it.
         """
         of = self._tied.get(path, path)
         same = {path, of, *(other for other, its in self._tied.items() if its == of)}
         stack, star, rest = path.partition(".*.")
         if not star:
-            return [(None, path, same.isdisjoint(self._held))]
+            yield None, path, same.isdisjoint(self._held)
+            return
         length, held = self._lengths[stack], self._layers[stack]
         # of a layer that is lost as a whole LT310 tells
         layers = sorted(held) if length is None else range(min(length, _MOST_LAYERS))
-        return [
-            (
-                layer,
-                f"{stack}.{layer}.{rest}",
-                not any(each.replace(".*.", f".{layer}.") in self._held for each in same),
-            )
-            for layer in layers
-            if layer in held or not held
-        ]
+        for layer in layers:
+            if layer in held or not held:
+                names = {each.replace(".*.", f".{layer}.") for each in same}
+                yield layer, f"{stack}.{layer}.{rest}", names.isdisjoint(self._held)
 
-    def _shapes(self, paths: Collection[str]) -> tuple[dict[str, tuple[int | None, ...]], list[str]]:
+    def _shapes(self) -> tuple[dict[str, tuple[int | None, ...]], list[str]]:
         """Return the shapes of the checkpoint's tensors, and the fields without a number that decide them."""
-        tensors = self._row["tensors"]
-        dims = {path: tensors[path] for path in paths if tensors.get(path) is not None}
-        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items()}
-        sizes = self._sizes.left_out([*self._row["stacks"].values(), *chain.from_iterable(dims.values())])
-        placed = ((on_disk, self._placed[name][0]) for name, on_disk in self._held.items())
-        return {on_disk: shapes[path] for on_disk, path in placed if path in shapes}, sizes
+        shapes: dict[str, tuple[int | None, ...]] = {}
+        found: dict[str, tuple[int | None, ...]] = {}
+        deciding = [*self._row["stacks"].values()]
+        for name, on_disk in self._held.items():
+            path = self._placed[name][0]
+            dims = self._row["tensors"].get(path)
+            if dims is None:
+                continue
+            if path not in shapes:
+                shapes[path] = tuple(map(self._sizes.value, dims))
+                deciding += dims
+            found[on_disk] = shapes[path]
+        return found, self._sizes.left_out(deciding)

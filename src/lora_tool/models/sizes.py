@@ -107,8 +107,11 @@ class Sizes:
 
     def left_out(self, expressions: Iterable[str | int | None]) -> list[str]:
         """Return the config's own fields that decide these sizes, follow no other, and have no number in it."""
-        words = (word for each in expressions if isinstance(each, str) for word in re.split(r"[+*/]", each))
-        fields = {word for word in words if not word.lstrip("-").isdecimal() and word != "num_labels"}
+        fields: set[str] = set()
+        for each in expressions:
+            if isinstance(each, str):
+                fields.update(re.split(r"[+*/]", each))
+        fields.discard("num_labels")
         # of an inner config transformers itself leaves out what has its default
         return sorted(each for each in fields if "." not in each and self._field(each, deep=True) is None)
 
