@@ -74,22 +74,13 @@ class Readings:
         self._half = next((path for path in heads if path.startswith(PEFT_MODEL)), None)
         self._mixed = count < len(view.adapter.keys)
 
-    def fit_as_they_are(self) -> bool:
-        """Return whether all `paths` are modules of a class of the base model."""
-        return any(held.issuperset(self.paths) for held in self._classes())
-
-    def _classes(self) -> list[frozenset[str]]:
-        """Return the modules of the classes that the adapter may be of, if the base's are known."""
-        if self._model is None:
-            return []
-        return [self._model.headed] * (self.headed is not False) + [self._model.bare] * (self.headed is not True)
-
     def fitting(self) -> list[PathReading]:
         """Return the readings that make all `paths` modules of a class of the base model, as they are first."""
         model = self._model
         if model is None or not self.paths:
             return []
         prefix = f"{model.prefix}." if model.prefix else ""
+        classes = [model.headed] * (self.headed is not False) + [model.bare] * (self.headed is not True)
         tried = [
             PathReading(strip=strip, add=add)
             for strip in dict.fromkeys(("", LORA_MODEL, PEFT_MODEL, prefix))
@@ -97,7 +88,7 @@ class Readings:
             if not strip or strip != add
         ]
         tried.append(PathReading(strip=_TEXT_IN_MLX, add=f"{prefix}{_TEXT}"))
-        return [reading for reading in tried if any(self._fits(reading, held) for held in self._classes())]
+        return [reading for reading in tried if any(self._fits(reading, held) for held in classes)]
 
     def _fits(self, reading: PathReading, held: frozenset[str]) -> bool:
         return all(path.startswith(reading.strip) and reading.path(path) in held for path in self.paths)

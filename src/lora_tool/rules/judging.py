@@ -154,7 +154,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         own = {*subject.checkpoint.folder.files, *((generation_config.FILE_NAME,) if subject.is_reward() else ())}
         files = tuple(sorted(set(base.folder.files) - own))
         copied = replace(base, folder=replace(base.folder, files=files), problems=())
-        return replace(self.only("LT113").folder(Subject(checkpoint=copied)), subjects=())
+        return replace(self.only("LT113").folder(ModelSubject(checkpoint=copied)), subjects=())
 
     def _base_of(self, subject: AdapterSubject) -> Report:
         """Return the findings about tensors that its base lacks or has wrong, without those that the adapter brings."""

@@ -8,13 +8,21 @@ from collections.abc import Iterator, Sequence
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
-from lora_tool.adapters.readings import Readings
+from lora_tool.adapters.readings import AS_THEY_ARE, Readings
 from lora_tool.adapters.view import AdapterView, drift
 from lora_tool.core.display import counted, size
 from lora_tool.core.keys import INDEX, PREFIX, Part, is_under, split_layer
 from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
-from lora_tool.models.ends import ADDED_BY_PEFT, MATRIX, PEFT_CLASSIFIERS, QUESTION_HEADS, head_of, is_end
+from lora_tool.models.ends import (
+    ADDED_BY_PEFT,
+    MATRIX,
+    PEFT_CLASSIFIERS,
+    QUESTION_HEADS,
+    head_of,
+    is_end,
+    is_new_module,
+)
 from lora_tool.models.layers import is_beyond
 from lora_tool.models.module_names import module_names
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
@@ -66,9 +74,11 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
     if modules is None:
         yield Unchecked(reason="lora-tool does not know the modules of the base's class, whose names could be compared")
         return
+    if not any(layer.target not in modules.headed and not is_new_module(layer.target) for layer in subject.layers):
+        return  # as nearly always
     readings = Readings(subject.view, modules, prefixed=True)
-    fitting = readings.fitting() if readings.headed and not readings.fit_as_they_are() else []
-    if fitting:
+    fitting = readings.fitting() if readings.headed else []
+    if fitting and AS_THEY_ARE not in fitting:
         path = readings.paths[0]
         message = (
             f"is called `{fitting[0].path(path)}` in a {subject.config.task_type or 'model'} of that base: PEFT finds "

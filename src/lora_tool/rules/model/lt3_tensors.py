@@ -241,8 +241,10 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
     if config.quantization not in READ_METHODS or config.custom_code:
         yield Unchecked(reason=f"lora-tool does not read weights quantised by {config.quantization}")
         return
-    sign = sign_of(model)
-    if sign is not None and not quantisation_table(config) and _ELSEWHERE not in model.folder.files:
+    sign, table = sign_of(model), quantisation_table(config)
+    if sign is None and not table and config.quantization is None:
+        return
+    if sign is not None and not table and _ELSEWHERE not in model.folder.files:
         message = (
             f"is stored as a quantised weight ({sign.dtype}), but config.json does not say so: loaders would "
             "not decode it"
@@ -255,7 +257,7 @@ def quantised_otherwise(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
         of_file = Fault(subject=error.tensor, message=error.why, path=error.path)
         yield of_file if error.is_fault else Unchecked(reason=f"`{error.tensor}`: {error.why}")
         return
-    if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(quantisation_table(config))):
+    if not found.weights and (config.quantization in _EVERY_LINEAR or is_compressed(table)):
         message = f"says that the weights are quantised ({config.quantization}), but none is"
         yield Fault(subject="quantization_config", message=message, path=config.path)
 
