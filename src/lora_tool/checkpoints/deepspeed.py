@@ -21,9 +21,8 @@ def _recognise(folder: Folder) -> Claim | None:
 def _open(folder: Folder) -> ShardedDir:
     is_tag = any(map(_RANK_FILE.match, folder.files))
     tags = (".",) if is_tag else sorted(folder.folders, key=step_of)
-    names = {tag: tuple(sorted(filter(_RANK_FILE.match, folder.names_in(tag)))) for tag in tags}
-    found = {tag: files for tag, files in names.items() if files}
-    latest, universal = (None if is_tag else _latest(folder, name) for name in (_LATEST, _LATEST_UNIVERSAL))
+    found = {tag: files for tag in tags if (files := tuple(sorted(filter(_RANK_FILE.match, folder.names_in(tag)))))}
+    latest, universal = (None, None) if is_tag else (_latest(folder, _LATEST), _latest(folder, _LATEST_UNIVERSAL))
     if latest not in found and universal in found:  # a universal checkpoint may be all that is left
         latest = universal
     return ShardedDir(

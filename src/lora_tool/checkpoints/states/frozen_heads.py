@@ -109,12 +109,16 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
     wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
     parsed = {name: keys.parse(unwrapped.removeprefix(wrapper)) for name, unwrapped in names.items()}
-    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A}
-    bare = {
-        key.module
-        for key in parsed.values()
-        if key.part is Part.PLAIN and key.leaf == "weight" and key.module in adapted
-    }
+    adapted: set[str] = set()
+    weights: set[str] = set()
+    for key in parsed.values():
+        if key.part is Part.LORA_A:
+            adapted.add(key.module)
+        elif key.part is Part.PLAIN and key.leaf == "weight":
+            weights.add(key.module)
+    bare = adapted & weights
+    if not bare:
+        return parsed
     return {
         name: replace(key, part=Part.BASE_LAYER) if key.part is Part.PLAIN and key.module in bare else key
         for name, key in parsed.items()
@@ -126,8 +130,7 @@ def outside_names(parsed: Mapping[str, AdapterKey]) -> frozenset[str]:
 
     TRL's and LLaMA-Factory's value heads are such: ``v_head.summary`` next to ``pretrained_model.base_model.model``.
     """
-    factors = (key for key in parsed.values() if key.part in (Part.LORA_A, Part.EMBEDDING_A))
-    if not any(key.prefixed for key in factors):
+    if not any(key.prefixed and key.part in RANKED for key in parsed.values()):
         return frozenset()
     return frozenset(name for name, key in parsed.items() if not key.prefixed)
 
@@ -139,9 +142,12 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
     """
     outside = outside_names(parsed)
     parsed = {name: key for name, key in parsed.items() if name not in outside}
-    trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
-    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and is_new_head(key.module)}
-    plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and is_new_head(key.module)} - trained
+    modules: dict[Part, set[str]] = {part: set() for part in Part}
+    for key in parsed.values():
+        if key.part is Part.SAVED_MODULE or is_new_head(key.module):
+            modules[key.part].add(key.module)
+    trained, adapted = modules[Part.SAVED_MODULE], modules[Part.LORA_A]
+    plain = modules[Part.PLAIN] - trained
     base = _base_tensors(config)
     names: dict[str, str] = {}
     lost: list[LostHead] = []

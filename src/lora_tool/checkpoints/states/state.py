@@ -214,13 +214,17 @@ def varies(tensor: StoredTensor) -> bool:
 
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
     """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
-    adapted = {name[: match.start()] for name in names if (match := LORA_FACTOR.search(name))}
-    # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
-    # PEFT saves a bias there that it trained, without the weight
-    weights = [name for name in names if ".lora_" not in name and not name.endswith(".base_layer.bias")]
-    held = {name[: match.start()] for name in weights for match in _BASE.finditer(name)}
-    held |= {module for module in adapted if f"{module}.weight" in names}  # prime-rl saves the base under its own names
-    return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))
+    lacking: set[str] = set()
+    held: set[str] = set()
+    for name in names:
+        if match := LORA_FACTOR.search(name):
+            if f"{name[: match.start()]}.weight" not in names:  # prime-rl saves the base under its own names
+                lacking.add(name[: match.start()])
+        # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
+        # PEFT saves a bias there that it trained, without the weight
+        elif ".lora_" not in name and not name.endswith(".base_layer.bias"):
+            held.update(name[: match.start()] for match in _BASE.finditer(name))
+    return tuple(f"{module}.base_layer.weight" for module in sorted(lacking - held))
 
 
 # What the modules around a model put before all names in a training state: a Lightning module's ``net.``, say.

@@ -110,7 +110,8 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         first = tag.first
         if first is not None and tag.masters is not None:
             known = {*first.module, *first.trained_shapes, *first.shared, *(first.frozen_shapes or {})}
-            yield from ((tag.folder / FOLDER / name, name) for name in tag.masters.keys() - known)
+            for name in tag.masters.keys() - known:
+                yield tag.folder / FOLDER / name, name
 
     def amounts(self) -> Iterator[Amount]:
         """Yield how much the files hold of each group of masters and each frozen parameter, as far as all are there."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +34,7 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Use another save: `lora-tool consolidate CKPT --tag T`, or another `checkpoint-N`.
     """
     for files in _grouped(subject.state.files()):
-        for file, usual in _odd_ones_out(files, lambda file: file.step):
+        for file, usual in _odd_ones_out(files, attrgetter("step")):
             message = f"was saved after {file.step:g} {file.counts}, but the other {file.unit}s after {usual:g}"
             yield Fault(
                 path=file.path, message=message, hint=f"the checkpoint mixes two saves; {another_save(file.path)}"
@@ -52,12 +53,12 @@ def other_run(subject: ShardedSubject) -> Iterator[Fault]:
     """
     state = subject.state
     for files in _grouped(state.files()):
-        for file, _ in _odd_ones_out(files, lambda file: file.config):
+        for file, _ in _odd_ones_out(files, attrgetter("config")):
             yield _foreign(file.path, "was written under another DeepSpeed config than the other ranks' files")
-        for file, _ in _odd_ones_out(files, lambda file: file.names):
+        for file, _ in _odd_ones_out(files, attrgetter("names")):
             yield _foreign(file.path, "holds other tensors than the other ranks' files, or in another order")
         if len({file.names for file in files}) == 1:
-            for file, _ in _odd_ones_out(files, lambda file: file.shapes):
+            for file, _ in _odd_ones_out(files, attrgetter("shapes")):
                 yield _foreign(file.path, "holds tensors of other shapes than the other ranks' files")
     for path, name in state.strangers():
         yield _foreign(path, "belongs to no parameter of the module", name)
@@ -179,7 +180,9 @@ def _odd_ones_out(files: Sequence[FileFacts], value: Callable[[FileFacts], V | N
     """Yield the files that say something else than most, with what most say; those that say nothing do not count."""
     said = {file.path: found for file in files if (found := value(file)) is not None}
     odd = dict(_odd_paths(said))
-    yield from ((file, odd[file.path]) for file in files if file.path in odd)
+    for file in files if odd else ():
+        if file.path in odd:
+            yield file, odd[file.path]
 
 
 def _odd_paths(values: Mapping[Path, V]) -> Iterator[tuple[Path, V]]:
