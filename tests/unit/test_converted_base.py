@@ -21,7 +21,7 @@ from lora_tool.plans.merge.draft import Model, ParameterConversion
 from lora_tool.plans.merge.fused.parts import parts_of_fused, steps_on_disk
 from lora_tool.plans.merge.model.converted import complete, converted
 from lora_tool.plans.merge.passes.steps import added_steps, base_steps
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 from tests.tiny_plans import HIDDEN, VOCABULARY, Array, drafted, facts, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base

@@ -19,8 +19,7 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.models.ends import is_new_module
-from lora_tool.models.model_tensors import base_prefixes
-from lora_tool.models.module_names import ModuleNames
+from lora_tool.models.model_tensors import ModuleNames, base_prefixes
 
 LORA_MODEL = "model."
 """What the state dict of PEFT's `LoraModel` puts before the names of the model in it."""

@@ -52,7 +52,7 @@ from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.merge.options import MergeArguments, MergeOptions
 from lora_tool.plans.merge.plan_merge import plan_merge
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output, require_part
 from lora_tool.workflows.written import Planned

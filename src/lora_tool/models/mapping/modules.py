@@ -9,7 +9,7 @@ import torch
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.mapping.meta import build, candidates
-from lora_tool.models.module_names import ModuleNames
+from lora_tool.models.model_tensors import ModuleNames
 
 
 def built_modules(

@@ -25,7 +25,7 @@ from lora_tool.plans.core.factor_ops import SmallMatrix
 from lora_tool.plans.core.manifest import input_name
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Step
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 
 _OF_TOKENS = (Part.TOKENS_DELTA, Part.TOKENS_BASE)
 

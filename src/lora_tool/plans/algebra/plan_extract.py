@@ -21,7 +21,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes
 from lora_tool.models import architecture_of
 from lora_tool.models.ends import head_of
-from lora_tool.models.module_names import module_names
+from lora_tool.models.model_tensors import module_names
 from lora_tool.plans.algebra.differing import Differing, differing
 from lora_tool.plans.algebra.factor_steps import zero_rows
 from lora_tool.plans.algebra.peft_config import PLAIN, rank_fields

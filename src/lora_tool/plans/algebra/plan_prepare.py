@@ -30,7 +30,7 @@ from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
 from lora_tool.rules.serving.named import server_named
 from lora_tool.rules.serving.together import TOWERS, lacking, outside_language

@@ -25,7 +25,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.files import expanded
 from lora_tool.formats.patterns import is_path
 from lora_tool.formats.stored import same_values
-from lora_tool.models.module_names import ModuleNames, module_names
+from lora_tool.models.model_tensors import ModuleNames, module_names
 from lora_tool.plans.base.task import auto_class_for
 
 

@@ -16,7 +16,7 @@ from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Report, Severity
 from lora_tool.core.tensors import TensorAction
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.models.module_names import ModuleNames
+from lora_tool.models.model_tensors import ModuleNames
 from lora_tool.plans.adapter.config_file import config_file
 from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.plans.algebra.spool import Spool

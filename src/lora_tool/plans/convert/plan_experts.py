@@ -22,7 +22,7 @@ from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.core.ops import Copy
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile, Step
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.together import PEFT, hides_experts, lacking, stacked_otherwise
 
 

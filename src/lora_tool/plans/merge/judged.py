@@ -8,7 +8,7 @@ from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.merge.draft import Model
 from lora_tool.plans.merge.options import PlanOptions
-from lora_tool.rules.merging import MergeJudge
+from lora_tool.rules.judging import MergeJudge
 
 
 def judge_of(options: PlanOptions) -> MergeJudge:

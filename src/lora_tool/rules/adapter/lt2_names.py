@@ -24,7 +24,7 @@ from lora_tool.models.ends import (
     is_new_module,
 )
 from lora_tool.models.layers import is_beyond
-from lora_tool.models.module_names import module_names
+from lora_tool.models.model_tensors import module_names
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.base_match import is_decoder, may_be_absent
