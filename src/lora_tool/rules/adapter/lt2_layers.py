@@ -198,10 +198,12 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `…lora_A.weight` is I8.
     What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
-    for name, key in subject.checkpoint.keys.items():
-        tensor = subject.tensors[name]
-        judged = key.part in LAYER_PARTS or (key.part is Part.PLAIN and key.leaf in ("weight", "bias"))
-        if judged and not tensor.dtype.is_float and name not in subject.view.repeats:
+    for name, tensor in subject.tensors.items():
+        if tensor.dtype.is_float:
+            continue
+        key = subject.checkpoint.keys[name]
+        of_layer = key.part in LAYER_PARTS and name not in subject.view.repeats
+        if of_layer or (key.part is Part.PLAIN and key.leaf in ("weight", "bias")):
             yield Fault(subject=tensor.name, message=f"is {tensor.dtype}: expected F32, BF16, F16 or F64")
 
 

@@ -203,11 +203,10 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Use an earlier checkpoint; `grad_norm` and `loss` in `trainer_state.json` show where the run diverged.
     If the original file is fine, copy it again.
     """
-    for name, key in subject.checkpoint.keys.items():
-        of_layer = key.part in LAYER_PARTS and name not in subject.view.repeats
-        if not of_layer and key.part is not Part.PLAIN:
+    for name, tensor in subject.tensors.items():
+        part = subject.checkpoint.keys[name].part
+        if part is not Part.PLAIN and (part not in LAYER_PARTS or name in subject.view.repeats):
             continue
-        tensor = subject.tensors[name]
         largest = subject.scan(tensor).largest
         if largest:
             severity = Severity.ERROR if largest >= _ABSURD else None
