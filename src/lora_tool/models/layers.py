@@ -55,11 +55,11 @@ def is_regular(config: ModelConfig) -> bool:
 
 def stacks(tensors: _Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int, dict[str, _Shape]]]:
     """Return the shapes of the tensors of each layer, by stack and number."""
-    found: dict[str, dict[int, dict[str, _Shape]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[int, dict[str, _Shape]]] = {}
     for name, shape in tensors.items():
         match = of.fullmatch(name)
         if match and "lora_" not in name:
-            found[match["stack"]][int(match["number"])][match["rest"]] = shape
+            found.setdefault(match["stack"], {}).setdefault(int(match["number"]), {})[match["rest"]] = shape
     return found
 
 

@@ -9,6 +9,7 @@ that leaves a size open, or has a value that a row does not know, is for transfo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -38,7 +39,9 @@ class Mixture(Struct, frozen=True, kw_only=True):
     """Of every layer, in the model's order."""
     sparse: Parameters
     """Of a router and its experts, in the same order."""
-    norms: Parameters
+    norms: Parameters = MappingProxyType(
+        {"input_layernorm.weight": "hidden_size", "post_attention_layernorm.weight": "hidden_size"}
+    )
     """Of every layer, after all else."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Fields that a config may also call otherwise."""
@@ -48,9 +51,9 @@ class Mixture(Struct, frozen=True, kw_only=True):
     """Whether `mlp_only_layers` and `decoder_sparse_step` say which layers have no experts."""
     fixed: Mapping[str, bool | None] = field(default_factory=dict)
     """Fields with a value; one that must be false may be left out."""
-    switches: Mapping[str, bool] = field(default_factory=dict)
+    switches: Mapping[str, bool] = MappingProxyType({"attention_bias": False})
     """Switches, and what they are in a config that leaves them out."""
-    follows: Mapping[str, str] = field(default_factory=dict)
+    follows: Mapping[str, str] = MappingProxyType({"head_dim": "hidden_size/num_attention_heads"})
     """Sizes that a config may leave out, and what they are then."""
 
     def shapes(self, config: ModelConfig) -> dict[str, _Shape] | None:
@@ -114,7 +117,6 @@ _ENDS = {
     "model.norm.weight": "hidden_size",
     f"{OUTPUT}.weight": "vocab_size hidden_size",
 }
-_BEFORE_AND_AFTER = {"input_layernorm.weight": "hidden_size", "post_attention_layernorm.weight": "hidden_size"}
 
 
 def _mlp(path: str, width: str) -> Parameters:
@@ -181,18 +183,14 @@ def _deepseek_rows() -> Iterator[Mixture]:
             causal_lm=f"DeepseekV{number}ForCausalLM",
             attention=_latent(),
             sparse=_routed(corrected=corrected),
-            norms=_BEFORE_AND_AFTER,
             dense_first="first_k_dense_replace",
             aliases={"n_routed_experts": "num_local_experts" if corrected else "num_experts"},
             fixed={} if corrected else {"mlp_bias": False},
-            switches=_UNBIASED,
         )
         yield row
         yield replace(row, attention=_latent(direct=True), fixed={**row.fixed, "q_lora_rank": None})
 
 
-_UNBIASED = {"attention_bias": False}
-_FOLLOWING = {"head_dim": "hidden_size/num_attention_heads"}
 _HEAD_NORMS = {"q_norm": "head_dim", "k_norm": "head_dim"}
 _WIDE_NORMS = {"q_norm": "num_attention_heads*head_dim", "k_norm": "num_key_value_heads*head_dim"}
 _LOCAL = {"num_experts": "num_local_experts"}
@@ -203,11 +201,8 @@ _ROWS = (
         causal_lm="Dots1ForCausalLM",
         attention=_grouped("attention_bias", _HEAD_NORMS),
         sparse=_routed(corrected=True),
-        norms=_BEFORE_AND_AFTER,
         dense_first="first_k_dense_replace",
         aliases={"n_routed_experts": "num_local_experts"},
-        switches=_UNBIASED,
-        follows=_FOLLOWING,
     ),
     Mixture(
         model_type="flex_olmo",
@@ -216,8 +211,6 @@ _ROWS = (
         sparse={**_router("num_experts"), **_stacks("num_experts", "intermediate_size")},
         norms={"post_attention_layernorm.weight": "hidden_size", "post_feedforward_layernorm.weight": "hidden_size"},
         aliases=_LOCAL,
-        switches=_UNBIASED,
-        follows=_FOLLOWING,
     ),
     Mixture(
         model_type="glm4_moe",
@@ -228,21 +221,16 @@ _ROWS = (
             biased_output=False,
         ),
         sparse=_routed(corrected=True),
-        norms=_BEFORE_AND_AFTER,
         dense_first="first_k_dense_replace",
         aliases={"n_routed_experts": "num_local_experts"},
-        switches={**_UNBIASED, "use_qk_norm": False},
-        follows=_FOLLOWING,
+        switches={"attention_bias": False, "use_qk_norm": False},
     ),
     Mixture(
         model_type="olmoe",
         causal_lm="OlmoeForCausalLM",
         attention=_grouped("attention_bias", {"q_norm": "hidden_size", "k_norm": _WIDE_NORMS["k_norm"]}),
         sparse={**_router("num_experts"), **_stacks("num_experts", "intermediate_size")},
-        norms=_BEFORE_AND_AFTER,
         aliases=_LOCAL,
-        switches=_UNBIASED,
-        follows=_FOLLOWING,
     ),
     Mixture(
         model_type="qwen2_moe",
@@ -254,20 +242,15 @@ _ROWS = (
             **_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
             "mlp.shared_expert_gate.weight": "1 hidden_size",
         },
-        norms=_BEFORE_AND_AFTER,
         stepped=True,
         switches={"qkv_bias": True},
-        follows=_FOLLOWING,
     ),
     Mixture(
         model_type="qwen3_moe",
         causal_lm="Qwen3MoeForCausalLM",
         attention=_grouped("attention_bias", _HEAD_NORMS),
         sparse={**_stacks("num_experts", "moe_intermediate_size"), **_router("num_experts")},
-        norms=_BEFORE_AND_AFTER,
         stepped=True,
         aliases=_LOCAL,
-        switches=_UNBIASED,
-        follows=_FOLLOWING,
     ),
 )

@@ -39,8 +39,12 @@ _TRUNK = re.compile(r"model\.layers\.\d+\..+|lm_head")
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
     """Return each module with LoRA or trained tokens, and the name of one of its tensors."""
-    tokens = {module: trained.rows.name for module, trained in subject.view.tokens.items()}
-    return {**tokens, **{layer.target: layer.any_tensor.name for layer in subject.layers}}
+    adapted: dict[str, str] = {}
+    for module, tokens in subject.view.tokens.items():
+        adapted[module] = tokens.rows.name
+    for layer in subject.layers:
+        adapted[layer.target] = layer.any_tensor.name
+    return adapted
 
 
 def _held_indices(match: BaseMatch) -> Mapping[str, int]:
@@ -237,7 +241,8 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
         if beyond:
             yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
     yield from _without_a_place(subject)
-    yield from _past_the_config(subject)
+    if subject.matched.in_part:
+        yield from _past_the_config(subject)
 
 
 def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
@@ -258,7 +263,7 @@ def _past_the_config(subject: AdapterSubject) -> Iterator[Fault]:
     """For a class in no table, find adapted layers that the base has, but not under its config."""
     match = subject.matched
     config = match.base.config
-    if not match.in_part or config is None:
+    if config is None:
         return
     for module, name in _adapted(subject).items():
         held = match.tensor(module)

@@ -81,11 +81,15 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     def merged(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the tensors that the adapter changes."""
-        return (found for found in self.evidence.values() if found.action is TensorAction.MERGED)
+        for found in self.evidence.values():
+            if found.action is TensorAction.MERGED:
+                yield found
 
     def kept(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the base's tensors that the adapter does not change."""
-        return (found for found in self.evidence.values() if found.action in _KEPT)
+        for found in self.evidence.values():
+            if found.action in _KEPT:
+                yield found
 
     @cached_property
     def quantised_parts(self) -> Mapping[str, str]:
