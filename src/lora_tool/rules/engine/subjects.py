@@ -52,7 +52,7 @@ class Matter(enum.Enum):
     SAVE = "save"
     """A folder with the name of a run's save."""
     DEVIATION = "deviation"
-    """A compared tensor of a merged model that is not as planned."""
+    """A compared tensor of a merged model that is not as planned, or holds little of ΔW."""
 
 
 class Subject(Struct, frozen=True, kw_only=True, eq=False):

@@ -58,6 +58,10 @@ class Expected(Struct, frozen=True, kw_only=True, eq=False):
     files: tuple[ExpectedFile, ...]
 
 
+MOSTLY_LOST = 0.5
+"""A cosine between W' - W and ΔW below this says that rounding left little of ΔW."""
+
+
 class TensorEvidence(Struct, frozen=True, kw_only=True):
     """One tensor: how it was made (`action`), whether it is right (`verdict`), and how far the two are apart."""
 

@@ -10,7 +10,7 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import TensorAction
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import Matter
-from lora_tool.rules.merged.evidence import Verdict
+from lora_tool.rules.merged.evidence import MOSTLY_LOST, Verdict
 from lora_tool.rules.merged.subject import MergedSubject
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ _RECOMPUTED = frozenset({Need.WEIGHTS, Need.RECOMPUTED})
 _SAME = 0.02
 """Relative distance within which a factor is one that has a name."""
 _TWICE = 2.0
-_MOSTLY_LOST = 0.5
 
 
 def _fault(subject: MergedSubject, found: TensorEvidence, message: str, severity: Severity | None = None) -> Fault:
@@ -272,7 +271,7 @@ def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
         yield Fault(message=f"{message}; the first is `{other[0].name}`")
 
 
-@rule("LT619", Severity.WARNING, on=MergedSubject, needs=_RECOMPUTED)
+@rule("LT619", Severity.WARNING, on=MergedSubject, needs=_RECOMPUTED, about=Matter.DEVIATION)
 def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     """Rounding loses most of the adapter.
 
@@ -284,7 +283,7 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     What to do: Merge with `--dtype float32`, or serve the adapter unmerged.
     """
     merged = [found for found in subject.merged() if found.verdict is Verdict.RIGHT and found.distance is not None]
-    poor = [found for found in merged if (found.cosine or 0.0) < _MOSTLY_LOST]
+    poor = [found for found in merged if (found.cosine or 0.0) < MOSTLY_LOST]
     if poor and 2 * len(poor) >= len(merged):
         still = sum(found.unmoved for found in poor)
         typical = sorted(found.cosine or 0.0 for found in poor)[len(poor) // 2]

@@ -15,7 +15,7 @@ from lora_tool.core.tensors import TensorAction, TensorSpec
 from lora_tool.formats.quantised.encodings import encoding_of, parts
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import Matter, ModelSubject
-from lora_tool.rules.merged.evidence import Expected, Verdict
+from lora_tool.rules.merged.evidence import MOSTLY_LOST, Expected, Verdict
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
@@ -77,7 +77,10 @@ class MergedSubject(ModelSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @cached_property
     def _deviates(self) -> bool:
-        return any(found.verdict is not Verdict.RIGHT for found in self.evidence.values())
+        return any(
+            found.verdict is not Verdict.RIGHT or (found.distance is not None and (found.cosine or 0.0) < MOSTLY_LOST)
+            for found in self.evidence.values()
+        )
 
     def merged(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the tensors that the adapter changes."""
