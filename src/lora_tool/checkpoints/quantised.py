@@ -51,7 +51,8 @@ def _plain(model: ModelDir) -> ModelDir:
         elif name not in consumed:
             tensors[name] = tensor
     weights = replace(model.weights, tensors=tensors)
-    return replace(model, config=_plain_config(model.whole_config), weights=weights)
+    config = replace(with_table(model.whole_config, None), quantization=None)
+    return replace(model, config=config, weights=weights)
 
 
 @kept
@@ -67,11 +68,6 @@ def as_matrices(model: ModelDir) -> ModelDir:
         return model if model.config is None else in_full_precision(model)
     except (UnsupportedAdapter, OSError):
         return model
-
-
-def _plain_config(config: ModelConfig) -> ModelConfig:
-    """Return the config without its quantisation fields, also those of the configs inside it."""
-    return replace(with_table(config, None), quantization=None)
 
 
 def with_table(config: ModelConfig, table: Mapping[str, Any] | None) -> ModelConfig:

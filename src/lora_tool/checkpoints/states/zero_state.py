@@ -122,9 +122,12 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         if tag.masters is not None:
             yield from _of_masters(first, tag.masters)
         elif tag.stage != ZeroStage.DISABLED and tag.optim.keys() == set(range(tag.world_size)):
-            groups = list(_numbers_of_groups(tag, first))
-            yield from groups
-            if not any(group.over for group in groups):
+            wrong = False
+            for states in tag.optim.values():
+                over = len(states.groups) - len(first.param_shapes)
+                wrong = wrong or over != 0
+                yield Amount(path=states.path, of="the file", unit="group of masters", over=over)
+            if not wrong:
                 yield from _of_frozen(tag)
                 yield from _of_groups(tag)
 
@@ -182,12 +185,6 @@ def _of_masters(first: ModelStates, masters: Mapping[str, Master]) -> Iterator[A
             held = masters[name]
             over = held.tensor.numel - math.prod(shape)
             yield Amount(path=held.file.path, of=f"the master of {list(shape)}", over=over, subject=name)
-
-
-def _numbers_of_groups(tag: ZeroTag, first: ModelStates) -> Iterator[Amount]:
-    for states in tag.optim.values():
-        over = len(states.groups) - len(first.param_shapes)
-        yield Amount(path=states.path, of="the file", unit="group of masters", over=over)
 
 
 def _of_frozen(tag: ZeroTag) -> Iterator[Amount]:

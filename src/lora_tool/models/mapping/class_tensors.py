@@ -50,7 +50,9 @@ def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTens
             return str(error)
         built = meta.build(config, class_name, meta.DTYPES[DType.F32])
         wanted = _wanted(meta.facts_of(built, meta.DTYPES[DType.F32]), {name: name for name in disk})
-        return _only_shapes(class_name, wanted)
+        return ModelTensors(
+            class_name=class_name, missing=(), unexpected=(), of_other_classes=(), shapes=wanted, left_out=()
+        )
     return _of_mapping(mapping, meta.loading_ignores(class_name), disk)
 
 
@@ -73,12 +75,6 @@ def _of_mapping(
         of_other_classes=tuple(name for name in unexpected if name in ends),
         shapes=_wanted(facts, {n: of for n, of in alone.items() if mapping.parameters[of].shape == tuple(disk[n])}),
         left_out=(),
-    )
-
-
-def _only_shapes(class_name: str, shapes: Mapping[str, tuple[int | None, ...]]) -> ModelTensors:
-    return ModelTensors(
-        class_name=class_name, missing=(), unexpected=(), of_other_classes=(), shapes=shapes, left_out=()
     )
 
 

@@ -95,15 +95,12 @@ def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collec
             return "it belongs to no entry of `target_modules` or `modules_to_save`"
         case Part.TOKENS_DELTA if not subject.config.token_indices:
             return "`trainable_token_indices` is not set"
-        case Part.BASE_LAYER if item.module not in adapted and not _is_targeted_end(subject, item):
-            return "its module has no LoRA"
+        case Part.BASE_LAYER if item.module not in adapted:
+            # PEFT makes a LoRA layer of a targeted end of the model, with the weight in the adapter: LT505 checks it
+            is_targeted_end = is_end(item.module) and subject.config.targets(item.module)
+            return None if is_targeted_end else "its module has no LoRA"
         case _:
             return None
-
-
-def _is_targeted_end(subject: AdapterSubject, item: WholeTensor) -> bool:
-    """Whether PEFT makes a LoRA layer of an end of the model, with the weight in the adapter: LT505 checks it."""
-    return is_end(item.module) and subject.config.targets(item.module)
 
 
 def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:

@@ -112,7 +112,8 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     `task_type` is not set and the base is unknown, because PEFT then uses the base's head.
     """
     config = subject.config
-    unsaid = config.task_type is None and not subject.is_reward() and _classifies(subject, CLASSIFYING)
+    classifies = (config.trained_class or "").endswith(CLASSIFYING)
+    unsaid = config.task_type is None and not subject.is_reward() and classifies
     expected = config.task_type in CLASSIFICATION_TASKS or subject.is_reward() or unsaid
     if not expected or config.task_type == "CAUSAL_LM" or not subject.layers:
         return
@@ -152,18 +153,6 @@ def _without_base(subject: AdapterSubject) -> str:
     """Return where the head is, or how to see whether the base has it."""
     validate = f"lora-tool validate {shlex.quote(str(subject.checkpoint.root))} --base MODEL"
     return _where_the_head_is(subject) or f"look whether the base has it: {validate}"
-
-
-def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
-    """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
-    name = subject.config.trained_class
-    return name is not None and name.endswith(endings)
-
-
-def _was_trained_with_head(subject: AdapterSubject) -> bool:
-    """Whether the adapter names a class with a head as the one that it was trained on: a BertForMultipleChoice."""
-    name = trained_for(subject.config)
-    return name is not None and not is_of_base_model(name)
 
 
 @rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
@@ -263,7 +252,8 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     if wrong is not None:
         message, hint = wrong
         yield Fault(subject="task_type", message=message, path=subject.config_path, hint=hint)
-    if task not in ("CAUSAL_LM", None) or (task is None and _was_trained_with_head(subject)):
+    trained = trained_for(subject.config)  # a class with a head, maybe: a BertForMultipleChoice
+    if task not in ("CAUSAL_LM", None) or (task is None and trained is not None and not is_of_base_model(trained)):
         return
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without this head"

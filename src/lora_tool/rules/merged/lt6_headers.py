@@ -132,23 +132,19 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected
     if expected is None:
         return
-    arch = architecture_of(subject.checkpoint.config.model_type or "") if subject.checkpoint.config else None
+    config = subject.checkpoint.config
+    arch = architecture_of(config.model_type or "") if config else None
     ends = set(arch.causal_only) if arch else set()
     for name, tensor in subject.tensors.items():
         if name in expected or _ADAPTER_NAME.search(name) or (name in ends and _forgotten_head(subject)):
             continue
         harmless = None
-        if name in ends and _is_tied(subject):
+        if name in ends and config is not None and config.tie_word_embeddings is True:
             harmless = "is in the file, although the config ties it to the embeddings"
         elif is_computed(name):
             harmless = "is a buffer that transformers computes and does not load"
         message = harmless or "comes neither from the base nor from the adapter"
         yield Fault(subject=name, message=message, path=tensor.path, severity=Severity.INFO if harmless else None)
-
-
-def _is_tied(subject: ModelSubject) -> bool:
-    config = subject.checkpoint.config
-    return config is not None and config.tie_word_embeddings is True
 
 
 @rule("LT604", Severity.ERROR, on=ModelSubject, needs=_PLAN)
@@ -279,7 +275,9 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
     """
     config = subject.checkpoint.config
     merged = isinstance(subject, MergedSubject)
-    wanted = _planned_config(subject) if isinstance(subject, MergedSubject) else _config_of_base(subject)
+    of_base = subject.base.config if subject.base is not None else None
+    raw_of_base = None if of_base is None else of_base.raw
+    wanted = _planned_config(subject) if isinstance(subject, MergedSubject) else raw_of_base
     if config is None or wanted is None:
         return
     path = str(config.path)
@@ -293,10 +291,6 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
         if found[name] != expected[name] and said != wanted_text and (merged or name not in _MAY_DIFFER):
             message = f"is {said[:60]}, expected {wanted_text[:60]}"
             yield Fault(subject=name, message=message, path=path, severity=None if merged else Severity.WARNING)
-
-
-def _config_of_base(subject: ModelSubject) -> Mapping[str, Any] | None:
-    return subject.base.config.raw if subject.base is not None and subject.base.config is not None else None
 
 
 def _structure(raw: Mapping[str, Any]) -> dict[str, Any]:

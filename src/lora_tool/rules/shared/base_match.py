@@ -32,24 +32,29 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     """
     if base.config is None or base.is_broken:
         return f"the base model {base.root} cannot be read: lora-tool validate {shlex.quote(str(base.root))}"
+    if "layer_replication" in adapter.refused:
+        return "`layer_replication` numbers the adapter's layers differently from the base's"
     config = base.config
-    if why := _why_names_cannot_tell(config, adapter):
-        return why
+    arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
+    if (arch is None and text is None) or config.custom_code:
+        return _may_differ(config)
     try:
         base = in_full_precision(base)
     except UnsupportedAdapter as error:
         return str(error)
-    arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     wanted = [module for module in modules if head_of(module) is None]
     held = base.modules
     if arch is None:
         return (_text_match(base, text, held, wanted) if text else None) or _may_differ(config)
-    if not wanted or not held:
-        return BaseMatch(base=base, arch=arch)
+    return _best_match(base, arch, wanted)
+
+
+def _best_match(base: ModelDir, arch: Architecture, wanted: Sequence[str]) -> BaseMatch:
+    """Return the match that finds most of the modules `wanted`, if possible without removing or adding a prefix."""
     best, most = BaseMatch(base=base, arch=arch), -1
-    for strip, add in _shifts(wanted[0], held):
+    for strip, add in _shifts(wanted[0], base.modules) if wanted else ():
         match = BaseMatch(base=base, arch=arch, strip=strip, add=add)
-        found = sum(map(held.__contains__, map(match.name, wanted)))
+        found = sum(map(base.modules.__contains__, map(match.name, wanted)))
         if found > most:
             best, most = match, found
     return best
@@ -78,14 +83,6 @@ def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
         conv1d=frozenset(),
     )
     return BaseMatch(base=plain, arch=row, in_part=True)
-
-
-def _why_names_cannot_tell(config: ModelConfig, adapter: AdapterConfig) -> str | None:
-    """Return why names and shapes on disk say nothing of those in memory; None where they may."""
-    if "layer_replication" in adapter.refused:
-        return "`layer_replication` numbers the adapter's layers differently from the base's"
-    known = architecture_of(config.model_type or "") or TEXT_CLASSES.get(config.model_type or "")
-    return _may_differ(config) if known is None or config.custom_code else None
 
 
 def _may_differ(config: ModelConfig) -> str:

@@ -259,7 +259,7 @@ def _row(item: Judged, metric: str | None) -> RunCheckpoint:
         epoch=state.epoch if state else None,
         loss=state.last_loss if state else None,
         metric=_metric_of(state, metric) if state and metric else None,
-        nbytes=_size_of(item.root, whole=item.name != FINISHED),
+        nbytes=sum(_sizes(item.root, whole=item.name != FINISHED)),
         errors=report.count(Severity.ERROR),
         warnings=report.count(Severity.WARNING),
         incomplete=item.incomplete,
@@ -276,12 +276,8 @@ def _metric_of(state: TrainerState, name: str) -> float | None:
     return at_step[-1] if at_step else None
 
 
-def _size_of(root: Path, *, whole: bool) -> int:
-    """Return the bytes of the files in the folder; links are not followed."""
-    return sum(_sizes(root, whole=whole))
-
-
 def _sizes(root: Path, *, whole: bool) -> Iterator[int]:
+    """Yield the bytes of each file in the folder, and where it is `whole` in the folders in it; links are not followed."""
     for folder, folders, files in os.walk(root):
         if not whole:
             folders.clear()
