@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 Table = dict[str, torch.Tensor]
 Made = tuple[Table, torch.Tensor]
 """The tensors of one module, and its weight as numbers."""
+Form = tuple[Callable[..., Made], dict[str, Any]]
+"""What makes a weight of this form, and what the config says of it."""
 
 _NF4 = torch.tensor(
     [
@@ -42,40 +43,88 @@ def _spread(scales: torch.Tensor, down: int, across: int, shape: torch.Size) -> 
     return scales.float().repeat_interleave(down, 0).repeat_interleave(across, 1)[: shape[0], : shape[1]]
 
 
+def _fp8(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    return values.unsqueeze(-1).sub(levels).abs().argmin(-1).to(torch.uint8)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes of four bits, the eight of the last axis in one word."""
+    return torch.as_tensor(sum(codes.to(torch.int64)[..., at] << (4 * at) for at in range(8))).to(torch.int32)
+
+
 def fp8_block(name: str, weight: torch.Tensor, scale: torch.dtype = torch.float32) -> Made:
-    scales = (_tiles(weight, TILE, TILE) / 448).to(scale)
-    wide = _spread(scales, TILE, TILE, weight.shape)
-    codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, codes.float() * wide
+    scales = _tiles(weight, TILE, TILE) / 448
+    stored = (scales.log2().ceil().exp2() if scale is torch.float8_e8m0fnu else scales).to(scale)
+    wide = _spread(stored, TILE, TILE, weight.shape)
+    codes = _fp8(weight, wide)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": stored}, codes.float() * wide
 
 
 def fp8_channel(name: str, weight: torch.Tensor) -> Made:
     scales = (weight.float().abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
-    codes = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = _fp8(weight, scales.float())
     beside = {f"{name}.input_scale": torch.ones(1)}
     return {f"{name}.weight": codes, f"{name}.weight_scale": scales, **beside}, codes.float() * scales.float()
+
+
+def fp8_tensor(name: str, weight: torch.Tensor) -> Made:
+    scale = (weight.float().abs().amax() / 448).reshape(1)
+    codes = _fp8(weight, scale)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
 
 
 def int4(name: str, weight: torch.Tensor) -> Made:
     scales = (_tiles(weight, 1, 32) / 7).to(torch.bfloat16)
     codes = (weight.float() / _spread(scales, 1, 32, weight.shape)).round().clamp(-8, 7)
-    nibbles = (codes + 8).to(torch.int64).reshape(len(codes), -1, 8)
-    words = sum(nibbles[..., at] << (4 * at) for at in range(8))
     return {
-        f"{name}.weight_packed": torch.as_tensor(words).to(torch.int32),
+        f"{name}.weight_packed": _words((codes + 8).reshape(len(codes), -1, 8)),
         f"{name}.weight_scale": scales,
         f"{name}.weight_shape": torch.tensor(weight.shape),
     }, (codes * _spread(scales, 1, 32, weight.shape)).to(torch.bfloat16).float()
+
+
+def int8(name: str, weight: torch.Tensor, group: int = 0, *, packed: bool = False, offset: bool = False) -> Made:
+    """Return codes with a scale for each `group` of a row, for each row (0) or for all (-1), and with zero points.
+
+    Words of zero points are of rows below each other; one of all is no word.
+    """
+    rows, columns = (1, weight.numel()) if group < 0 else weight.shape
+    groups = weight.float().reshape(rows, -1, max(group, 0) or columns)
+    high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
+    scales = ((high - low if offset else 2 * groups.abs().amax(2)) / 255).to(torch.bfloat16)
+    zeros = (-128 - low / scales.float()).round().clamp(-128, 127) if offset else torch.zeros(scales.shape)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(-128, 127)
+    values = ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(weight.shape)
+    codes = codes.reshape(weight.shape)
+    tensors = {f"{name}.weight_scale": scales.reshape(1) if group < 0 else scales}
+    if packed:
+        tensors[f"{name}.weight_packed"] = (codes + 128).to(torch.uint8).view(torch.int32)
+        tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+    else:
+        tensors[f"{name}.weight"] = codes.to(torch.int8)
+    if offset and packed and group > 0:
+        words = (zeros + 128).to(torch.uint8).T.contiguous().view(torch.int32).T
+        tensors[f"{name}.weight_zero_point"] = words
+    elif offset:
+        tensors[f"{name}.weight_zero_point"] = (zeros.reshape(1) if group < 0 else zeros).to(torch.int8)
+    return tensors, values
 
 
 def nvfp4(name: str, weight: torch.Tensor) -> Made:
     overall = 2688 / weight.float().abs().max()
     scales = (_tiles(weight, 1, 16) / 6 * overall).to(torch.float8_e4m3fn)
     wide = _spread(scales.float() / overall, 1, 16, weight.shape)
-    codes = (weight.float() / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    codes = _nearest(weight.float() / wide, _E2M1)
     return {
-        f"{name}.weight_packed": packed,
+        f"{name}.weight_packed": _halves(codes),
         f"{name}.weight_scale": scales,
         f"{name}.weight_global_scale": overall.reshape(1),
     }, (_E2M1[codes.long()] * wide).to(torch.bfloat16).float()
@@ -85,10 +134,9 @@ def fp4(name: str, weight: torch.Tensor) -> Made:
     """Return what DeepSeek-V4's experts are: floats of four bits, two in a byte that is called an integer."""
     powers = _tiles(weight, 1, 32).clamp(min=2.0**-100).log2().floor() - 2
     wide = _spread(powers.exp2(), 1, 32, weight.shape)
-    codes = (weight.float() / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
-    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int8)
+    codes = _nearest(weight.float() / wide, _E2M1)
     scales = powers.exp2().to(torch.float8_e8m0fnu)
-    return {f"{name}.weight": packed, f"{name}.scale": scales}, _E2M1[codes.long()] * wide
+    return {f"{name}.weight": _halves(codes).view(torch.int8), f"{name}.scale": scales}, _E2M1[codes.long()] * wide
 
 
 def bnb_int8(name: str, weight: torch.Tensor) -> Made:
@@ -128,9 +176,9 @@ def nf4_double(name: str, weight: torch.Tensor) -> Made:
     offset = largest.mean()
     levels = torch.linspace(-1, 1, 256)
     outer = (largest - offset).abs().max().reshape(1)
-    nested = ((largest - offset) / outer).unsqueeze(1).sub(levels).abs().argmin(1).to(torch.uint8)
+    nested = _nearest((largest - offset) / outer, levels)
     scales = levels[nested.long()] * outer + offset
-    codes = (flat / scales[:, None]).unsqueeze(-1).sub(_NF4).abs().argmin(-1).to(torch.uint8)
+    codes = _nearest(flat / scales[:, None], _NF4)
     pairs = codes.reshape(-1)
     said = {
         "quant_type": "nf4",
@@ -156,73 +204,13 @@ def nf4_double(name: str, weight: torch.Tensor) -> Made:
 def gptq(name: str, weight: torch.Tensor) -> Made:
     scales = (_tiles(weight, 1, 32) / 7).to(torch.float16)
     codes = (weight.float() / _spread(scales, 1, 32, weight.shape)).round().clamp(-8, 7)
-    words = (codes.T + 8).to(torch.int64).reshape(-1, 8, len(codes))
-    packed = sum(words[:, at] << (4 * at) for at in range(8))
     zeros = torch.full((scales.shape[1], len(codes) // 8), 0x77777777, dtype=torch.int32)  # 8, stored less one
     return {
-        f"{name}.qweight": torch.as_tensor(packed).to(torch.int32),
+        f"{name}.qweight": _words((codes.T + 8).reshape(-1, 8, len(codes)).transpose(1, 2)),
         f"{name}.qzeros": zeros,
         f"{name}.scales": scales.T,
         f"{name}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
     }, (codes * _spread(scales, 1, 32, weight.shape)).to(torch.float16).float()
-
-
-def awq(name: str, weight: torch.Tensor) -> Made:
-    groups = weight.float().reshape(len(weight), -1, 32)
-    high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
-    scales = ((high - low) / 15).to(torch.float16)
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-
-    def packed(values: torch.Tensor) -> torch.Tensor:
-        eights = values.T.to(torch.int64).reshape(values.shape[1], -1, 8)
-        return torch.as_tensor(sum(eights[..., of] << 4 * at for at, of in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))).to(
-            torch.int32
-        )
-
-    values = ((codes - zeros[..., None]) * scales.float()[..., None]).to(torch.float16).float().reshape(weight.shape)
-    made = {"qweight": packed(codes.reshape(weight.shape)), "qzeros": packed(zeros), "scales": scales.T}
-    return {f"{name}.{part}": tensor for part, tensor in made.items()}, values
-
-
-def int8_offset(name: str, weight: torch.Tensor) -> Made:
-    high, low = weight.float().amax(1, keepdim=True), weight.float().amin(1, keepdim=True)
-    scales = ((high - low) / 255).to(torch.bfloat16)
-    zeros = (-128 - low / scales.float()).round().clamp(-128, 127)
-    codes = (weight.float() / scales.float() + zeros).round().clamp(-128, 127)
-    made = {"weight": codes.to(torch.int8), "weight_scale": scales, "weight_zero_point": zeros.to(torch.int8)}
-    return {f"{name}.{part}": tensor for part, tensor in made.items()}, (codes - zeros) * scales.float()
-
-
-def int8_packed_tensor(name: str, weight: torch.Tensor, *, offset: bool = False) -> Made:
-    """Return codes in words with one scale, and with `offset` one zero point, which is no word."""
-    low, high = weight.float().min(), weight.float().max()
-    scale = ((high - low if offset else 2 * weight.float().abs().max()) / 255).to(torch.bfloat16).reshape(1)
-    zero = (-128 - low / scale.float()).round().clamp(-128, 127) if offset else torch.zeros(1)
-    codes = (weight.float() / scale.float() + zero).round().clamp(-128, 127)
-    tensors = {
-        f"{name}.weight_packed": (codes + 128).to(torch.uint8).view(torch.int32),
-        f"{name}.weight_scale": scale,
-        f"{name}.weight_shape": torch.tensor(weight.shape),
-    }
-    zeros = {f"{name}.weight_zero_point": zero.to(torch.int8)} if offset else {}
-    return tensors | zeros, (codes - zero) * scale.float()
-
-
-def int8_packed_offset(name: str, weight: torch.Tensor) -> Made:
-    """Return codes in words with a scale and a zero point for each 8 of a row; words of zeros are of rows below each other."""
-    groups = weight.float().reshape(len(weight), -1, 8)
-    high, low = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
-    scales = ((high - low) / 255).to(torch.bfloat16)
-    zeros = (-128 - low / scales.float()).round().clamp(-128, 127)
-    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(-128, 127)
-    tensors = {
-        f"{name}.weight_packed": (codes.reshape(weight.shape) + 128).to(torch.uint8).view(torch.int32),
-        f"{name}.weight_scale": scales,
-        f"{name}.weight_zero_point": (zeros + 128).to(torch.uint8).T.contiguous().view(torch.int32).T,
-        f"{name}.weight_shape": torch.tensor(weight.shape),
-    }
-    return tensors, ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(weight.shape)
 
 
 def gpt_oss(name: str, weight: torch.Tensor) -> Made:
@@ -230,133 +218,13 @@ def gpt_oss(name: str, weight: torch.Tensor) -> Made:
     turned = weight.float().transpose(1, 2).contiguous()
     groups = turned.reshape(*turned.shape[:2], -1, 32)
     powers = groups.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
-    codes = (groups / powers.exp2().unsqueeze(-1)).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
-    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    codes = _nearest(groups / powers.exp2().unsqueeze(-1), _E2M1)
     values = (_E2M1[codes.long()] * powers.exp2().unsqueeze(-1)).reshape(turned.shape).transpose(1, 2)
-    return {f"{name}_blocks": blocks, f"{name}_scales": (powers + 127).to(torch.uint8)}, values.contiguous()
-
-
-def _compressed(**weights: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-    }
-
-
-FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
-    "nf4-double": (nf4_double, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "torchao-int8": (torchao_int8, {"quant_method": "torchao", "include_input_output_embeddings": False}),
-    "fp8-block": (
-        fp8_block,
-        {"quant_method": "fp8", "weight_block_size": [TILE, TILE], "activation_scheme": "dynamic"},
-    ),
-    "fp8-channel": (fp8_channel, _compressed(num_bits=8, type="float", strategy="channel")),
-    "int4": (int4, _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)),
-    "nvfp4": (nvfp4, _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)),
-    "fp4": (
-        fp4,
-        {"quant_method": "fp8", "weight_block_size": [TILE, TILE], "expert_dtype": "fp4", "scale_fmt": "ue8m0"},
-    ),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
-    "mxfp4": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
-}
-
-
-def fp8_powers(name: str, weight: torch.Tensor) -> Made:
-    """Return codes with scales that are powers of two, of eight bits."""
-    scales = (_tiles(weight, TILE, TILE) / 448).log2().ceil().exp2()
-    wide = _spread(scales, TILE, TILE, weight.shape)
-    codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-    stored = scales.to(torch.float8_e8m0fnu)
-    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": stored}, codes.float() * wide
-
-
-def fp8_tensor(name: str, weight: torch.Tensor) -> Made:
-    scale = (weight.float().abs().amax() / 448).reshape(1)
-    codes = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
-
-
-def int8_channel(name: str, weight: torch.Tensor) -> Made:
-    scales = (weight.float().abs().amax(1, keepdim=True) / 127.5).to(torch.bfloat16)
-    codes = (weight.float() / scales.float()).round().clamp(-128, 127).to(torch.int8)
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales.float()
-
-
-def int8_tensor(name: str, weight: torch.Tensor) -> Made:
-    scale = (weight.float().abs().amax() / 127.5).reshape(1)
-    codes = (weight.float() / scale).round().clamp(-128, 127).to(torch.int8)
-    return {f"{name}.weight": codes, f"{name}.weight_scale": scale}, codes.float() * scale
-
-
-def int_stream(name: str, weight: torch.Tensor, bits: int) -> Made:
-    """Return codes of any width, one after the other in words, with a scale for each 32 of a row."""
-    half = 1 << bits - 1
-    scales = (_tiles(weight, 1, 32) / half).to(torch.bfloat16)
-    wide = _spread(scales, 1, 32, weight.shape)
-    codes = (weight.float() / wide).round().clamp(-half, half - 1)
-    stream = ((codes.int() + half)[..., None] >> torch.arange(bits)) & 1
-    packed = np.packbits(stream.reshape(len(codes), -1).numpy().astype(np.uint8), axis=1, bitorder="little")
-    return {
-        f"{name}.weight_packed": torch.from_numpy(packed).view(torch.int32),
-        f"{name}.weight_scale": scales,
-        f"{name}.weight_shape": torch.tensor(weight.shape),
-    }, (codes * wide).to(torch.bfloat16).float()
-
-
-def int8_packed(name: str, weight: torch.Tensor) -> Made:
-    """Return codes in words, each plus 128, with a scale for each 8 of a row."""
-    scales = (_tiles(weight, 1, 8) / 127.5).to(torch.bfloat16)
-    wide = _spread(scales, 1, 8, weight.shape)
-    codes = (weight.float() / wide).round().clamp(-128, 127)
-    tensors = {
-        f"{name}.weight_packed": (codes + 128).to(torch.uint8).view(torch.int32),
-        f"{name}.weight_scale": scales,
-        f"{name}.weight_shape": torch.tensor(weight.shape),
-    }
-    return tensors, codes * wide
-
-
-EIGHT_BITS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
-    "fp8-block-bf16": (partial(fp8_block, scale=torch.bfloat16), FORMS["fp8-block"][1]),
-    "fp8-powers": (fp8_powers, FORMS["fp8-block"][1] | {"scale_fmt": "ue8m0"}),
-    "fp8-tensor": (fp8_tensor, _compressed(num_bits=8, type="float", strategy="tensor")),
-    "int8-channel": (int8_channel, _compressed(num_bits=8, type="int", strategy="channel")),
-    "int8-tensor": (int8_tensor, _compressed(num_bits=8, type="int", strategy="tensor")),
-    "int8-packed": (int8_packed, _compressed(num_bits=8, type="int", strategy="group", group_size=8)),
-    "int8-packed-tensor": (int8_packed_tensor, _compressed(num_bits=8, type="int", strategy="tensor")),
-}
-"""Forms that are stored as those above are, with other scales."""
-
-STREAMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
-    f"int{bits}": (
-        partial(int_stream, bits=bits),
-        _compressed(num_bits=bits, type="int", strategy="group", group_size=32, symmetric=True),
-    )
-    for bits in (3, 5)
-}
-"""Forms whose codes cross words."""
-
-WITH_ZEROS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
-    "int8-offset": (int8_offset, _compressed(num_bits=8, type="int", strategy="channel", symmetric=False)),
-    "int8-packed-offset": (
-        int8_packed_offset,
-        _compressed(num_bits=8, type="int", strategy="group", group_size=8, symmetric=False),
-    ),
-    "int8-packed-tensor-offset": (
-        partial(int8_packed_tensor, offset=True),
-        _compressed(num_bits=8, type="int", strategy="tensor", symmetric=False),
-    ),
-}
-"""Forms with zero points that differ."""
+    return {f"{name}_blocks": _halves(codes), f"{name}_scales": (powers + 127).to(torch.uint8)}, values.contiguous()
 
 
 def _stack(name: str, weight: torch.Tensor, scales: torch.Tensor, stored: torch.Tensor, end: str) -> Made:
-    codes = (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = _fp8(weight, scales)
     return {name: codes, f"{name}{end}": stored}, codes.float() * scales
 
 
@@ -379,25 +247,61 @@ def stack_nvfp4(name: str, weight: torch.Tensor) -> Made:
     overall = turned.abs().max() / 2688
     scales = (_tiles(turned, 1, 16) / 6 / overall).to(torch.float8_e4m3fn)
     wide = _spread(scales.float() * overall, 1, 16, turned.shape)
-    codes = (turned / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
-    parts = {name: codes[:, 0::2] | (codes[:, 1::2] << 4), f"{name}_weight_scale": scales}
+    codes = _nearest(turned / wide, _E2M1)
+    parts = {name: _halves(codes), f"{name}_weight_scale": scales}
     stored = {each: part.reshape(len(weight), -1, part.shape[1]).transpose(1, 2) for each, part in parts.items()}
     values = (_E2M1[codes.long()] * wide).reshape(len(weight), -1, turned.shape[1]).transpose(1, 2)
     return {**stored, f"{name}_weight_scale_2": overall, f"{name}_input_scale": torch.ones(())}, values.contiguous()
 
 
+def _compressed(**weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def _int8(strategy: str, group: int, *, packed: bool = False, offset: bool = False) -> Form:
+    how = {"group_size": group} if group > 0 else {}
+    said = _compressed(num_bits=8, type="int", strategy=strategy, symmetric=not offset, **how)
+    return partial(int8, group=group, packed=packed, offset=offset), said
+
+
+_FP8 = {"quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*self_attn*", "*router"]}
-STACKS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+FORMS: dict[str, Form] = {
+    "nf4-double": (nf4_double, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "torchao-int8": (torchao_int8, {"quant_method": "torchao", "include_input_output_embeddings": False}),
+    "fp8-block": (fp8_block, _FP8 | {"activation_scheme": "dynamic"}),
+    "fp8-block-bf16": (partial(fp8_block, scale=torch.bfloat16), _FP8),
+    "fp8-powers": (partial(fp8_block, scale=torch.float8_e8m0fnu), _FP8 | {"scale_fmt": "ue8m0"}),
+    "fp8-channel": (fp8_channel, _compressed(num_bits=8, type="float", strategy="channel")),
+    "fp8-tensor": (fp8_tensor, _compressed(num_bits=8, type="float", strategy="tensor")),
+    "int8-channel": _int8("channel", 0),
+    "int8-tensor": _int8("tensor", -1),
+    "int8-packed": _int8("group", 8, packed=True),
+    "int8-packed-tensor": _int8("tensor", -1, packed=True),
+    "int8-offset": _int8("channel", 0, offset=True),
+    "int8-packed-offset": _int8("group", 8, packed=True, offset=True),
+    "int8-packed-tensor-offset": _int8("tensor", -1, packed=True, offset=True),
+    "int4": (int4, _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)),
+    "nvfp4": (nvfp4, _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "fp4": (fp4, _FP8 | {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    # stacks [experts, in, out] of GPT-OSS and of Llama 4
+    "mxfp4": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
     "stack-fbgemm": (stack_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head", "self_attn"]}),
     "stack-fp8": (stack_fp8, _MODELOPT),
     "stack-nvfp4": (stack_nvfp4, _MODELOPT | {"quant_algo": "NVFP4"}),
 }
-"""Forms of Llama 4's experts, which lie in two stacks, [experts, in, out]."""
 
 
 def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
     """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
-    make, table = (FORMS | EIGHT_BITS | STREAMS | WITH_ZEROS | STACKS)[form]
+    make, table = FORMS[form]
     tensors: Table = {}
     for file in sorted(base.glob("*.safetensors")):
         tensors |= load_file(file)

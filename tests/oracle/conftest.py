@@ -9,6 +9,7 @@ import pytest
 from tests.cli.calling import Caller
 from tests.made_once import made_once
 from tests.oracle import trainer_saves
+from tests.oracle.quantised_bases import Made
 
 
 @pytest.fixture
@@ -20,3 +21,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Caller:
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `trainer_saves`."""
     return made_once(tmp_path_factory, "trainers", trainer_saves.make)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return what makes bases, quantised bases and adapters once."""
+    return Made(tmp_path_factory)

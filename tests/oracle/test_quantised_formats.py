@@ -1,50 +1,27 @@
-"""Each format that a library made: decoded to its bits, merged and rounded once; each family loaded and run beside PEFT."""
+"""Weights as libraries quantised them, with a change merged into them: rounded once, with the kernel and without."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from peft import PeftModel
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM
 
-from lora_tool.checkpoints import open_model
 from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec
 from lora_tool.execution.kernels import AnyArray, round_to_odd
 from lora_tool.execution.local_engine import Worker, batches_of
 from lora_tool.execution.reading import Sources
 from lora_tool.formats.quantised.arrays import STORED
 from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.native.library import VARIABLE
 from lora_tool.plans.core.ops import DoraDelta, LoraDelta, Precision
 from lora_tool.plans.core.steps import Shard, Step
 from lora_tool.plans.core.terms import LoraTerm
-from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
-from tests.quantised_models import quantise
 from tests.quantised_samples import KEPT
 from tests.unit.test_quantised_weights import NAMES, encoding_in
-
-BF16 = torch.bfloat16
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("plain") / "base", "qwen3", "causal-lm", BF16, **SIZES)
-
-
-@pytest.fixture(scope="module")
-def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_adapter(tmp_path_factory.mktemp("adapter") / "adapter", plain, "causal-lm", LORA)
 
 
 def numbers(weight: StoredTensor) -> AnyArray:
@@ -132,39 +109,3 @@ def test_where_w_and_its_change_cancel_what_is_left_is_rounded_as_well(
         exact *= (magnitude / np.linalg.norm(exact, axis=1))[:, None]
     found = merged_values(weight, b, a, tmp_path, scaling=scaling, precision=Precision.FLOAT64, magnitude=magnitude)
     assert ulps(found, exact).max() <= 1
-
-
-@pytest.mark.parametrize("form", ["bnb-int8", "fp8-block", "int8-tensor", "nf4-double"])
-def test_the_merged_model_answers_as_the_dequantised_base_with_the_adapter(
-    form: str, plain: Path, adapter: Path, tmp_path: Path
-) -> None:
-    base, values = quantise(plain, tmp_path / "base", form, lambda module: module.endswith("_proj"))
-    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
-    ours, report = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, output_loading_info=True)
-    assert not any(report.values())
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    model.load_state_dict({**model.state_dict(), **values})
-    theirs = PeftModel.from_pretrained(model, adapter).eval()
-    ids = torch.arange(2, 34).reshape(2, 16) % ours.config.vocab_size
-    with torch.no_grad():
-        found, wanted = ours.eval()(input_ids=ids).logits, theirs(input_ids=ids).logits
-        with theirs.disable_adapter():
-            before = theirs(input_ids=ids).logits
-    change, error = float((wanted - before).norm()), float((found - wanted).norm())
-    assert error < 0.02 * change, (error, change)
-
-
-@pytest.mark.parametrize("form", ["fp4", "fp8-block", "fp8-block-bf16", "fp8-powers"])
-def test_transformers_decodes_to_the_same_bits(form: str, plain: Path, tmp_path: Path) -> None:
-    base, values = quantise(plain, tmp_path / "base", form, lambda module: module.endswith("_proj"))
-    model, report = AutoModelForCausalLM.from_pretrained(base, dtype=BF16, output_loading_info=True)
-    assert not any(report.values())
-    config = json.loads((base / "config.json").read_text())
-    encodings = read_quantised(open_model(base).tensors, config["quantization_config"]).weights
-    assert encodings.keys() == values.keys()
-    loaded = model.state_dict()
-    for name, encoding in encodings.items():
-        raw = read_part(dequantised(encoding), 0, encoding.spec.nbytes)
-        dtype = BF16 if encoding.spec.dtype is DType.BF16 else torch.float32
-        ours = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(encoding.spec.shape)
-        assert torch.equal(loaded[name], ours.to(BF16))

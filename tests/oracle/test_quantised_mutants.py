@@ -12,48 +12,40 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lora_tool import verify
 from lora_tool.checkpoints import open_model
 from lora_tool.core.report import Finding
+from lora_tool.formats.quantised.encodings import dequantised
+from lora_tool.formats.quantised.layouts import read_quantised
+from lora_tool.formats.safetensors import scan_file
+from lora_tool.formats.stored import read_part
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.inspection.comparison import compare_models
 from tests.mutations import copy_of
 from tests.mutations.merged_models import quantised
-from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
-from tests.quantised_models import EIGHT_BITS, FORMS, quantise
+from tests.oracle.peft_merge import Table, merge_with_ours, saved_tensors
+from tests.oracle.quantised_bases import BF16, Made, delta
+from tests.oracle.test_quantised_bases import is_linear
+from tests.quantised_models import FORMS
 
-BF16 = torch.bfloat16
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 QUERY, KEY, UP = (
     f"model.layers.0.{module}.weight" for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
 )
-Table = dict[str, torch.Tensor]
 
 
 class Case:
     """A plain base, its quantised form, an adapter, and what a merge into dequantised weights writes."""
 
-    def __init__(self, root: Path, form: str, kind: str = "qwen3", lora: dict[str, Any] = LORA, **sizes: int) -> None:
+    def __init__(self, made: Made, form: str, root: Path, lora: dict[str, Any] = LORA) -> None:
         self.root = root
-        self.plain = save_base(root / "plain", kind, "causal-lm", BF16, num_hidden_layers=1, head_dim=16, **sizes)
-        self.adapter = save_adapter(root / "adapter", self.plain, "causal-lm", lora)
-
-        def chosen(module: str) -> bool:
-            return module.endswith("_proj") and ("expert" in module or kind != "gpt_oss")
-
-        self.base, self.values = quantise(self.plain, root / "base", form, chosen)
+        self.plain, self.base, self.values = made.base("qwen3-one", form, is_linear)
+        self.adapter = made.adapter("qwen3-one", lora)
         self.stored = saved_tensors(self.base)
         self.merged = merge_with_ours(self.base, self.adapter, root / "merged", "float32", store="all-16bit")
         self.right = saved_tensors(self.merged)
-
-    def delta(self, name: str) -> torch.Tensor:
-        """Return ΔW of a weight, float64."""
-        table = saved_tensors(self.adapter)
-        b, a = (table[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"].double() for part in "BA")
-        return torch.mul(b @ a, LORA["lora_alpha"] / LORA["r"])
 
     def judged(self, changes: Table, *, config: Path | None = None, over: Table | None = None) -> list[Finding]:
         """Return what verify finds in the merged model with these tensors, or in others, without a manifest."""
@@ -66,16 +58,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
-    made: dict[str, Case] = {}
-
-    def of(form: str, **more: Any) -> Case:
-        if form not in made:
-            sizes = {"hidden_size": 64, "intermediate_size": 96} | more
-            made[form] = Case(tmp_path_factory.mktemp(form), form, **sizes)
-        return made[form]
-
-    return of
+def case(made: Made) -> Callable[[str], Case]:
+    return lambda form: made.once(("mutants", form), lambda root: Case(made, form, root))
 
 
 def says(findings: list[Finding], name: str, words: str) -> bool:
@@ -84,12 +68,12 @@ def says(findings: list[Finding], name: str, words: str) -> bool:
     return words in findings[0].message
 
 
-def test_a_right_merge_is_silent_without_its_manifest(case: Callable[..., Case]) -> None:
+def test_a_right_merge_is_silent_without_its_manifest(case: Callable[[str], Case]) -> None:
     for form in ("fp8-block", "int4", "nvfp4", "nf4-double", "bnb-int8", "gptq"):
         assert not case(form).judged({})
 
 
-def test_a_config_that_says_otherwise_than_the_weights(case: Callable[..., Case]) -> None:
+def test_a_config_that_says_otherwise_than_the_weights(case: Callable[[str], Case]) -> None:
     fp8 = case("fp8-block")
     lost = {found.code: found for found in fp8.judged({}, over=fp8.stored)}
     assert "(F8_E4M3), but config.json does not say so" in lost["LT322"].message
@@ -97,7 +81,7 @@ def test_a_config_that_says_otherwise_than_the_weights(case: Callable[..., Case]
     assert "says that the weights are quantised (fp8), but none is" in kept["LT322"].message
 
 
-def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_path: Path) -> None:
+def test_what_stays_quantised_stays_as_it_was(case: Callable[[str], Case], tmp_path: Path) -> None:
     fp8 = case("fp8-block")
     folder = merge_with_ours(fp8.base, fp8.adapter, tmp_path / "merged", "float32", store="touched-16bit")
     assert not verify(folder).report.findings
@@ -131,7 +115,7 @@ def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_pat
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4", "nvfp4", "nf4-double", "gptq"])
-def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[[str], Case], tmp_path: Path) -> None:
     base = case(form).base
     report = validate(base)
     assert not report.findings
@@ -154,12 +138,11 @@ def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "bnb-int8"])
-def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_path: Path) -> None:
-    loud = {**LORA, "lora_alpha": 600}
-    made = Case(tmp_path, form, lora=loud, hidden_size=64, intermediate_size=96)
-    folder = merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base")
-    right, plain = saved_tensors(folder), made.values[QUERY].double()
-    change = made.delta(QUERY) * 100
+def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, made: Made, tmp_path: Path) -> None:
+    loud = Case(made, form, tmp_path, LORA | {"lora_alpha": 600})
+    folder = merge_with_ours(loud.base, loud.adapter, tmp_path / "again", "float32", store="as-base")
+    right, plain = saved_tensors(folder), loud.values[QUERY].double()
+    change = delta(loud.adapter, QUERY.removesuffix(".weight"))
     of_type, most = (torch.float8_e4m3fn, 448.0) if form == "fp8-block" else (torch.int8, 127.0)
     scale = f"{QUERY}_scale_inv" if form == "fp8-block" else QUERY.replace("weight", "SCB")
 
@@ -168,14 +151,14 @@ def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_pa
         return (cut.round() if of_type is torch.int8 else cut).to(of_type)
 
     def judged(changes: Table) -> list[Finding]:
-        return made.judged(changes, config=made.base, over=right)
+        return loud.judged(changes, config=loud.base, over=right)
 
     assert not judged({})
-    added = judged({QUERY: stored(made.stored[QUERY].double() + change), scale: made.stored[scale]})
+    added = judged({QUERY: stored(loud.stored[QUERY].double() + change), scale: loud.stored[scale]})
     assert says(added, QUERY, "is ΔW added to the codes of the base's")
-    undivided = judged({QUERY: stored(plain + change), scale: made.stored[scale]})
+    undivided = judged({QUERY: stored(plain + change), scale: loud.stored[scale]})
     assert says(undivided, QUERY, "without being divided by its scales")
-    twice = merge_with_ours(folder, made.adapter, tmp_path / "twice", "float32", store="as-base", ignore=("LT",))
+    twice = merge_with_ours(folder, loud.adapter, tmp_path / "twice", "float32", store="as-base", ignore=("LT",))
     table = saved_tensors(twice)
     found = judged({QUERY: table[QUERY], scale: table[scale]})
     assert [each.code for each in found] == ["LT609"]
@@ -186,12 +169,12 @@ def test_what_is_stored_quantised_again_is_judged_by_its_codes(form: str, tmp_pa
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "int4", "nf4-double"])
-def test_quantised_models_differ_by_what_they_stand_for(form: str, case: Callable[..., Case]) -> None:
+def test_quantised_models_differ_by_what_they_stand_for(form: str, case: Callable[[str], Case]) -> None:
     made = case(form)
     assert compare_models(open_model(made.base), open_model(made.base)).same
     found = {each.name: each for each in compare_models(open_model(made.base), open_model(made.merged)).differences}
     assert found.keys() == made.right.keys()
-    change = made.delta(QUERY)
+    change = delta(made.adapter, QUERY.removesuffix(".weight"))
     assert found[QUERY].apart == pytest.approx(float(change.norm()), rel=0.02)
     assert found[QUERY].first == pytest.approx(float(made.values[QUERY].double().norm()), rel=1e-6)
     assert (found[KEY].apart or 0.0) <= 2**-8 * float(made.values[KEY].double().norm())
@@ -208,27 +191,24 @@ def test_a_quantised_base_is_merged_and_verified_without_torch(tmp_path: Path) -
     assert not {"torch", "transformers", "peft"} & set(done.stdout.split())
 
 
-def into_misread(made: Case, of: str, change: Callable[[torch.Tensor], torch.Tensor], out: Path) -> torch.Tensor:
-    """Return what a merge makes of QUERY where the tensor `of` of its module is read as changed."""
+def misread(made: Case, of: str, value: int | None) -> torch.Tensor:
+    """Return what a merge makes of QUERY where every scale in the tensor `of` is read as this value: 1, if there is none."""
     stem = QUERY.removesuffix("weight")
-    (name,) = [name for name in made.stored if name.startswith(stem) and name.endswith(of)]
-    wrong = shutil.copytree(made.base, out / "base")
-    for file in wrong.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            with safe_open(file, framework="pt") as opened:
-                said = opened.metadata()
-            save_file({**tensors, name: change(tensors[name]).contiguous()}, file, said)
-    return saved_tensors(merge_with_ours(wrong, made.adapter, out / "merged", "float32", store="all-16bit"))[QUERY]
+    module = {name: tensor for name, tensor in made.stored.items() if name.startswith((stem, stem[:-1] + "._"))}
+    (name,) = [name for name in module if name.endswith(of)]
+    powers = module[name].dtype is torch.uint8  # stored plus 127
+    scales = torch.full(module[name].shape, (127 if powers else 1) if value is None else value)
+    save_file({**module, name: scales.to(module[name].dtype)}, made.root / "module.safetensors")
+    scanned = [scan_file(file) for file in (made.root / "module.safetensors", *made.base.glob("*.safetensors"))]
+    said = scanned[-1].metadata
+    table = json.loads((made.base / "config.json").read_text())["quantization_config"]
+    weight = dequantised(read_quantised(scanned[0].tensors, table, said).weights[QUERY])
+    raw = bytearray(read_part(weight, 0, weight.nbytes))
+    codes = torch.frombuffer(raw, dtype=getattr(torch, TORCH[weight.dtype.name])).reshape(weight.shape)
+    return (codes.double() + delta(made.adapter, stem[:-1])).to(BF16)
 
 
-def ones(scales: torch.Tensor) -> torch.Tensor:
-    """Return 1 in the place of every scale; powers of two are stored plus 127."""
-    if scales.dtype is torch.uint8:
-        return torch.full_like(scales, 127)
-    return torch.ones(scales.shape).to(scales.dtype)
-
-
+TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SCALES = {
     "fp8-channel": "weight_scale",
     "fp8-block-bf16": "weight_scale_inv",
@@ -246,17 +226,14 @@ SCALES = {
 
 
 @pytest.mark.parametrize("form", SCALES)
-def test_scales_that_were_not_applied_are_named_in_every_format(
-    form: str, case: Callable[..., Case], tmp_path: Path
-) -> None:
+def test_scales_that_were_not_applied_are_named_in_every_format(form: str, case: Callable[[str], Case]) -> None:
     made = case(form)
-    change = (lambda scales: torch.full_like(scales, 127)) if form == "bnb-int8" else ones
-    found = made.judged({QUERY: into_misread(made, SCALES[form], change, tmp_path)})
+    found = made.judged({QUERY: misread(made, SCALES[form], 127 if form == "bnb-int8" else None)})
     assert says(found, QUERY, "is ΔW added to the codes of the base's")
     assert says(found, QUERY, "its scales were not applied")
 
 
-def test_codes_with_zero_points_that_were_taken_for_numbers_are_named(case: Callable[..., Case]) -> None:
+def test_codes_with_zero_points_that_were_taken_for_numbers_are_named(case: Callable[[str], Case]) -> None:
     made = case("int8-offset")
     found = made.judged({KEY: made.stored[KEY].to(BF16)})
     assert says(found, KEY, "neither its scales nor its zero points were applied")
@@ -264,26 +241,29 @@ def test_codes_with_zero_points_that_were_taken_for_numbers_are_named(case: Call
 
 @pytest.mark.parametrize("form", ["int8-channel", "fp8-channel"])
 def test_a_merge_into_weights_that_a_loader_rounded_is_no_other_in_float32(
-    form: str, case: Callable[..., Case]
+    form: str, case: Callable[[str], Case]
 ) -> None:
     made = case(form)
-    merged = made.values[QUERY].to(BF16).double() + made.delta(QUERY)
+    merged = made.values[QUERY].to(BF16).double() + delta(made.adapter, QUERY.removesuffix(".weight"))
     found = made.judged({QUERY: merged.float(), KEY: made.values[KEY].to(BF16).float()})
     assert {each.code for each in found} == {"LT604"}, found
 
 
 @pytest.mark.parametrize("form", ["fp8-channel", "int8-channel", "bnb-int8"])
-def test_scales_that_another_tool_chose_anew_are_right(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+def test_scales_that_another_tool_chose_anew_are_right(form: str, case: Callable[[str], Case], tmp_path: Path) -> None:
     made = case(form)
     right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base"))
-    module, merged = QUERY.removesuffix(".weight"), (made.values[QUERY].double() + made.delta(QUERY)).float()
-    anew, _ = (FORMS | EIGHT_BITS)[form][0](module, merged)
+    module, merged = (
+        QUERY.removesuffix(".weight"),
+        (made.values[QUERY].double() + delta(made.adapter, QUERY.removesuffix(".weight"))).float(),
+    )
+    anew, _ = FORMS[form][0](module, merged)
     scale = next(name for name in anew if name.endswith(("SCB", "weight_scale")))
     assert (anew[scale].float() < made.stored[scale].float()).any()
     assert not made.judged({name: anew[name] for name in (QUERY, scale)}, config=made.base, over=right)
 
 
-def test_a_base_that_was_quantised_again_is_not_another(case: Callable[..., Case], tmp_path: Path) -> None:
+def test_a_base_that_was_quantised_again_is_not_another(case: Callable[[str], Case], tmp_path: Path) -> None:
     made = case("fp8-channel")
     right = saved_tensors(merge_with_ours(made.base, made.adapter, tmp_path / "again", "float32", store="as-base"))
     kept = [
