@@ -12,6 +12,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from lora_tool.checkpoints import open_model
+from lora_tool.formats.quantised.encodings import dequantised
+from lora_tool.formats.quantised.layouts import read_quantised
+from lora_tool.formats.safetensors import scan_file
+from lora_tool.formats.stored import read_part
 from tests.oracle.peft_merge import Table, save_adapter, save_base, saved_tensors
 from tests.quantised_models import quantise
 
@@ -75,6 +80,15 @@ class Made:
         for lora in loras:
             model = PeftModel.from_pretrained(model, self.adapter(kind, lora)).merge_and_unload()
         return start, model.state_dict()
+
+
+def numbers_of(folder: Path, name: str) -> torch.Tensor:
+    """Return what a quantised weight stands for; that we decode as libraries do is shown elsewhere."""
+    said = {key: text for file in folder.glob("*.safetensors") for key, text in scan_file(file).metadata.items()}
+    table = json.loads((folder / "config.json").read_text())["quantization_config"]
+    weight = dequantised(read_quantised(open_model(folder).tensors, table, said).weights[name])
+    dtype = {"F32": torch.float32, "BF16": BF16, "F16": torch.float16}[weight.dtype.name]
+    return torch.frombuffer(bytearray(read_part(weight, 0, weight.nbytes)), dtype=dtype).reshape(weight.shape)
 
 
 def edit(path: Path, **fields: Any) -> None:

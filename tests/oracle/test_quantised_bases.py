@@ -24,13 +24,10 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats import stored
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised import encodings
-from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.layouts import read_quantised
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.formats.stored import read_part
 from lora_tool.rules.merged.evidence import Verdict
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
-from tests.oracle.quantised_bases import ATTENTION, BF16, Made, assert_rounded, delta, edit
+from tests.oracle.quantised_bases import ATTENTION, BF16, Made, assert_rounded, delta, edit, numbers_of
 from tests.quantised_models import quantise
 
 ALL_LINEAR: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "down_proj"]}
@@ -166,15 +163,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def fused_with(name: str) -> set[str]:
     return {name} | {name.replace(part, each) for group in FUSED for part in group if part in name for each in group}
-
-
-def numbers_of(folder: Path, name: str) -> torch.Tensor:
-    """Return what a quantised weight stands for; that we decode as libraries do is shown elsewhere."""
-    said = {key: text for file in folder.glob("*.safetensors") for key, text in scan_file(file).metadata.items()}
-    table = json.loads((folder / "config.json").read_text())["quantization_config"]
-    weight = dequantised(read_quantised(open_model(folder).tensors, table, said).weights[name])
-    dtype = {"F32": torch.float32, "BF16": BF16}[weight.dtype.name]
-    return torch.frombuffer(bytearray(read_part(weight, 0, weight.nbytes)), dtype=dtype).reshape(weight.shape)
 
 
 def assert_near(found: torch.Tensor, exact: torch.Tensor) -> None:
