@@ -89,32 +89,22 @@ def test_numbers_become_the_codes_of_numpy(
         assert (codes.dtype, codes.tobytes()) == (expected[1].dtype, expected[1].tobytes())
 
 
-def test_every_code_and_every_tie_of_e4m3(kernels: tuple[Kernel, ...]) -> None:
-    numbers = np.sort(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))[:254]
-    ties = (numbers[1:] + numbers[:-1]) / 2
-    near = [np.nextafter(ties, np.float32(side)) for side in (-1000, 1000)]
-    values = np.concatenate([numbers, ties, *near])[None]
-    encoding = weight_of(1, values.shape[1], (1, values.shape[1]), DType.F8_E4M3)
-    expected = values.astype(ml_dtypes.float8_e4m3fn)
-    for one in (Rounding(), *map(KernelRounding, kernels)):
-        codes = one.codes(encoding, values.copy(), Scales(np.ones((1, 1), np.float32)), 0, 0)
-        assert codes.tobytes() == expected.tobytes()
-
-
-def test_ties_of_e4m3_are_ties_with_every_scale(kernels: tuple[Kernel, ...]) -> None:
+def test_every_code_and_every_tie_of_e4m3_with_every_scale(kernels: tuple[Kernel, ...]) -> None:
     # the kernel does not divide
     random = np.random.default_rng(0)
     scales = np.exp2(random.uniform(-75, 75, (512, 1))).astype(np.float32)
     scales[::9] *= -1
+    scales[0] = 1
     numbers = np.sort(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
     ties = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2]) * scales
     near = [ties, *(np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)), np.zeros_like(ties)]
     values = np.concatenate([*near, *(-each for each in near)], axis=1)
     rows, columns = values.shape
     encoding = weight_of(rows, columns, (1, columns), DType.F8_E4M3)
-    expected = Rounding().codes(encoding, values.copy(), Scales(scales), 0, 0).tobytes()
+    expected = Rounding().codes(encoding, values.copy(), Scales(scales), 0, 0)
+    assert expected[0].tobytes() == values[0].astype(ml_dtypes.float8_e4m3fn).tobytes()
     for one in kernels:
-        assert KernelRounding(one).codes(encoding, values.copy(), Scales(scales), 0, 0).tobytes() == expected
+        assert KernelRounding(one).codes(encoding, values.copy(), Scales(scales), 0, 0).tobytes() == expected.tobytes()
 
 
 def test_without_the_kernel_numpy_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

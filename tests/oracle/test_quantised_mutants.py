@@ -166,7 +166,7 @@ def misread(made: Case, of: str, value: int | None) -> torch.Tensor:
     folder.mkdir()
     shutil.copy(made.base / "config.json", folder)
     said = scan_file(made.base / "model-00001-of-00002.safetensors").metadata
-    save_file({**module, name: scales.to(module[name].dtype)}, folder / "model.safetensors", said)
+    save_file({**module, name: scales.to(module[name].dtype)}, folder / "model.safetensors", dict(said))
     return (numbers_of(folder, QUERY).double() + made.change).to(BF16)
 
 
