@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_tool.core.display import printable
 from lora_tool.core.report import Finding, Severity
-from lora_tool.core.report.groups import by_rule
+from lora_tool.core.report.text import by_rule
 from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, TrainingStatus, read_job, write_outcome
 from lora_tool_train.traps import TrainingStopped, trap
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lora_tool.checkpoints import open_checkpoint, open_sharded
 from lora_tool.checkpoints.states.dcp_state import copied_files
 from lora_tool.core.errors import UnsupportedCheckpoint
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.model import refuse_errors
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import StoredChunk
 from lora_tool.formats.torch_zip import read_torch_file

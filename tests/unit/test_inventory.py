@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool.core.errors import ExecutionError, NotACheckpoint, OutputExists
-from lora_tool.core.report.runs import Run
+from lora_tool.core.report.findings import Run
 from lora_tool.execution.folder import remove
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.rules.training.saves import Judged, run_table

@@ -13,13 +13,12 @@ import jsonschema
 import pytest
 
 from lora_tool.core.report import sarif
-from lora_tool.core.report.findings import Finding, Severity
+from lora_tool.core.report.findings import Finding, Run, RunCheckpoint, Severity
 from lora_tool.core.report.forms import Form, rendered
 from lora_tool.core.report.github import CAP
 from lora_tool.core.report.json import report_json, schema
 from lora_tool.core.report.markdown import MOST_CHARACTERS
 from lora_tool.core.report.model import Checked, Ignored, Report, Skipped, Unread, by_subject, joined
-from lora_tool.core.report.runs import Run, RunCheckpoint
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.verification.validating import validate  # noqa: F401 - registers the rules
 from tests.judging import judge

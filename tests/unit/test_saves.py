@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool.core.report.runs import RunCheckpoint
+from lora_tool.core.report.findings import RunCheckpoint
 from lora_tool.workflows.inventory import Why, choose, inventory
 from tests.mutations import FIXTURES
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_tool.core.report import Report, Severity
-from lora_tool.core.report.runs import Run
+from lora_tool.core.report.findings import Run
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
 from tests.mutations import FIXTURES

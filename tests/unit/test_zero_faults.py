@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lora_tool.checkpoints import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.core.errors import Defect, FindingsFound, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.core.report import Severity
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.model import refuse_errors
 from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.consolidating import judge_files

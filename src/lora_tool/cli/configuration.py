@@ -16,9 +16,8 @@ from lora_tool.cli.options import FolderOrId, Timed, UserPath
 from lora_tool.core.choices import suggestion
 from lora_tool.core.errors import CorruptFile, UnknownRule
 from lora_tool.core.progress import decided
-from lora_tool.core.report.findings import Severity
+from lora_tool.core.report.findings import Ignored, Severity
 from lora_tool.core.report.forms import Form
-from lora_tool.core.report.words import Ignored
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.rules.engine.registry import expand

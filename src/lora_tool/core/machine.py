@@ -1,4 +1,4 @@
-"""What this process has of the machine: cores, fewer in a container or under `taskset`."""
+"""What this process has of the machine: cores, fewer in a container or under `taskset`; and batches of work for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 _M_ARENA_MAX = -8
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -35,8 +36,6 @@ def one_arena() -> None:
     It keeps a place for each thread, and there megabytes that the thread has freed (mallopt(3), M_ARENA_MAX). For commands
     that promise to take little: it holds for everything in the process.
     """
-    import ctypes  # only for these commands
-
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
@@ -51,6 +50,33 @@ def _quotas() -> Iterator[float]:
         quota, period = ((first / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
         if int(quota) > 0:
             yield int(quota) / max(1, int(period))
+
+
+class Sized(Protocol):
+    """What has a size in bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=Sized)
+
+
+def batches_of_bytes(items: Iterable[_Item], nbytes: int) -> Iterator[tuple[_Item, ...]]:
+    """Yield neighbouring items together until they have `nbytes` bytes, the rest last.
+
+    To hand out thousands of small items one by one takes longer than their work does.
+    """
+    batch: list[_Item] = []
+    held = 0
+    for item in items:
+        batch.append(item)
+        held += item.nbytes
+        if held >= nbytes:
+            yield tuple(batch)
+            batch, held = [], 0
+    if batch:
+        yield tuple(batch)
 
 
 # Subnormal numbers and rounding in this thread, whatever mode another library has set: torch and -ffast-math can.

@@ -84,10 +84,12 @@ def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
     """Return the declared options by the names of their fields, each with its default (`MISSING` for one that is
     required): those of the use case before the `common` ones.
     """
-    known = {each.name: (each.metadata["option"], each.default) for each in fields(options)}
-    common = {name for kind in options.__mro__ if vars(kind).get("common") for name in vars(kind)["__annotations__"]}
-    own = {name: how for name, how in known.items() if name not in common}
-    return own | {name: how for name, how in known.items() if name in common}
+    common: set[str] = set()
+    for kind in options.__mro__:
+        if vars(kind).get("common"):
+            common |= vars(kind)["__annotations__"].keys()
+    in_order = sorted(fields(options), key=lambda each: each.name in common)
+    return {each.name: (each.metadata["option"], each.default) for each in in_order}
 
 
 def on_command_line(options: type[Options]) -> dict[str, tuple[Option, object]]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from lora_tool.core.errors import ExecutionError, OutputExists, UnsupportedAdapter
 from lora_tool.core.progress import Progress
 from lora_tool.core.report import Finding
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.model import refuse_errors
 from lora_tool.core.share import Share
 from lora_tool.execution.at_work import at_work
 from lora_tool.execution.folder import (

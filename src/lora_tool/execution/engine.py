@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from lora_tool.core.engines import Spread
 from lora_tool.core.errors import ExecutionError, LoraToolError
 from lora_tool.core.progress import Progress
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.model import refuse_errors
 from lora_tool.execution.at_work import at_work
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (

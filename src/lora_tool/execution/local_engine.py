@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from lora_tool.core.batches import batches_of_bytes
 from lora_tool.core.choices import assert_never
 from lora_tool.core.display import counted
-from lora_tool.core.machine import available_cores, factor_workers
+from lora_tool.core.machine import available_cores, batches_of_bytes, factor_workers
 from lora_tool.core.progress import Progress, decided
 from lora_tool.core.report import Finding
 from lora_tool.execution.backends.backend import Backend

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from lora_tool.core.batches import batches_of_bytes
-from lora_tool.core.machine import available_cores, ieee_arithmetic
+from lora_tool.core.machine import available_cores, batches_of_bytes, ieee_arithmetic
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import TensorTable
 from lora_tool.plans.core.ops import Precision

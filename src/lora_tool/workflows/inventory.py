@@ -20,7 +20,7 @@ from lora_tool.checkpoints.kinds import matches, step_of
 from lora_tool.checkpoints.registry import holds_pieces, is_save, is_step, sharded_kinds
 from lora_tool.core.choices import TextEnum
 from lora_tool.core.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
-from lora_tool.core.report.runs import RunCheckpoint
+from lora_tool.core.report.findings import RunCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState, without_history

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import by_rule, relative_to
 from lora_tool.core.report.model import Page, Report, Unread
-from lora_tool.core.report.text import spans
+from lora_tool.core.report.text import by_rule, relative_to, spans
 
 CAP = 10
 """Annotations of one kind that GitHub shows for a step."""

@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 
 from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import grouped
 from lora_tool.core.report.model import Checked, Page, Report, by_subject
+from lora_tool.core.report.text import grouped
 
 _SHOWN = 100
 """Findings of one rule that are spelled out in one test."""

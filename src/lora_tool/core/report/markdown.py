@@ -10,11 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lora_tool.core.display import and_more, printable
-from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import by_reason, by_rule
+from lora_tool.core.report.findings import Finding, Run, Severity
 from lora_tool.core.report.model import Page, Report, by_subject
-from lora_tool.core.report.runs import Run
-from lora_tool.core.report.text import run_cells, spans
+from lora_tool.core.report.text import by_reason, by_rule, run_cells, spans
 
 MOST_CHARACTERS = 900_000
 """What a summary has; GitHub refuses a summary above 1 MiB."""

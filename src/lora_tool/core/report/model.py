@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
 
 from lora_tool.core.display import as_html, counted, shortened, some
 from lora_tool.core.errors import FindingsFound
-from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.runs import Run
+from lora_tool.core.report.findings import Checked, Finding, Ignored, Page, Run, Severity, Skipped, Unread
 from lora_tool.core.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
-from lora_tool.core.report.words import Checked, Ignored, Page, Skipped, Unread
 
 __all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
 
@@ -35,12 +34,11 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def at_least(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of that severity or worse."""
-        bad = {other for other in Severity if other >= severity}
-        return tuple(finding for finding in self.findings if finding.severity in bad)
+        return tuple(finding for finding in self.findings if finding.severity.weight >= severity.weight)
 
     def count(self, severity: Severity) -> int:
         """Return how many findings have exactly that severity."""
-        return sum(finding.severity is severity for finding in self.findings)
+        return [finding.severity for finding in self.findings].count(severity)
 
     def __str__(self) -> str:
         return self.text()
@@ -107,19 +105,16 @@ class Report(Struct, frozen=True, kw_only=True):
 
 def joined(reports: Iterable[Report]) -> Report:
     """Return one report with the contents of all `reports`, in their order and without duplicates."""
-    listed = tuple(reports)
+    listed, found = tuple(reports), dict[str, Any]()
+    for name in Report.__struct_fields__:
+        found[name] = tuple(chain.from_iterable(map(attrgetter(name), listed)))
+        if name in _ONCE:
+            found[name] = tuple(dict.fromkeys(found[name]))
+    return Report(**found)
 
-    def all_of(name: str) -> Iterator[Any]:
-        return chain.from_iterable(getattr(report, name) for report in listed)
 
-    return Report(
-        subjects=tuple(all_of("subjects")),
-        findings=tuple(dict.fromkeys(all_of("findings"))),
-        skipped=tuple(dict.fromkeys(all_of("skipped"))),
-        runs=tuple(all_of("runs")),
-        unread=tuple(all_of("unread")),
-        ignored=tuple(dict.fromkeys(all_of("ignored"))),
-    )
+_ONCE = ("findings", "skipped", "ignored")
+"""What several reports of one folder may have in common."""
 
 
 def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...]:
@@ -143,3 +138,15 @@ def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...
         rules = checked.rules if earlier is None else tuple(sorted({*earlier.rules, *checked.rules}))
         kept[checked.path] = Checked(path=checked.path, kind=(earlier or checked).kind, rules=rules)
     return tuple((checked, tuple(found[path])) for path, checked in kept.items())
+
+
+def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[Finding, ...]:
+    """Return the findings if none of them is an error, or all errors are `ignored`, by the beginnings of their codes.
+    Raises `FindingsFound` with the other errors.
+    """
+    kept = tuple(found)
+    errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
+    if errors:
+        codes = ",".join(sorted({error.code for error in errors}))
+        Report(findings=errors).raise_at(Severity.ERROR, hint=f'to continue despite these errors: `ignore="{codes}"`')
+    return kept

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import relative_to
 from lora_tool.core.report.model import Page, Report
+from lora_tool.core.report.text import relative_to
 from lora_tool.core.version import __version__
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lora_tool.core.display import four_digits, printable, size
-from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import by_reason, by_rule, grouped
-from lora_tool.core.report.words import Ignored, Skipped
+from lora_tool.core.report.findings import Finding, Ignored, Run, RunCheckpoint, Severity, Skipped
 
-if TYPE_CHECKING:
-    from lora_tool.core.report.runs import Run, RunCheckpoint
+T = TypeVar("T")
+K = TypeVar("K")
 
 SHOWN = 3
 """How many findings of one rule in one file are spelled out before the rest is counted."""
@@ -112,3 +112,36 @@ def spans(codes: Iterable[str]) -> str:
         else:
             runs.append((code, code))
     return ", ".join(first if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# Findings of one rule and severity are one thing to mend, however many tensors they are about.
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items that have the same `key` together, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:
+    """Yield the findings of one rule and severity together, worst first, then by code."""
+    groups = grouped(findings, lambda finding: (-finding.severity.weight, finding.code))
+    yield from (tuple(group) for _, group in sorted(groups.items(), key=lambda group: group[0]))
+
+
+def relative_to(path: str, root: Path) -> str | None:
+    """Return `path` relative to the folder `root`, with forward slashes; None where it lies outside of it."""
+    absolute = os.path.normpath(root / path)
+    inside = os.path.relpath(absolute, root)
+    outside = inside == os.pardir or inside.startswith(os.pardir + os.sep)
+    return None if outside else inside.replace(os.sep, "/")
+
+
+def by_reason(skipped: Iterable[Skipped]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """Yield codes, folders and reason: what was skipped for one reason on many checkpoints of a run is one line."""
+    on_a_folder = grouped(skipped, lambda item: (item.path, item.reason)).values()
+    alike = grouped(on_a_folder, lambda items: (tuple(item.code for item in items), items[0].reason))
+    for (codes, reason), folders in alike.items():
+        yield codes, tuple(items[0].path for items in folders), reason

@@ -27,7 +27,7 @@ from lora_tool.core.options import Options, option
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
 from lora_tool.core.report.findings import Finding
-from lora_tool.core.report.refusing import refuse_errors
+from lora_tool.core.report.model import refuse_errors
 from lora_tool.core.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import is_folder, json_bytes, read_object, require_own_file

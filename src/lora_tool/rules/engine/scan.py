@@ -21,7 +21,7 @@ from msgspec import Struct, field
 
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.core.errors import SourceChanged
-from lora_tool.core.machine import available_cores
+from lora_tool.core.machine import available_cores, batches_of_bytes
 from lora_tool.core.records import kept
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.files import open_regular, opened_regular, read_at
@@ -140,8 +140,6 @@ class Scans(Struct):
         if sum(tensor.nbytes for tensor in tensors.values()) < _LITTLE:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
         from concurrent.futures import ThreadPoolExecutor  # only large tensors need both
-
-        from lora_tool.core.batches import batches_of_bytes
 
         kernel, stopped = _kernel(), threading.Event()
 

@@ -14,7 +14,7 @@ from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.display import counted
 from lora_tool.core.errors import CorruptFile, Defect
 from lora_tool.core.report import Severity
-from lora_tool.core.report.groups import grouped
+from lora_tool.core.report.text import grouped
 from lora_tool.formats import manifest
 from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file, way_to_open
 from lora_tool.rules.engine.registry import Fault, rule

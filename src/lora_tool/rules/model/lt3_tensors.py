@@ -9,7 +9,7 @@ from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS, UNMERGED
 from lora_tool.checkpoints.quantised import quantisation_table, quantised_weights, sign_of
 from lora_tool.core.keys import split_layer, unwrapped
 from lora_tool.core.report import Severity
-from lora_tool.core.report.groups import grouped
+from lora_tool.core.report.text import grouped
 from lora_tool.formats import adapter_config
 from lora_tool.formats.fields import shown
 from lora_tool.formats.quantised.encodings import encoding_of

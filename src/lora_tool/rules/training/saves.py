@@ -21,10 +21,9 @@ from lora_tool.checkpoints.folders import Folder, is_numbered, listed, read_fold
 from lora_tool.checkpoints.kinds import matches, read_pointer, step_of
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.errors import CheckpointError, UnsupportedCheckpoint
-from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.groups import by_rule
+from lora_tool.core.report.findings import Finding, Run, RunCheckpoint, Severity
 from lora_tool.core.report.model import Report
-from lora_tool.core.report.runs import Run, RunCheckpoint
+from lora_tool.core.report.text import by_rule
 from lora_tool.formats.files import inside, is_file
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState

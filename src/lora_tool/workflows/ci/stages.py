@@ -50,7 +50,7 @@ from lora_tool.workflows.writing import write
 from lora_tool.workflows.written import Written, farthest
 
 if TYPE_CHECKING:
-    from lora_tool.core.report.runs import Run
+    from lora_tool.core.report.findings import Run
     from lora_tool.verification.verified import Verification
 
 
