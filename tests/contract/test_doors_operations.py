@@ -49,7 +49,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.sharding import lay_out
 from lora_tool.plans.core.steps import Step
 from lora_tool.core.tensors import FileStamp, TensorSpec
-from lora_tool.verification.written import check_written
+from lora_tool.verification.checking import check_written
 from tests.property.interpret import load
 
 path, out = Path(sys.argv[1]), Path(sys.argv[2])

@@ -13,8 +13,8 @@ from lora_tool.native.library import COMPARABLE, COMPARED, Kernel
 from lora_tool.verification import counting
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.counting import tally_of
+from lora_tool.verification.pieces import Tally
 from lora_tool.verification.recompute import Recomputed
-from lora_tool.verification.tally import Tally
 
 SPECIAL = (0, 0x8000, 1, 0x8001, 0x7C00, 0xFC00, 0x7E00, 0x7F80, 0xFF80, 0x7FC0, 0x3F80, 0x0080)
 EXACT = ("compared", "outside", "wrong", "first", "moved")

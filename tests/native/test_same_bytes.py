@@ -21,7 +21,7 @@ from lora_tool.core.machine import ieee_arithmetic
 from lora_tool.execution.engine import execute
 from lora_tool.native import library
 from lora_tool.native.library import VARIABLE
-from lora_tool.verification.written import check_written
+from lora_tool.verification.checking import check_written
 from tests.property.interpret import load
 from tests.tiny_plans import EMBED, HIDDEN, NORM, VOCABULARY, Array, Q, numbers, save_adapter, save_base
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from lora_tool import verify
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.initial import taken
-from lora_tool.verification.tally import CannotTellError
+from lora_tool.verification.pieces import CannotTellError
 from tests.oracle.peft_merge import merge_with_ours, merge_with_peft, save_adapter, save_base, saved_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")

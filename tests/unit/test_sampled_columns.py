@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from lora_tool import plan_resize
 from lora_tool.execution.engine import execute
 from lora_tool.rules.merged.evidence import Verdict
-from lora_tool.verification.written import check_written
+from lora_tool.verification.checking import check_written
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.core.tensors import Span, StoredTensor, TransposedSpan
 from lora_tool.formats.open_files import OpenFiles, opened
-from lora_tool.verification.pieces import Compared, Stretch
-from lora_tool.verification.tally import Tally
+from lora_tool.verification.pieces import Compared, Stretch, Tally
 
 if TYPE_CHECKING:
     from lora_tool.verification.elements import Array, Files

@@ -1,21 +1,123 @@
-"""Counting over blocks: how many values are wrong, how far off they are, and how much of ΔW is in the change."""
+"""Comparing rows and columns, block by block, with what the second formula gives for them: how many values are wrong, how
+far off they are, and how much of ΔW is in the change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from threadpoolctl import threadpool_limits
 
 from lora_tool.core.tensors import DType
 from lora_tool.native.library import COMPARABLE, COMPARED, any_kernel
-from lora_tool.verification.bounds import Bound
-from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
-from lora_tool.verification.recompute import Recomputed
-from lora_tool.verification.tally import Tally
+from lora_tool.plans.core.factor_ops import Mix
+from lora_tool.plans.core.ops import Precision, RowOp
+from lora_tool.plans.core.requantise import Requantise
+from lora_tool.verification.bounds import Bound, sixteen_bit_bound, stated_bound, working_type
+from lora_tool.verification.elements import Array, Bytes, Files, decode, half_ulps, some_rows
+from lora_tool.verification.pieces import CannotTellError, Compared, Rows, Tally, rows_and_columns
+from lora_tool.verification.recompute import Recomputed, Recomputer
 
 _EIGHT = 8
 """Elements that the kernel compares together."""
+
+
+@contextlib.contextmanager
+def recomputing(precision: Precision | None) -> Iterator[Recomputing]:
+    """Yield what recomputes tensors of this arithmetic; BLAS has one thread meanwhile."""
+    with Files() as files, threadpool_limits(limits=1, user_api="blas"):
+        yield Recomputing(files, precision)
+
+
+class Recomputing(Struct, frozen=True):
+    """What recomputes, and the files that it reads. Safe for threads."""
+
+    files: Files
+    precision: Precision | None
+    """The arithmetic that made the tensors, None where that is not known."""
+    local: threading.local = field(default_factory=threading.local)
+
+    def tallies(self, part: Compared, rows: Sequence[Rows], columns: Sequence[int]) -> Iterator[Tally]:
+        """Yield the tally of the rows of a part, some at a time, and of its columns. Raises `CannotTellError`."""
+        if columns:
+            yield self._of_columns(part, columns)
+        if isinstance(part.op, Requantise):
+            from lora_tool.verification.requantised import scale_tally  # only for quantised weights
+
+            for [(first, last)] in rows:
+                with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+                    yield scale_tally(part, first, last, self.files)
+        elif rows:
+            yield from self._of_rows(part, part.op, rows)
+
+    @property
+    def _recomputer(self) -> Recomputer:
+        """This thread's own."""
+        if not hasattr(self.local, "recomputer"):
+            self.local.recomputer = Recomputer(self.files)
+        recomputer: Recomputer = self.local.recomputer
+        return recomputer
+
+    def _of_rows(self, part: Compared, op: RowOp, ranges: Sequence[Rows]) -> Iterator[Tally]:
+        dtype = part.stored.dtype
+        if op.taken_out and op.source.dtype is not dtype:
+            raise CannotTellError(
+                f"{op.taken_out} was taken out of the base in {dtype}, but the base is {op.source.dtype}"
+            )
+        wide = working_type(op, dtype)
+        bounds = [stated_bound(op, dtype, self.precision or Precision.FLOAT32)]
+        if self.precision is None:
+            bounds.append(sixteen_bit_bound(op, dtype))
+        if part.written is not None:
+            from lora_tool.verification.requantised import (  # only for quantised weights
+                half_steps,
+                step_bound,
+            )
+
+            bounds = [step_bound(bound) for bound in bounds]
+        width = rows_and_columns(part.stored.shape)[1]
+        for rows in ranges:
+            with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+                stored, at = self.files.rows(part.stored, rows, place="stored"), 0
+                for some, expected in self._recomputer.blocks(op, rows, wide):
+                    inside = slice(at, at := at + len(expected.base))
+                    steps = None if part.written is None else half_steps(part, some, self.files)
+                    own = some_rows(stored, inside, dtype, width)
+                    tally = tally_of(own, dtype, expected, bounds, wide, steps)
+                    if tally.first is not None:
+                        tally.first = part.begin + _flat(tally.first, some, width)
+                    yield tally
+
+    def _of_columns(self, part: Compared, columns: Sequence[int]) -> Tally:
+        """Compare all rows of some columns of a product with a small matrix."""
+        op, dtype, chosen = part.op, part.stored.dtype, np.array(columns)
+        if not isinstance(op, Mix):
+            raise AssertionError("columns are sampled of products with a small matrix alone")  # noqa: TRY004 - ours
+        wide = working_type(op, dtype)
+        bounds = [stated_bound(op, dtype, self.precision or Precision.FLOAT32)]
+        with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+            expected = self._recomputer.columns(op, chosen, wide)
+            tally = tally_of(self.files.columns(part.stored, chosen), dtype, expected, bounds, wide)
+        if tally.first is not None:
+            row, at = divmod(tally.first, len(columns))
+            tally.first = part.begin + row * part.stored.shape[1] + columns[at]
+        return tally
+
+
+def _flat(at: int, rows: Rows, width: int) -> int:
+    """Return the flat index in the part of value `at` of a block of rows."""
+    row, column = divmod(at, width)
+    numbers = itertools.chain.from_iterable(range(first, last) for first, last in rows)
+    return next(itertools.islice(numbers, row, None)) * width + column
+
+
+# Counting over a block.
 
 
 def tally_of(

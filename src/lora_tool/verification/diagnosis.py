@@ -15,10 +15,9 @@ from lora_tool.plans.core.requantise import Requantise
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, half_ulps
-from lora_tool.verification.pieces import Compared, Rows, rows_and_columns, rows_at_once, sampled_rows
+from lora_tool.verification.pieces import Compared, Rows, Tally, rows_and_columns, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer
 from lora_tool.verification.requantised import half_steps
-from lora_tool.verification.tally import Tally
 from lora_tool.verification.without_scales import codes_of, readings_without_scales
 
 _EXPLAINED = 0.995

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,14 +126,17 @@ class Files(OpenFiles):
         self, tensor: StoredTensor, rows: Rows, row_bytes: int, decode: Decode | None = None, place: str = ""
     ) -> Bytes:
         """Do what `rows` does where a row has so many bytes, whatever the tensor's shape."""
-        nbytes = sum(last - first for first, last in rows) * row_bytes
+        nbytes = (sum(map(itemgetter(1), rows)) - sum(map(itemgetter(0), rows))) * row_bytes
         out = self._room.of(place, (nbytes,), np.dtype(np.uint8)) if place else np.empty(nbytes, np.uint8)
-        sizes = [(last - first) * row_bytes for first, last in rows]
-        places = [out.data[end - nbytes : end] for nbytes, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-        starts = (first * row_bytes for first, _ in rows)
         whole = tensor.spans[0] if len(tensor.spans) == 1 else None
+        begin = whole.offset if type(whole) is Span else 0
+        target, done, pieces = out.data, 0, []
+        for first, last in rows:
+            end = done + (last - first) * row_bytes
+            pieces.append((begin + first * row_bytes, target[done:end]))
+            done = end
         if type(whole) is Span:  # nearly always, and a sample is thousands of single rows
-            self.read_pieces(whole.path, zip((whole.offset + start for start in starts), places, strict=True))
+            self.read_pieces(whole.path, pieces)
         elif type(whole) is TransposedSpan and whole.nbytes == whole.stored_bytes:  # read once, not for every row
             matrix = self.as_meant(whole)
             rows_of = out.view(f"u{whole.itemsize}").reshape(-1, whole.columns)
@@ -145,8 +148,8 @@ class Files(OpenFiles):
             ranges = [(above + first, above + last) for first, last in rows]
             out[...] = tiled_again(encoding, ranges, self.ranges).reshape(-1).view(np.uint8)
         else:
-            for start, target in zip(starts, places, strict=True):
-                fill(target, tensor, start, self.read_exactly, decode or self._decode)
+            for start, piece in pieces:
+                fill(piece, tensor, start, self.read_exactly, decode or self._decode)
         return out
 
     def columns(self, tensor: StoredTensor, columns: Array) -> Bytes:

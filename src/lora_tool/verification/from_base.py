@@ -28,9 +28,8 @@ from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Array, Files
 from lora_tool.verification.initial import taken
-from lora_tool.verification.pieces import row_blocks
+from lora_tool.verification.pieces import CannotTellError, row_blocks
 from lora_tool.verification.products import evidence_of_each, evidence_of_factors, spanned, unknown_of_factors
-from lora_tool.verification.tally import CannotTellError
 
 _DOUBLE = np.dtype(np.float64)
 _BLOCK = 1 << 19

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from lora_tool.core.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array
-from lora_tool.verification.tally import CannotTellError
+from lora_tool.verification.pieces import CannotTellError
 
 _STABLE = 16.0
 _SINGLE = FLOATS[DType.F32].roundoff

@@ -23,8 +23,7 @@ from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.plans.algebra.terms import Factors, Term
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.elements import FLOATS, Array, Files
-from lora_tool.verification.pieces import rows_and_columns
-from lora_tool.verification.tally import CannotTellError
+from lora_tool.verification.pieces import CannotTellError, rows_and_columns
 
 _DOUBLE = np.dtype(np.float64)
 _EPSILON = float(np.finfo(np.float64).eps)

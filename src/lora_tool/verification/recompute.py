@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,7 +119,8 @@ class Recomputer:
         at_once = plain and dtype in COMPARABLE and any_kernel() is not None
         at = 0
         for part in [rows] if at_once else split(rows, width):
-            inside = slice(at, at := at + sum(last - first for first, last in part))
+            height = sum(map(itemgetter(1), part)) - sum(map(itemgetter(0), part))
+            inside = slice(at, at := at + height)
             stored, own = some_rows(source, inside, dtype, width), product.part(inside)
             numbers = Recomputed(
                 stored.view(FLOATS[dtype].bits).reshape(-1, width), own.values, own.norms, stored_as=dtype
@@ -240,7 +242,7 @@ class Recomputer:
 
     def _factors(self, at: int, term: LoraTerm, rows: Rows, *, transposed: bool) -> tuple[Array, Array]:
         """Return s·B of the rows and A, or, where W is stored [in, out], s·Aᵀ of the rows and Bᵀ. Both float64."""
-        inside = [(first + term.first, last + term.first) for first, last in rows]
+        inside = [(first + term.first, last + term.first) for first, last in rows] if term.first else rows
         if transposed:
             columns = self._a(f"left {at}", term)
             chosen = np.concatenate([columns[:, first:last] for first, last in inside], axis=1)

@@ -23,8 +23,7 @@ from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_pa
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.dequantised import floats_of, from_stream, small_floats
 from lora_tool.verification.elements import Array, Files
-from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared, Rows
-from lora_tool.verification.tally import Tally
+from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared, Rows, Tally
 
 _ROUNDED = 2.0**-14
 """A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
@@ -34,10 +33,10 @@ _SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 18
 """Rows of scales that are looked at in a sample, and about how many weights they are for."""
 
 
-def coded_parts(op: Requantise[Computed], stored: StoredTensor, tensors: TensorTable) -> tuple[Compared, ...] | None:
-    """Return what is compared of the `stored` codes or scales; None where a part of the weight is not there as planned."""
+def coded_parts(op: Requantise[Computed], stored: StoredTensor, tensors: TensorTable) -> tuple[Compared, ...]:
+    """Return what is compared of the `stored` codes or scales; nothing where a part of the weight is not there as planned."""
     written = _written_as(op, tensors)
-    return None if written is None else tuple(_requantised_parts(stored.name, op, written))
+    return () if written is None else tuple(_requantised_parts(stored.name, op, written))
 
 
 def _written_as(op: Requantise[Computed], tensors: TensorTable) -> Requantisable | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.verification.pieces import Compared, why_not
-from lora_tool.verification.tally import Tally
+from lora_tool.verification.pieces import Compared, Tally, why_not
 
 # How much of a folder a verification reads.
 
@@ -44,11 +44,18 @@ class Level(Choice):
 
 def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]]) -> TensorEvidence:
     """Return the evidence of one tensor from what was seen of its parts."""
-    total = Tally()
-    for _, tally in seen:
+    total, unknown, copied = Tally(), None, True
+    wrong: list[tuple[Compared, Tally]] = []
+    scalings, ranks = set[float](), set[int]()
+    for part, tally in seen:
         total.add(tally)
-    unknown = next((reason for part, tally in seen if (reason := _why_unknown(part, tally))), None)
-    wrong = [(part, tally) for part, tally in seen if tally.wrong and _why_unknown(part, tally) is None]
+        why = None if part.copied else why_not(part.op) or tally.unknown
+        unknown, copied = unknown or why, copied and part.copied
+        if tally.wrong and why is None:
+            wrong.append((part, tally))
+        if isinstance(part.op, LowRank):
+            scalings.update(map(attrgetter("scaling"), part.op.terms))
+            ranks.update(map(attrgetter("rank"), part.op.terms))
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
         from lora_tool.verification.diagnosis import Diagnosis, diagnosed  # where something is wrong alone
@@ -67,29 +74,23 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]]) -> TensorEvi
         verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
     elif total.outside:
         reason = "within what 16-bit arithmetic explains"
-    terms = [term for part, _ in seen if isinstance(part.op, LowRank) for term in part.op.terms]
-    copied = all(part.copied for part, _ in seen)
     return TensorEvidence(
         name=step.out.name,
         action=step.action,
         verdict=verdict,
         compared=total.compared,
         numel=step.out.numel,
-        wrong=sum(tally.wrong for _, tally in wrong),
+        wrong=sum(tally.wrong for _, tally in wrong) if wrong else 0,
         first=total.first if wrong else None,
         ulps=None if copied else total.ulps,
         distance=total.distance,
         factor=factor,
         cosine=total.cosine,
         unmoved=step.action is TensorAction.MERGED and unknown is None and not total.moved,
-        scaling=terms[0].scaling if len({term.scaling for term in terms}) == 1 else None,
-        rank=terms[0].rank if len({term.rank for term in terms}) == 1 else None,
+        scaling=scalings.pop() if len(scalings) == 1 else None,
+        rank=ranks.pop() if len(ranks) == 1 else None,
         reason=reason,
     )
-
-
-def _why_unknown(part: Compared, tally: Tally) -> str | None:
-    return None if part.copied else why_not(part.op) or tally.unknown
 
 
 OWN_RULES = ("LT1", "LT6")
@@ -164,16 +165,23 @@ def by_rules(
 
 def summary_json(verification: Verification) -> dict[str, Any]:
     """Return what a manifest records of a verification: how much was compared, and the largest distances."""
-    found = tuple(verification.evidence.values())
-    ulps = [item.ulps for item in found if item.ulps is not None]
+    right = compared = total = 0
+    unknown, ulps = [], []
+    for found in verification.evidence.values():
+        right += found.verdict is Verdict.RIGHT
+        compared, total = compared + found.compared, total + found.numel
+        if found.verdict is Verdict.UNKNOWN:
+            unknown.append(found.name)
+        if found.ulps is not None:
+            ulps.append(found.ulps)
     return {
         "level": verification.level.value,
         "errors": verification.report.count(Severity.ERROR),
         "warnings": verification.report.count(Severity.WARNING),
-        "tensors": len(found),
-        "right": sum(item.verdict is Verdict.RIGHT for item in found),
-        "not_recomputed": [item.name for item in found if item.verdict is Verdict.UNKNOWN],
-        "values_compared": sum(item.compared for item in found),
-        "values": sum(item.numel for item in found),
+        "tensors": len(verification.evidence),
+        "right": right,
+        "not_recomputed": unknown,
+        "values_compared": compared,
+        "values": total,
         "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
     }

@@ -166,7 +166,7 @@ class ReadBack(Struct, kw_only=True):
         """Read samples of a large file's tensors back while others are written; `check` reads those of small ones."""
         # one thread for BLAS in here would be one for an init's decomposition, too, which has other bits then
         if not self.plan.recomputes_inits and shard.data_bytes >= _LARGE_FILE:
-            from lora_tool.verification.written import check_file  # only where checked
+            from lora_tool.verification.checking import check_file  # only where checked
 
             workers = self.jobs or available_cores()
             jobs = workers if shard is self.plan.shards[-1] else max(1, workers // 2)
@@ -179,8 +179,8 @@ class ReadBack(Struct, kw_only=True):
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
+        from lora_tool.verification.checking import check_written  # only where checked
         from lora_tool.verification.verified import summary_json  # only where checked
-        from lora_tool.verification.written import check_written  # only where checked
 
         seen = check_written(self.plan, folder, jobs=self.jobs, seen=self._seen)
         # under the name that the user knows
